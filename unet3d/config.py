@@ -1,0 +1,282 @@
+"""The configuration: every setting, its meaning, its limits, and the one place of its default.
+
+A configuration file is YAML with the sections below and holds only what differs from the defaults;
+``--set section.key=value`` overrides it. The resolved configuration of a run is written to
+``config.yaml`` in its folder.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from unet3d.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+Shape = tuple[Positive, Positive, Positive]
+Spacing = tuple[
+    Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
+]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class PhantomSettings(Section):
+    """The built-in synthetic data set, used where no data set is named."""
+
+    num_cases: Positive = 20
+    shape: Shape = (64, 64, 64)
+    """Voxels along X, Y, Z of each case."""
+    spacing_mm: Spacing = (1.0, 1.0, 1.0)
+
+
+class DataSettings(Section):
+    """Which cases, and how they are brought to one spacing and one range of intensities."""
+
+    dataset: Path | None = None
+    """Folder or dataset.json; none: the phantom data."""
+    phantom: PhantomSettings = PhantomSettings()
+    fold: Annotated[int, Field(ge=0)] = 0
+    num_folds: Annotated[int, Field(ge=2)] = 5
+    spacing_mm: Literal["median", "native"] | Spacing = "median"
+    """Target spacing: the data set's median, each case's own, or three numbers."""
+    normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
+    """auto follows the channel names in dataset.json: CT, else z-score per case."""
+    cache: Path | None = None
+    """Folder of the prepared arrays; none: the user's cache folder."""
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Processes that cut and augment patches; 0: in the training process."""
+
+
+class AugmentationSettings(Section):
+    """Random changes to each training patch; each probability is per patch."""
+
+    enabled: bool = True
+    rotation_probability: Fraction = 0.2
+    rotation_degrees: Annotated[float, Field(ge=0, le=180)] = 30.0
+    scaling_probability: Fraction = 0.2
+    scaling_range: tuple[float, float] = (0.7, 1.4)
+    noise_probability: Fraction = 0.1
+    blur_probability: Fraction = 0.1
+    brightness_probability: Fraction = 0.15
+    contrast_probability: Fraction = 0.15
+    gamma_probability: Fraction = 0.2
+    low_resolution_probability: Fraction = 0.1
+    mirror_axes: tuple[Literal["x", "y", "z"], ...] = ()
+    """Axes that may be flipped. None by default: left and right may be different labels."""
+
+
+class PatchSettings(Section):
+    """The training crops."""
+
+    size: Literal["auto", "whole"] | Shape = "auto"
+    """Voxels along X, Y, Z; auto: from the data set's median shape and spacing."""
+    max_voxels: Positive = 128**3
+    """The budget that auto keeps to."""
+    per_case: Positive = 4
+    """Patches drawn from each case in one epoch (whole volumes: always 1)."""
+    foreground_fraction: Fraction = 0.33
+    """Share of the patches that are centred on a labelled voxel."""
+    augmentation: AugmentationSettings = AugmentationSettings()
+
+
+class ModelSettings(Section):
+    """The network."""
+
+    encoder: Literal["plain", "residual"] = "plain"
+    base_channels: Positive = 32
+    """Channels at level 0; they double at each level."""
+    max_channels: Positive = 320
+    num_levels: Annotated[int, Field(ge=2, le=8)] | Literal["auto"] = "auto"
+    """auto: until an axis would fall below 4 voxels, at most 6."""
+    channels: tuple[Positive, ...] | None = None
+    """Channels of each level, instead of the three settings above."""
+    norm: Literal["instance", "group", "batch"] = "instance"
+    deep_supervision: bool = False
+
+
+class TrainingSettings(Section):
+    """The optimisation."""
+
+    epochs: Positive = 100
+    batch_size: Positive = 2
+    accumulation_steps: Positive = 1
+    """Equal portions of a batch that go through the network one after another."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: Annotated[float, Field(gt=0)] = 0.01
+    """The start of the polynomial decay (power 0.9)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Nesterov momentum; sgd only."""
+    weight_decay: Annotated[float, Field(ge=0)] = 3e-5
+    gradient_clip: Annotated[float, Field(gt=0)] = 12.0
+    """Largest L2 norm of all gradients together."""
+    precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """auto: bfloat16 where every GPU has it, else float16; float32 on CPU."""
+    validate_every: Positive = 5
+    """Epochs between validations; the last epoch is always validated."""
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+class ParallelSettings(Section):
+    """How the network is spread over devices."""
+
+    mode: Literal["none", "model"] = "none"
+    devices: tuple[str, ...] | None = None
+    """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
+    cuts: tuple[Positive, ...] | None = None
+    """Where the block list is cut; none: encoder | decoder for two devices, else equal work."""
+
+
+class InferenceSettings(Section):
+    """Prediction, in validation too."""
+
+    window: Literal["auto", "whole"] | Shape = "auto"
+    """auto: the training patch, or the whole volume for a network trained on whole volumes."""
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of a window that its neighbour covers again."""
+    batch_size: Positive = 1
+    """Windows in one forward pass."""
+
+
+class Config(Section):
+    """Everything needed to repeat a run."""
+
+    data: DataSettings = DataSettings()
+    patches: PatchSettings = PatchSettings()
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    inference: InferenceSettings = InferenceSettings()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.training.accumulation_steps > self.training.batch_size:
+            raise ValueError(
+                f"training.accumulation_steps is {self.training.accumulation_steps} but a batch "
+                f"has {self.training.batch_size} patches; use at most one step per patch"
+            )
+        if self.model.norm == "batch" and self.training.accumulation_steps > 1:
+            raise ValueError(
+                "model.norm=batch with training.accumulation_steps "
+                f"{self.training.accumulation_steps} would take its statistics from portions of "
+                "the batch and train another network; use model.norm=instance"
+            )
+        if self.data.fold >= self.data.num_folds:
+            raise ValueError(
+                f"data.fold is {self.data.fold} but there are folds 0 to {self.data.num_folds - 1}"
+            )
+        return self
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """Return a copy with some settings replaced.
+
+        Args:
+            values: Dotted key to value, such as ``{"training.epochs": 10}``.
+
+        Raises:
+            ConfigError: A key is unknown or a value is refused.
+        """
+        tree = self.model_dump(mode="json")
+        for key, value in values.items():
+            _put(tree, key, value)
+        return _validated(tree, "settings")
+
+    def to_yaml(self) -> str:
+        """Return every setting as YAML that :func:`load_config` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: A YAML file, or None for the defaults.
+        overrides: ``section.key=value`` strings; values are YAML (``[32,32,32]``, ``true``) and
+            later ones win. A comma-separated list needs no brackets.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
+            are named at once.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path} holds a {type(loaded).__name__}; it needs sections and keys")
+        tree = loaded or {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {override}: write section.key=value")
+        _put(tree, key.strip(), _value_of(text))
+    return _validated(tree, str(path) if path else "settings")
+
+
+def _value_of(text: str) -> Any:
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set value {text!r} is not valid YAML") from error
+    if isinstance(value, str) and "," in value:
+        return [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+    return value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"{key}: {section} is a setting, not a section")
+        tree = below
+    tree[last] = value
+
+
+def _validated(tree: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = dict.fromkeys(_describe(dict(item)) for item in error.errors())
+        raise ConfigError(f"{source}: " + "; ".join(problems)) from error
+
+
+def _describe(problem: dict[str, Any]) -> str:
+    location = [str(name) for name in problem["loc"]]
+    path, section = _known_path(location)
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        close = difflib.get_close_matches(location[-1], section.model_fields, n=1, cutoff=0.5)
+        known = f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"
+        return f"unknown setting {'.'.join(location)}, {known}"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _known_path(location: list[str]) -> tuple[list[str], type[BaseModel]]:
+    """Drop pydantic's union branches from a location; return it with its innermost section."""
+    section: type[BaseModel] = Config
+    path: list[str] = []
+    for name in location:
+        field = section.model_fields.get(name)
+        if field is None:
+            break
+        path.append(name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            section = field.annotation
+    return path, section

@@ -1,0 +1,41 @@
+"""Every error that unet3d raises for a reason it can explain.
+
+The message is one line: what is wrong, which value, what to do. The command line prints it after
+``Error:`` and exits with status 1, without a traceback::
+
+    Unet3dError
+    ├── ConfigError         a setting, or settings that contradict each other
+    ├── DatasetError        dataset.json, missing files, folds
+    ├── VolumeError         one image or label map that cannot be used
+    ├── DeviceError         a device that does not exist, more stages than blocks
+    │   └── DoesNotFitError a device that has too little memory
+    └── CheckpointError     a checkpoint that is missing, damaged, or of another network
+"""
+
+
+class Unet3dError(Exception):
+    """Base of every error that a user can cause and can mend."""
+
+
+class ConfigError(Unet3dError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class DatasetError(Unet3dError):
+    """A data set cannot be read, or its parts do not belong together."""
+
+
+class VolumeError(Unet3dError):
+    """One volume cannot be read, or cannot be used as it is."""
+
+
+class DeviceError(Unet3dError):
+    """A device does not exist, or the network cannot be placed as asked."""
+
+
+class DoesNotFitError(DeviceError):
+    """A device has too little memory for what was asked of it."""
+
+
+class CheckpointError(Unet3dError):
+    """A checkpoint is missing, damaged, or does not belong to this network."""
