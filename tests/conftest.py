@@ -1,0 +1,26 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for marker, needed in (("gpu", 1), ("multigpu", 2)):
+        if num_gpus < needed:
+            skip = pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {num_gpus}")
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """Folder of the real volumes, which are not in the repository."""
+    folder = Path(os.environ.get("UNET3D_TEST_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real volumes at {folder}; set UNET3D_TEST_DATA to their folder")
+    return folder
