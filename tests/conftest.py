@@ -11,7 +11,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
         if num_gpus < needed:
-            skip = pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), this machine has {num_gpus}")
+            skip = pytest.mark.skip(
+                reason=f"needs {needed} CUDA GPU(s), this machine has {num_gpus}"
+            )
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(skip)

@@ -214,7 +214,9 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
         except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+            raise ConfigError(
+                f"{path} is not valid YAML: {' '.join(str(error).split())}"
+            ) from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"{path} holds a {type(loaded).__name__}; it needs sections and keys")
         tree = loaded or {}
@@ -260,7 +262,9 @@ def _describe(problem: dict[str, Any]) -> str:
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         close = difflib.get_close_matches(location[-1], section.model_fields, n=1, cutoff=0.5)
-        known = f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"
+        known = (
+            f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"
+        )
         return f"unknown setting {'.'.join(location)}, {known}"
     message = str(problem["msg"]).removeprefix("Value error, ")
     if not key:

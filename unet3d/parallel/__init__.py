@@ -1,1 +1,44 @@
+"""Spreading one network over devices.
 
+``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
+says when each micro-batch runs where, ``transfer`` copies between devices, ``pipeline`` does it.
+"""
+
+from unet3d.model import UNet3d
+from unet3d.parallel.executor import Executor, LossFunction
+from unet3d.parallel.partition import default_cuts, make_stages
+from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.parallel.placement import (
+    Layout,
+    Slot,
+    check_precision,
+    default_precision,
+    resolve_devices,
+)
+
+__all__ = [
+    "Executor",
+    "Layout",
+    "LossFunction",
+    "Slot",
+    "check_precision",
+    "default_precision",
+    "parallelize",
+    "resolve_devices",
+]
+
+
+def parallelize(model: UNet3d, layout: Layout) -> Executor:
+    """Place a network on devices.
+
+    Args:
+        model: The network; its parameters are moved.
+        layout: Devices, cuts, micro-batches and precision.
+
+    Raises:
+        DeviceError: There are more devices than blocks, or the cuts do not fit them.
+        ConfigError: The network cannot be trained in this layout.
+    """
+    cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
+    stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
+    return PipelineExecutor(model, stages, layout.num_micro_batches, layout.autocast)

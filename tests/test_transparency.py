@@ -1,0 +1,143 @@
+"""Every way of spreading the network gives the plain network's loss and gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings
+from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.parallel import Layout, parallelize
+
+TOLERANCE = 1e-10
+
+
+def make_topology(**options: object) -> Topology:
+    settings = ModelSettings(base_channels=4, max_channels=16, num_levels=3, **options)
+    return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
+
+
+def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_samples)
+    image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
+    target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
+    return image, target.to(torch.uint8)
+
+
+def plain_gradients(
+    topology: Topology, image: Tensor, target: Tensor
+) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    loss = dice_cross_entropy(model(image), target).total
+    loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    return loss.detach(), gradients, model
+
+
+def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
+    error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
+    assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
+
+
+@pytest.mark.parametrize("options", [{}, {"encoder": "residual"}, {"norm": "group"}], ids=str)
+@pytest.mark.parametrize("deep_supervision", [False, True])
+@pytest.mark.parametrize(
+    ("num_devices", "cuts"), [(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))]
+)
+@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(1, 1), (3, 1), (3, 2), (5, 3)])
+def test_spreading_is_transparent(
+    options: dict[str, str],
+    deep_supervision: bool,
+    num_devices: int,
+    cuts: tuple[int, ...] | None,
+    num_samples: int,
+    num_micro_batches: int,
+) -> None:
+    topology = make_topology(deep_supervision=deep_supervision, **options)
+    image, target = make_batch(num_samples)
+    loss, gradients, plain = plain_gradients(topology, image, target)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    devices = (torch.device("cpu"),) * num_devices
+    executor = parallelize(model, Layout(devices, cuts, num_micro_batches))
+
+    terms = executor.forward_backward(image, target, dice_cross_entropy)
+
+    assert_close(terms.total, loss, "loss")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
+        if gradients[name].norm() > 1e-12:
+            assert_close(parameter.grad, gradients[name], name)
+    assert_close(executor.predict(image), plain.eval()(image), "logits")
+
+
+def test_batch_norm_is_transparent_on_two_devices() -> None:
+    topology = make_topology(norm="batch")
+    image, target = make_batch(3)
+    loss, gradients, _ = plain_gradients(topology, image, target)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    executor = parallelize(model, Layout((torch.device("cpu"),) * 2))
+    assert_close(executor.forward_backward(image, target, dice_cross_entropy).total, loss, "loss")
+    for name, parameter in model.named_parameters():
+        if gradients[name].norm() > 1e-12:
+            assert_close(parameter.grad, gradients[name], name)
+
+
+def test_a_scale_changes_gradients_but_not_the_reported_loss() -> None:
+    image, target = make_batch(2)
+    loss, gradients, _ = plain_gradients(make_topology(), image, target)
+    torch.manual_seed(1)
+    model = UNet3d(make_topology()).double()
+    executor = parallelize(model, Layout((torch.device("cpu"),) * 2))
+    terms = executor.forward_backward(image, target, dice_cross_entropy, scale=1024.0)
+    assert_close(terms.total, loss, "loss")
+    weight = model.encoder.levels[0][0].conv.weight
+    assert_close(weight.grad, 1024 * gradients["encoder.levels.0.0.conv.weight"], "weight")
+
+
+def _on_gpus(devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float) -> None:
+    image, target = make_batch(3)
+    loss, gradients, _ = plain_gradients(make_topology(), image, target)
+    torch.manual_seed(1)
+    model = UNet3d(make_topology()).double()
+    if autocast is not None:
+        model, image = model.float(), image.float()
+    layout = Layout(tuple(map(torch.device, devices)), None, 2, autocast)
+    executor = parallelize(model, layout)
+    terms = executor.forward_backward(
+        image.to(executor.input_device), target.to(executor.output_device), dice_cross_entropy
+    )
+    assert terms.total.device == executor.output_device
+    assert abs(terms.total.item() - loss.item()) <= tolerance * loss.item()
+    for name, parameter in model.named_parameters():
+        expected = gradients[name]
+        if expected.norm() > 1e-12:
+            error = (parameter.grad.cpu().double() - expected).norm() / expected.norm()
+            assert error <= 10 * tolerance, f"{name}: {error:.1e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
+def test_one_gpu_is_transparent(devices: tuple[str, ...]) -> None:
+    _on_gpus(devices, None, TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
+def test_one_gpu_in_bfloat16_is_close(devices: tuple[str, ...]) -> None:
+    _on_gpus(devices, torch.bfloat16, 2e-2)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize(
+    "devices", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:1", "cuda:0")], ids=str
+)
+def test_two_gpus_are_transparent(devices: tuple[str, ...]) -> None:
+    _on_gpus(devices, None, TOLERANCE)
+
+
+@pytest.mark.multigpu
+def test_two_gpus_in_bfloat16_are_close() -> None:
+    _on_gpus(("cuda:0", "cuda:1"), torch.bfloat16, 2e-2)

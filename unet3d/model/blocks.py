@@ -1,0 +1,130 @@
+"""The modules that a U-Net is made of, and the list of blocks that a cut divides."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.config import Shape
+
+Norm = Literal["instance", "group", "batch"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One step of the network, and the unit that a cut can fall between.
+
+    The blocks of a network are in an order in which they can run. Each reads tensors by name and
+    writes one tensor under its own name; ``image`` is the network's input. So a list of blocks,
+    or any run of it, says by itself which tensors it needs from outside: at a cut, those are what
+    must travel.
+
+    Attributes:
+        name: Such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``.
+        module: What runs; it owns its parameters alone.
+        inputs: Names of the tensors that it reads, in the order of its arguments.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: tuple[str, ...]
+
+
+def run_blocks(
+    blocks: Sequence[Block], tensors: Mapping[str, Tensor], keep: Iterable[str]
+) -> dict[str, Tensor]:
+    """Run blocks in order, letting go of each tensor after its last reader.
+
+    Args:
+        blocks: A run of a network's blocks.
+        tensors: What they need from outside, by name.
+        keep: Names of the tensors to return.
+
+    Returns:
+        The kept tensors by name.
+    """
+    kept = set(keep)
+    last_reader = {name: block.name for block in blocks for name in block.inputs}
+    alive = dict(tensors)
+    for block in blocks:
+        alive[block.name] = block.module(*(alive[name] for name in block.inputs))
+        for name in set(block.inputs):
+            if last_reader[name] == block.name and name not in kept:
+                del alive[name]
+    return {name: alive[name] for name in kept}
+
+
+def make_norm(norm: Norm, channels: int) -> nn.Module:
+    """Return the normalisation that follows a convolution.
+
+    Args:
+        norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
+        channels: Channels of the feature map.
+    """
+    if norm == "instance":
+        return nn.InstanceNorm3d(channels, eps=1e-5, affine=True)
+    if norm == "group":
+        num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
+        return nn.GroupNorm(num_groups, channels)
+    return nn.BatchNorm3d(channels)
+
+
+class ConvUnit(nn.Module):
+    """3x3x3 convolution, normalisation, LeakyReLU.
+
+    Several inputs are joined along the channels first.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(in_channels, channels, 3, stride=stride, padding=1)
+        self.norm = make_norm(norm, channels)
+        self.activation = nn.LeakyReLU(0.01, inplace=True)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) inputs to (N, channels, X', Y', Z')."""
+        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
+        out: Tensor = self.activation(self.norm(self.conv(x)))
+        return out
+
+
+class ResidualUnit(nn.Module):
+    """Two convolutions whose result is added to the input (He et al., arXiv 1512.03385)."""
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
+        super().__init__()
+        self.first = ConvUnit(in_channels, channels, stride, norm)
+        self.conv = nn.Conv3d(channels, channels, 3, padding=1)
+        self.norm = make_norm(norm, channels)
+        self.activation = nn.LeakyReLU(0.01, inplace=True)
+        # As ResNet-D does (arXiv 1812.01187): averaging first, so that no voxel is skipped.
+        pool = nn.AvgPool3d(stride, stride) if max(stride) > 1 else nn.Identity()
+        project = (
+            nn.Sequential(
+                nn.Conv3d(in_channels, channels, 1, bias=False), make_norm(norm, channels)
+            )
+            if in_channels != channels
+            else nn.Identity()
+        )
+        self.shortcut = nn.Sequential(pool, project)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        out: Tensor = self.activation(self.norm(self.conv(self.first(x))) + self.shortcut(x))
+        return out
+
+
+class Upsample(nn.ConvTranspose3d):
+    """Transposed convolution whose kernel is its stride: each voxel becomes a small block."""
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
+        super().__init__(in_channels, channels, kernel_size=stride, stride=stride)
+
+
+class Head(nn.Conv3d):
+    """1x1x1 convolution from features to logits."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__(in_channels, num_classes, kernel_size=1)

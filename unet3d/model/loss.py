@@ -1,0 +1,89 @@
+"""Dice plus cross-entropy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMOOTH = 1e-5
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """A loss and what it is made of: scalars, on the device of the logits.
+
+    Attributes:
+        total: What is minimised.
+        dice: One minus the soft Dice, mean over samples and foreground classes.
+        cross_entropy: Mean over samples and voxels, in nats.
+    """
+
+    total: Tensor
+    dice: Tensor
+    cross_entropy: Tensor
+
+    def weighted(self, weight: float) -> "LossTerms":
+        """Return every term times a weight."""
+        return LossTerms(self.total * weight, self.dice * weight, self.cross_entropy * weight)
+
+    def detached(self) -> "LossTerms":
+        """Return the values without their graph."""
+        return LossTerms(self.total.detach(), self.dice.detach(), self.cross_entropy.detach())
+
+    def __add__(self, other: "LossTerms") -> "LossTerms":
+        return LossTerms(
+            self.total + other.total,
+            self.dice + other.dice,
+            self.cross_entropy + other.cross_entropy,
+        )
+
+
+def dice_cross_entropy(logits: Tensor | Sequence[Tensor], target: Tensor) -> LossTerms:
+    """Return the sum of soft Dice loss and cross-entropy.
+
+    The Dice is taken per sample and per foreground class (V-Net, arXiv 1606.04797, with the
+    smoothing of nnU-Net), so the loss of a batch is the mean of the losses of its samples: a sum
+    over micro-batches, weighted by their sizes, is exact. Computed in float32 at least.
+
+    Args:
+        logits: (N, K, X, Y, Z); with deep supervision a sequence, full resolution first, whose
+            losses are weighted 1, 1/2, 1/4, ... and normalised.
+        target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
+    """
+    levels = [logits] if isinstance(logits, Tensor) else list(logits)
+    weights = [0.5**level for level in range(len(levels))]
+    terms = [
+        _one_level(level, _coarser(target, level)).weighted(weight / sum(weights))
+        for level, weight in zip(levels, weights, strict=True)
+    ]
+    return sum(terms[1:], start=terms[0])
+
+
+def _one_level(logits: Tensor, target: Tensor) -> LossTerms:
+    log_probabilities = torch.log_softmax(logits, 1, _at_least_float32(logits))
+    index = target.long().unsqueeze(1)
+    cross_entropy = -log_probabilities.gather(1, index).mean()
+    probabilities = log_probabilities.exp()
+    space = (1, 2, 3)
+    per_class = []
+    for label in range(1, logits.shape[1]):
+        inside = target == label
+        probability = probabilities[:, label]
+        intersection = (probability * inside).sum(space)
+        volumes = probability.sum(space) + inside.sum(space)
+        per_class.append(1 - (2 * intersection + SMOOTH) / (volumes + SMOOTH))
+    dice = torch.stack(per_class).mean()
+    return LossTerms(dice + cross_entropy, dice, cross_entropy)
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _coarser(target: Tensor, logits: Tensor) -> Tensor:
+    """Take every n-th voxel of the target, as nearest-neighbour resampling does."""
+    x, y, z = (
+        full // coarse for full, coarse in zip(target.shape[1:], logits.shape[2:], strict=True)
+    )
+    return target[:, ::x, ::y, ::z]

@@ -1,0 +1,134 @@
+"""The shape of the network: channels and strides of each level, from spacing and patch size."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from unet3d.config import ModelSettings, Shape
+from unet3d.errors import CheckpointError, ConfigError
+
+MAX_LEVELS = 6
+MIN_VOXELS = 4
+"""No axis is halved below this many voxels."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`.
+
+    Attributes:
+        in_channels: Channels of the image.
+        num_classes: Channels of the logits, the background included.
+        channels: Channels of each level; level 0 has the full resolution.
+        strides: Per level and axis, the step from the level above; level 0 has (1, 1, 1).
+        encoder: Two plain convolutions a level, or residual units.
+        norm: Normalisation after each convolution.
+        deep_supervision: Whether coarser levels have a head of their own in training.
+    """
+
+    in_channels: int
+    num_classes: int
+    channels: tuple[int, ...]
+    strides: tuple[Shape, ...]
+    encoder: Literal["plain", "residual"] = "plain"
+    norm: Literal["instance", "group", "batch"] = "instance"
+    deep_supervision: bool = False
+
+    @property
+    def num_levels(self) -> int:
+        """Number of resolutions."""
+        return len(self.channels)
+
+    @property
+    def total_stride(self) -> Shape:
+        """Voxels of level 0 along each axis in one voxel of the lowest level."""
+        x, y, z = (math.prod(stride[axis] for stride in self.strides) for axis in range(3))
+        return x, y, z
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers, for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            CheckpointError: The values are not those of a topology.
+        """
+        try:
+            lists = {"channels": tuple(values["channels"])}
+            lists["strides"] = tuple(tuple(stride) for stride in values["strides"])
+            return cls(**{**values, **lists})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint describes no network we know: {error}"
+            ) from error
+
+
+def plan_topology(
+    settings: ModelSettings,
+    size: Shape,
+    spacing_mm: tuple[float, float, float],
+    in_channels: int,
+    num_classes: int,
+) -> Topology:
+    """Choose channels and strides for patches of one size and spacing.
+
+    An axis is not halved while its spacing is more than twice the finest of the axes that can
+    still be halved, nor below 4 voxels; so a volume with thick slices is first halved within its
+    slices, until its voxels are about cubes (the rule of nnU-Net, arXiv 1904.08128).
+
+    Args:
+        settings: Levels, channels and options.
+        size: Voxels of a patch along X, Y, Z.
+        spacing_mm: Distance of voxels along X, Y, Z.
+        in_channels: Channels of the image.
+        num_classes: Classes, the background included.
+
+    Raises:
+        ConfigError: More levels are asked for than the patch can be halved.
+    """
+    strides = _strides(size, spacing_mm)
+    wanted = len(settings.channels) if settings.channels else settings.num_levels
+    if wanted != "auto":
+        if wanted > len(strides):
+            raise ConfigError(
+                f"the model has {wanted} levels but a patch of {'x'.join(map(str, size))} voxels "
+                f"can be halved to {len(strides)}; use fewer levels or a larger patch"
+            )
+        strides = strides[:wanted]
+    else:
+        strides = strides[:MAX_LEVELS]
+    channels = settings.channels or tuple(
+        min(settings.base_channels * 2**level, settings.max_channels)
+        for level in range(len(strides))
+    )
+    return Topology(
+        in_channels=in_channels,
+        num_classes=num_classes,
+        channels=channels,
+        strides=strides,
+        encoder=settings.encoder,
+        norm=settings.norm,
+        deep_supervision=settings.deep_supervision,
+    )
+
+
+def _strides(size: Shape, spacing_mm: tuple[float, float, float]) -> tuple[Shape, ...]:
+    """Halve until nothing can be halved any more."""
+    voxels, spacing = list(size), list(spacing_mm)
+    strides: list[Shape] = [(1, 1, 1)]
+    while True:
+        halvable = [axis for axis in range(3) if math.ceil(voxels[axis] / 2) >= MIN_VOXELS]
+        if not halvable:
+            return tuple(strides)
+        finest = min(spacing[axis] for axis in halvable)
+        x, y, z = (
+            2 if axis in halvable and spacing[axis] <= 2 * finest else 1 for axis in range(3)
+        )
+        strides.append((x, y, z))
+        for axis, step in enumerate((x, y, z)):
+            voxels[axis] = math.ceil(voxels[axis] / step)
+            spacing[axis] *= step

@@ -1,0 +1,193 @@
+"""A 3D U-Net as a list of blocks: an encoder and a decoder that share nothing but tensors.
+
+In the style of nnU-Net's plain network (arXiv 1904.08128): two 3x3x3 convolutions a level, each
+with normalisation and LeakyReLU, strided convolution down, transposed convolution up::
+
+    image ─ encoder.0.0 ─ encoder.0.1 ───────── skip ───────── decoder.0.0 ─ decoder.0.1 ─ head
+                               │                                    │
+                          encoder.1.0 ─ encoder.1.1 ─ skip ─ …  decoder.0.up
+                                             │                      │
+                                             …  ───────────────  decoder.1.1
+
+This module never names a device. Which block runs where is decided by :mod:`unet3d.parallel`,
+from :meth:`UNet3d.blocks`.
+"""
+
+from torch import Tensor, nn
+
+from unet3d.errors import VolumeError
+from unet3d.model.blocks import Block, ConvUnit, Head, ResidualUnit, Upsample, run_blocks
+from unet3d.model.topology import Topology
+
+RESIDUAL_UNITS = (1, 3, 4, 6, 6, 6, 6, 6)
+"""Units of each level of the residual encoder, as in nnU-Net's (arXiv 2404.09556)."""
+
+
+class Encoder(nn.Module):
+    """The contracting path; its result at each level is that level's last unit."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList()
+        in_channels = topology.in_channels
+        for level, (channels, stride) in enumerate(
+            zip(topology.channels, topology.strides, strict=True)
+        ):
+            units: list[nn.Module] = []
+            if topology.encoder == "plain" or level == 0:  # a residual encoder needs a stem
+                units.append(ConvUnit(in_channels, channels, stride, topology.norm))
+                stride, in_channels = (1, 1, 1), channels
+            num_units = 1 if topology.encoder == "plain" else RESIDUAL_UNITS[level]
+            make_unit = ConvUnit if topology.encoder == "plain" else ResidualUnit
+            for _ in range(num_units):
+                units.append(make_unit(in_channels, channels, stride, topology.norm))
+                stride, in_channels = (1, 1, 1), channels
+            self.levels.append(nn.ModuleList(units))
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return one block for each unit, from level 0 down."""
+        blocks: list[Block] = []
+        source = "image"
+        for level, units in enumerate(self.levels):
+            for index, unit in enumerate(_units(units)):
+                blocks.append(Block(f"encoder.{level}.{index}", unit, (source,)))
+                source = blocks[-1].name
+        return tuple(blocks)
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the name of each level's result, level 0 first."""
+        return tuple(f"encoder.{i}.{len(_units(u)) - 1}" for i, u in enumerate(self.levels))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, ...]:
+        """Map an image (N, C, X, Y, Z) to the features of each level, level 0 first."""
+        features = run_blocks(self.blocks(), {"image": image}, self.outputs())
+        return tuple(features[name] for name in self.outputs())
+
+
+class Decoder(nn.Module):
+    """The expanding path and the heads; it knows the encoder's outputs by name only."""
+
+    def __init__(self, topology: Topology, skips: tuple[str, ...]) -> None:
+        """Build the decoder.
+
+        Args:
+            topology: Channels and strides.
+            skips: Name of the encoder's result at each level, level 0 first.
+        """
+        super().__init__()
+        self.skips = skips
+        self.levels = nn.ModuleDict()
+        # nnU-Net pairs its residual encoder with one convolution a level.
+        num_units = 2 if topology.encoder == "plain" else 1
+        for level in reversed(range(topology.num_levels - 1)):
+            channels = topology.channels[level]
+            up = Upsample(topology.channels[level + 1], channels, topology.strides[level + 1])
+            units = nn.ModuleList(
+                ConvUnit(2 * channels if i == 0 else channels, channels, (1, 1, 1), topology.norm)
+                for i in range(num_units)
+            )
+            self.levels[str(level)] = nn.ModuleDict({"up": up, "units": units})
+        # nnU-Net gives no head to the two lowest levels: their logits are too coarse to teach.
+        supervised = max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
+        self.heads = nn.ModuleList(
+            Head(topology.channels[level], topology.num_classes) for level in range(supervised)
+        )
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the blocks from the lowest level up, each head after its level."""
+        blocks: list[Block] = []
+        source = self.skips[-1]
+        for name, parts in self.levels.items():
+            level = int(name)
+            blocks.append(Block(f"decoder.{level}.up", parts["up"], (source,)))  # type: ignore[index]
+            inputs = (blocks[-1].name, self.skips[level])
+            for index, unit in enumerate(parts["units"]):  # type: ignore[index]
+                blocks.append(Block(f"decoder.{level}.{index}", unit, inputs))
+                inputs = (blocks[-1].name,)  # type: ignore[assignment]
+            source = blocks[-1].name
+            if level < len(self.heads):
+                blocks.append(Block(_head_name(level), self.heads[level], (source,)))
+        return tuple(blocks)
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the logits, full resolution first."""
+        return tuple(_head_name(level) for level in range(len(self.heads)))
+
+    def forward(self, features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Map the encoder's features to logits (N, K, X, Y, Z), full resolution first."""
+        tensors = dict(zip(self.skips, features, strict=True))
+        logits = run_blocks(self.blocks(), tensors, self.outputs())
+        return tuple(logits[name] for name in self.outputs())
+
+
+class UNet3d(nn.Module):
+    """The whole network."""
+
+    def __init__(self, topology: Topology) -> None:
+        """Build the network on the default device, with He initialisation.
+
+        Args:
+            topology: Channels, strides and options.
+        """
+        super().__init__()
+        self.topology = topology
+        self.encoder = Encoder(topology)
+        self.decoder = Decoder(topology, self.encoder.outputs())
+        for module in self.modules():
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+                nn.init.kaiming_normal_(module.weight, a=0.01)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return every block in an order in which they can run: encoder, decoder, heads."""
+        return (*self.encoder.blocks(), *self.decoder.blocks())
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the blocks that write logits, full resolution first."""
+        return self.decoder.outputs()
+
+    def check_shape(self, image: Tensor) -> None:
+        """Refuse an image that the strides do not divide.
+
+        Args:
+            image: (N, C, X, Y, Z).
+
+        Raises:
+            VolumeError: The channels are not the network's, or an axis is no multiple of its
+                total stride.
+        """
+        channels, *size = image.shape[1:]
+        if channels != self.topology.in_channels:
+            raise VolumeError(
+                f"the image has {channels} channels but the network was built for "
+                f"{self.topology.in_channels}"
+            )
+        if any(
+            voxels % step for voxels, step in zip(size, self.topology.total_stride, strict=True)
+        ):
+            raise VolumeError(
+                f"an image of {'x'.join(map(str, size))} voxels does not divide by the network's "
+                f"strides {'x'.join(map(str, self.topology.total_stride))}; pad it first"
+            )
+
+    def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Map an image to logits.
+
+        Args:
+            image: (N, C, X, Y, Z); each axis a multiple of the topology's total stride.
+
+        Returns:
+            Logits (N, K, X, Y, Z); in training with deep supervision a tuple, coarser levels after.
+        """
+        self.check_shape(image)
+        logits: tuple[Tensor, ...] = self.decoder(self.encoder(image))
+        return logits if self.training and len(logits) > 1 else logits[0]
+
+
+def _head_name(level: int) -> str:
+    return "head" if level == 0 else f"head.{level}"
+
+
+def _units(level: nn.Module) -> list[nn.Module]:
+    return list(level.children())

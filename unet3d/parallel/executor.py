@@ -1,0 +1,59 @@
+"""The one interface between a network spread over devices and the jobs that use it."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unet3d.model import LossTerms, UNet3d
+from unet3d.parallel.placement import Slot
+
+LossFunction = Callable[[Tensor | Sequence[Tensor], Tensor], LossTerms]
+"""From logits (with deep supervision, a sequence of them) and target to the loss."""
+
+
+class Executor(Protocol):
+    """A network that is placed somewhere and can be trained and asked.
+
+    Every way of spreading the network is transparent: the loss and the gradients are those of
+    the plain network on the whole batch.
+
+    Attributes:
+        module: The network; its parameters have their plain names, whatever the devices.
+        input_device: Where images are wanted.
+        output_device: Where targets are wanted and logits come out.
+        slots: What the memory report has a row for.
+        watch_forward: Entered around the forward pass of each slot; for measurements.
+    """
+
+    module: UNet3d
+    input_device: torch.device
+    output_device: torch.device
+    slots: Sequence[Slot]
+    watch_forward: Callable[[Slot], AbstractContextManager[None]]
+
+    def forward_backward(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+    ) -> LossTerms:
+        """Add the gradients of one batch to the module's.
+
+        Args:
+            image: (N, C, X, Y, Z) on the input device.
+            target: Class indices (N, X, Y, Z) on the output device.
+            loss_fn: A mean over samples; called where the logits are.
+            scale: Factor of the loss before backward (of a gradient scaler); not in the result.
+
+        Returns:
+            The batch's loss, detached, on the output device. Nothing waits for it.
+        """
+        ...
+
+    def predict(self, image: Tensor) -> Tensor:
+        """Return logits (N, K, X, Y, Z) on the output device, without gradients.
+
+        Args:
+            image: (N, C, X, Y, Z) on the input device.
+        """
+        ...

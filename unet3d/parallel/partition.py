@@ -1,0 +1,152 @@
+"""Cutting the block list into stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from unet3d.config import Shape
+from unet3d.errors import DeviceError
+from unet3d.model import Block, UNet3d
+from unet3d.parallel.placement import Slot
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The blocks that one slot runs.
+
+    Attributes:
+        slot: Where.
+        blocks: A run of the network's block list.
+        inputs: Tensors that come from earlier stages (or ``image``), by name.
+        outputs: Tensors that later stages read, and the logits.
+    """
+
+    slot: Slot
+    blocks: tuple[Block, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def make_stages(
+    blocks: Sequence[Block],
+    devices: Sequence[torch.device],
+    cuts: Sequence[int],
+    results: Sequence[str],
+) -> tuple[Stage, ...]:
+    """Divide a block list into one stage a device.
+
+    Args:
+        blocks: In an order in which they can run.
+        devices: One for each stage.
+        cuts: Index of the first block of each stage but the first.
+        results: Names of the tensors that the network returns.
+
+    Raises:
+        DeviceError: The cuts do not make one non-empty stage a device.
+    """
+    bounds = [0, *cuts, len(blocks)]
+    if len(bounds) != len(devices) + 1 or any(a >= b for a, b in pairwise(bounds)):
+        raise DeviceError(
+            f"cuts {list(cuts)} do not divide {len(blocks)} blocks over {len(devices)} devices; "
+            f"give {len(devices) - 1} rising numbers from 1 to {len(blocks) - 1}"
+        )
+    runs = [tuple(blocks[a:b]) for a, b in pairwise(bounds)]
+    stages = []
+    for index, run in enumerate(runs):
+        made = {block.name for block in run}
+        read = dict.fromkeys(name for block in run for name in block.inputs)
+        later = {name for after in runs[index + 1 :] for block in after for name in block.inputs}
+        stages.append(
+            Stage(
+                slot=Slot(index, devices[index], tuple(block.name for block in run)),
+                blocks=run,
+                inputs=tuple(name for name in read if name not in made),
+                outputs=tuple(b.name for b in run if b.name in later or b.name in results),
+            )
+        )
+    return tuple(stages)
+
+
+def default_cuts(model: UNet3d, num_stages: int) -> tuple[int, ...]:
+    """Return the cuts that are used where none are asked for.
+
+    Args:
+        model: The network.
+        num_stages: How many devices share it.
+
+    Returns:
+        Encoder | decoder for two stages; about equal multiplications for more.
+
+    Raises:
+        DeviceError: There are more stages than blocks.
+    """
+    blocks = model.blocks()
+    if num_stages > len(blocks):
+        raise DeviceError(
+            f"{num_stages} devices for a network of {len(blocks)} blocks; "
+            f"name at most {len(blocks)} devices or use a network with more levels"
+        )
+    if num_stages == 1:
+        return ()
+    if num_stages == 2:
+        return (len(model.encoder.blocks()),)
+    x, y, z = (4 * stride for stride in model.topology.total_stride)
+    return balanced_cuts(block_flops(model, (x, y, z)), num_stages)
+
+
+def block_flops(model: UNet3d, size: Shape) -> tuple[int, ...]:
+    """Count the floating-point operations of each block's forward pass.
+
+    The blocks run on meta tensors, so nothing is computed and the count cannot drift from the
+    code.
+
+    Args:
+        model: The network, on any device.
+        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+    """
+    dtype = next(model.parameters()).dtype
+    image = torch.empty(1, model.topology.in_channels, *size, dtype=dtype, device="meta")
+    tensors = {"image": image}
+    counts = []
+    for block in model.blocks():
+        parameters = {
+            name: torch.empty_like(value, device="meta")
+            for name, value in (*block.module.named_parameters(), *block.module.named_buffers())
+        }
+        counter = FlopCounterMode(display=False)
+        with torch.no_grad(), counter:
+            tensors[block.name] = torch.func.functional_call(
+                block.module, parameters, tuple(tensors[name] for name in block.inputs)
+            )
+        counts.append(counter.get_total_flops())
+    return tuple(counts)
+
+
+def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Return the cuts whose dearest stage is as cheap as can be.
+
+    The classic linear-partition problem, solved by dynamic programming over (blocks, stages).
+
+    Args:
+        costs: Of each block, in any unit.
+        num_stages: At most the number of blocks.
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[end] = (dearest stage, cuts) of the first `end` blocks divided into the stages so far
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        end: (sums[end], ()) for end in range(1, len(costs) + 1)
+    }
+    for stage in range(2, num_stages + 1):
+        best = {
+            end: min(
+                (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
+                for cut in range(stage - 1, end)
+            )
+            for end in range(stage, len(costs) + 1)
+        }
+    return best[len(costs)][1]

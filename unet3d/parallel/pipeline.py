@@ -1,0 +1,192 @@
+"""Runs a network as stages, one micro-batch at a time through each.
+
+Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward
+leaves in them is sent to the stage that made them. So the graph of one micro-batch in one stage
+can be walked back as soon as its gradients are there, and is freed at once::
+
+    stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
+                                        send  │                            ▲ send
+    stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from unet3d.errors import ConfigError
+from unet3d.model import LossTerms, UNet3d, run_blocks
+from unet3d.parallel.executor import LossFunction
+from unet3d.parallel.partition import Stage
+from unet3d.parallel.placement import Slot
+from unet3d.parallel.schedule import one_after_another
+from unet3d.parallel.transfer import send
+
+
+@dataclass
+class _MicroBatch:
+    """What is alive of one micro-batch between its first forward and its last backward."""
+
+    target: Tensor
+    weight: float
+    tensors: dict[str, Tensor]
+    """Values that some stage will still read, each on the device of the stage that made it."""
+    leaves: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Per stage, its inputs."""
+    roots: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    """Per stage, its outputs with their graph."""
+    gradients: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    """Per tensor, what its readers have sent back, on the device of its maker."""
+
+
+class PipelineExecutor:
+    """The stages of one network on their devices; see :class:`~unet3d.parallel.Executor`."""
+
+    def __init__(
+        self,
+        module: UNet3d,
+        stages: Sequence[Stage],
+        num_micro_batches: int,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Move each stage's parameters to its device.
+
+        Args:
+            module: The network, with all its parameters in one precision.
+            stages: Its blocks, divided.
+            num_micro_batches: Portions of a training batch.
+            autocast: Lower precision on the GPU stages, or None.
+
+        Raises:
+            ConfigError: Batch normalisation with more than one micro-batch.
+        """
+        if num_micro_batches > 1 and module.topology.norm == "batch":
+            raise ConfigError(
+                f"batch normalisation with {num_micro_batches} micro-batches would take its "
+                "statistics from portions of the batch; use model.norm=instance"
+            )
+        self.module = module
+        self.stages = tuple(stages)
+        self.slots: Sequence[Slot] = tuple(stage.slot for stage in stages)
+        self.input_device = stages[0].slot.device
+        self.output_device = stages[-1].slot.device
+        self.num_micro_batches = num_micro_batches
+        self.autocast = autocast
+        self.watch_forward: Callable[[Slot], AbstractContextManager[None]] = _watch_nothing
+        self._dtype = next(module.parameters()).dtype
+        self._maker = {block.name: stage for stage in stages for block in stage.blocks}
+        for stage in stages:
+            for block in stage.blocks:
+                block.module.to(stage.slot.device)
+
+    def forward_backward(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+    ) -> LossTerms:
+        """Add one batch's gradients to the module's; see the protocol."""
+        self.module.check_shape(image)
+        num_samples = len(image)
+        count = min(self.num_micro_batches, num_samples)
+        alive = {
+            index: _MicroBatch(labels, len(portion) / num_samples, {"image": portion})
+            for index, (portion, labels) in enumerate(
+                zip(image.tensor_split(count), target.tensor_split(count), strict=True)
+            )
+        }
+        terms: list[LossTerms] = []
+        for action in one_after_another(count, len(self.stages)):
+            stage, micro_batch = self.stages[action.stage], alive[action.micro_batch]
+            if action.kind == "forward":
+                self._forward(stage, micro_batch)
+                if stage is self.stages[-1]:
+                    terms.append(self._loss(stage, micro_batch, loss_fn, scale))
+            else:
+                self._backward(stage, micro_batch)
+                if action.stage == 0:
+                    del alive[action.micro_batch]
+        return sum(terms[1:], start=terms[0])
+
+    @torch.no_grad()
+    def predict(self, image: Tensor) -> Tensor:
+        """Return logits without gradients; see the protocol."""
+        self.module.check_shape(image)
+        tensors = {"image": image}
+        for index, stage in enumerate(self.stages):
+            received = {name: self._receive(stage, tensors[name]) for name in stage.inputs}
+            read_later = {name for later in self.stages[index + 1 :] for name in later.inputs}
+            with self.watch_forward(stage.slot), self._autocast(stage):
+                made = run_blocks(stage.blocks, received, stage.outputs)
+            tensors = {k: v for k, v in tensors.items() if k in read_later} | made
+        return tensors[self.module.outputs()[0]]
+
+    def _forward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
+        leaves = {}
+        for name in stage.inputs:
+            leaf = self._receive(stage, micro_batch.tensors[name])
+            leaves[name] = leaf.requires_grad_(name != "image")
+        with self.watch_forward(stage.slot), self._autocast(stage):
+            made = run_blocks(stage.blocks, leaves, stage.outputs)
+        later = {name for after in self.stages[stage.slot.index + 1 :] for name in after.inputs}
+        micro_batch.tensors = {
+            name: tensor
+            for name, tensor in (micro_batch.tensors | made).items()
+            if name in later or name in self.module.outputs()
+        }
+        micro_batch.leaves[stage.slot.index] = leaves
+        micro_batch.roots[stage.slot.index] = made
+
+    def _loss(
+        self, stage: Stage, micro_batch: _MicroBatch, loss_fn: LossFunction, scale: float
+    ) -> LossTerms:
+        """Take the loss; its gradients with respect to the logits start the way back."""
+        outputs = self.module.outputs()
+        logits = []
+        for name in outputs:
+            # A coarse head may be in an earlier stage than the loss.
+            logit = send(micro_batch.tensors.pop(name), stage.slot.device).requires_grad_()
+            logits.append(logit)
+        with self.watch_forward(stage.slot):
+            terms = loss_fn(logits if len(logits) > 1 else logits[0], micro_batch.target)
+        (terms.total * (micro_batch.weight * scale)).backward()  # type: ignore[no-untyped-call]
+        self._send_back(micro_batch, dict(zip(outputs, logits, strict=True)))
+        return terms.detached().weighted(micro_batch.weight)
+
+    def _backward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
+        roots = micro_batch.roots.pop(stage.slot.index)
+        gradients = [sum_of(micro_batch.gradients.pop(name)) for name in roots]
+        torch.autograd.backward(list(roots.values()), gradients)
+        self._send_back(micro_batch, micro_batch.leaves.pop(stage.slot.index))
+
+    def _send_back(self, micro_batch: _MicroBatch, leaves: dict[str, Tensor]) -> None:
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                maker = self._maker[name].slot.device
+                micro_batch.gradients[name].append(send(leaf.grad, maker))
+
+    def _receive(self, stage: Stage, tensor: Tensor) -> Tensor:
+        received = send(tensor, stage.slot.device)
+        # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
+        return received if self._lowers(stage) else received.to(self._dtype)
+
+    def _lowers(self, stage: Stage) -> bool:
+        return self.autocast is not None and stage.slot.device.type == "cuda"
+
+    def _autocast(self, stage: Stage) -> AbstractContextManager[None]:
+        if not self._lowers(stage):
+            return nullcontext()
+        # Its cache of lowered weights lives until the context ends: once per micro-batch and stage.
+        return torch.autocast("cuda", dtype=self.autocast)
+
+
+def sum_of(gradients: Sequence[Tensor]) -> Tensor:
+    """Add gradients in the order in which they came, so that a run can be repeated."""
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient
+    return total
+
+
+def _watch_nothing(slot: Slot) -> AbstractContextManager[None]:
+    return nullcontext()

@@ -1,0 +1,145 @@
+"""Devices and slots: where the stages of a network, or its replicas, live."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unet3d.config import ParallelSettings
+from unet3d.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one stage or replica.
+
+    Two slots may name one device, as in ``cpu,cpu``.
+
+    Attributes:
+        index: Its number, from 0.
+        device: Where it computes.
+        blocks: Names of the blocks that it runs.
+    """
+
+    index: int
+    device: torch.device
+    blocks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a network is to be spread.
+
+    Attributes:
+        devices: One for each stage; a single one runs the whole network.
+        cuts: Index in the block list at which each stage but the first starts; None: the default.
+        num_micro_batches: Portions that a training batch is divided into, along N.
+        autocast: Lower precision for the GPU stages, or None for the network's own.
+    """
+
+    devices: tuple[torch.device, ...]
+    cuts: tuple[int, ...] | None = None
+    num_micro_batches: int = 1
+    autocast: torch.dtype | None = None
+
+
+def resolve_devices(settings: ParallelSettings) -> tuple[torch.device, ...]:
+    """Return the devices to use, after a look at what the machine has.
+
+    Args:
+        settings: The mode and the devices' names, such as ``0``, ``cuda:1`` or ``cpu``.
+
+    Raises:
+        DeviceError: A device is unknown or absent, or their number does not suit the mode.
+    """
+    names = settings.devices if settings.devices is not None else _default_names(settings.mode)
+    devices = tuple(_device(name) for name in names)
+    if settings.mode == "none" and len(devices) != 1:
+        raise DeviceError(
+            f"devices {','.join(names)} but parallel mode none uses one; "
+            "add --parallel model, or name one device"
+        )
+    if settings.mode == "model" and len(devices) < 2:
+        raise DeviceError(
+            f"parallel mode model needs a device for each of two stages or more, got "
+            f"{','.join(names) or 'none'}; name two (one device may be named twice)"
+        )
+    return devices
+
+
+def default_precision(devices: Sequence[torch.device]) -> str:
+    """Return the best precision that every GPU among the devices has.
+
+    Args:
+        devices: Those that the network runs on.
+
+    Returns:
+        ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong;
+        ``float32`` where there is no GPU.
+    """
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not gpus:
+        return "float32"
+    # Ampere is the first with bfloat16 in hardware; PyTorch also reports emulation as support.
+    has_bfloat16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
+    return "bfloat16" if has_bfloat16 and not cudnn_breaks_bfloat16() else "float16"
+
+
+def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
+    """Refuse a precision that would train wrongly here.
+
+    Args:
+        precision: Such as ``bfloat16``; never ``auto``.
+        devices: Those that the network runs on.
+
+    Raises:
+        DeviceError: bfloat16 with a cuDNN whose convolutions are wrong.
+    """
+    on_gpu = any(device.type == "cuda" for device in devices)
+    if precision == "bfloat16" and on_gpu and cudnn_breaks_bfloat16():
+        raise DeviceError(
+            f"cuDNN {_cudnn_version()} returns wrong bfloat16 convolutions of volumes (PyTorch issue "
+            "163539); install cuDNN 9.15 or newer, or use training.precision=float16"
+        )
+
+
+def cudnn_breaks_bfloat16() -> bool:
+    """Return whether this cuDNN is one of 9.8 to 9.14, whose bfloat16 conv3d is wrong."""
+    return 90800 <= _cudnn_version() < 91500
+
+
+def describe_devices() -> str:
+    """Return the devices of this machine as a phrase."""
+    count = torch.cuda.device_count()
+    gpus = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+    return f"cpu and {gpus}" if gpus else "cpu and no CUDA GPU"
+
+
+def _cudnn_version() -> int:
+    """Return such as 91002 for 9.10.2, or 0 where there is none."""
+    return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+
+
+def _device(name: str) -> torch.device:
+    match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
+    if match is None:
+        raise DeviceError(f"device {name!r} is unknown; write 0, cuda:0 or cpu")
+    if match[2]:
+        return torch.device("cpu")
+    index = int(match[1] or 0)
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device {name!r} does not exist; this machine has {describe_devices()}")
+    return torch.device("cuda", index)
+
+
+def _default_names(mode: str) -> tuple[str, ...]:
+    count = torch.cuda.device_count()
+    if mode == "none":
+        return ("0",) if count else ("cpu",)
+    if count == 1:
+        raise DeviceError(
+            f"parallel mode {mode} spreads the network over devices, but this machine has "
+            f"{describe_devices()}; name the devices, such as --devices 0,cpu"
+        )
+    return ("0", "1") if count else ("cpu", "cpu")
