@@ -1,0 +1,148 @@
+"""What would break training, found before it starts."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from unet3d.errors import VolumeError
+from unet3d.volumes.dataset import Case, Dataset
+from unet3d.volumes.nifti import (
+    VolumeHeader,
+    is_volume_file,
+    read_header,
+    read_image,
+    read_label,
+    same_grid,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, or looks wrong, with a case."""
+
+    case: str
+    """The case's name, or the file's where no case names it."""
+    severity: Literal["error", "warning"]
+    """An error stops training; a warning does not."""
+    message: str
+
+
+def check_headers(dataset: Dataset) -> list[Finding]:
+    """Check what can be checked without reading voxels; training does this first.
+
+    Files that are missing or that no case names, unreadable headers, numbers of channels, 4-D where
+    3-D is expected, images and label maps that are not on one grid.
+    """
+    return [
+        *(finding for case in dataset.cases for finding in _header_findings(dataset, case)),
+        *_unnamed_files(dataset),
+    ]
+
+
+def check_dataset(dataset: Dataset) -> list[Finding]:
+    """Check everything, voxels included.
+
+    All of :func:`check_headers`, and label values that dataset.json lacks, empty label maps, NaN or
+    infinite and constant images, files whose voxels cannot be read.
+    """
+    findings = []
+    for number, case in enumerate(dataset.cases, start=1):
+        logger.debug("checking %s, %d of %d", case.name, number, len(dataset.cases))
+        of_case = list(_header_findings(dataset, case))
+        if not any(finding.severity == "error" for finding in of_case):
+            of_case += _voxel_findings(dataset, case)
+        findings += of_case
+    return [*findings, *_unnamed_files(dataset)]
+
+
+def _header_findings(dataset: Dataset, case: Case) -> Iterator[Finding]:
+    headers = []
+    for path in (*case.images, case.label):
+        try:
+            headers.append(_header(path))
+        except VolumeError as error:
+            yield Finding(case.name, "error", str(error))
+    if len(headers) <= len(case.images):
+        return
+    *images, label = headers
+    if label.num_channels != 1:
+        yield Finding(
+            case.name,
+            "error",
+            f"{label.path} is 4-D with {label.num_channels} channels; a label map is 3-D",
+        )
+    num_channels = sum(header.num_channels for header in images)
+    if num_channels != len(dataset.channel_names):
+        yield Finding(
+            case.name,
+            "error",
+            f"{case.images[0]} has {num_channels} channel(s) but dataset.json names "
+            f"{len(dataset.channel_names)}: {', '.join(dataset.channel_names)}",
+        )
+    for header in (*images[1:], label):
+        disagreement = same_grid(images[0], header)
+        if disagreement:
+            yield Finding(
+                case.name,
+                "error",
+                f"{header.path} is not on the grid of {images[0].path}: {disagreement}",
+            )
+
+
+def _header(path: Path) -> VolumeHeader:
+    if not path.is_file():
+        raise VolumeError(f"{path} is missing; restore it or take the case out of dataset.json")
+    return read_header(path)
+
+
+def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
+    """Look for volumes in imagesTr and labelsTr that would silently not be trained on."""
+    named = {file for case in dataset.cases for file in (*case.images, case.label)}
+    named.update(dataset.unlabelled)
+    # The two files of a .hdr/.img pair are one volume.
+    named.update(file.with_suffix(".img") for file in tuple(named) if file.suffix == ".hdr")
+    named.update(file.with_suffix(".hdr") for file in tuple(named) if file.suffix == ".img")
+    for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            hidden = path.name.startswith(".")
+            if not hidden and path.is_file() and is_volume_file(path) and path not in named:
+                yield Finding(path.name, "warning", f"{path} belongs to no case and is not used")
+
+
+def _voxel_findings(dataset: Dataset, case: Case) -> Iterator[Finding]:
+    for path in case.images:
+        try:
+            image = read_image(path).array
+        except VolumeError as error:  # NaN and infinity too
+            yield Finding(case.name, "error", str(error))
+            continue
+        for channel, array in enumerate(image):
+            if array.min() == array.max():
+                message = f"{path} is {array.min():g} in every voxel of channel {channel}"
+                yield Finding(case.name, "warning", message)
+    try:
+        values = [int(value) for value in np.unique(read_label(case.label).array)]
+    except VolumeError as error:
+        yield Finding(case.name, "error", str(error))
+        return
+    unknown = [value for value in values if value not in dataset.label_values]
+    if unknown:
+        yield Finding(
+            case.name,
+            "error",
+            f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
+            f"{_listed(dataset.label_values)}; correct the one or the other",
+        )
+    elif values == [0]:
+        yield Finding(case.name, "warning", f"{case.label} is empty: every voxel is background")
+
+
+def _listed(values: Sequence[int]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"

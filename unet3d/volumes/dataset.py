@@ -1,0 +1,346 @@
+"""A data set on disk: ``dataset.json`` in any of three layouts, read into cases.
+
+==============  ==================================================================================
+MSD             ``training: [{image, label}]``, ``modality``, ``labels: {"0": "background", ...}``
+nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.gz``,
+                ``channel_names``, ``labels: {"background": 0, ...}``, ``file_ending``
+MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
+==============  ==================================================================================
+
+No volume is opened, except for a datalist that does not name its channels or labels. A missing file
+is not an error yet: ``unet3d.volumes.check`` names them all at once.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from unet3d.errors import DatasetError
+from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_folds, read_json
+from unet3d.volumes.nifti import read_header, read_label, volume_stem
+
+logger = logging.getLogger(__name__)
+
+LAYOUTS = (
+    "a dataset.json with a 'training' list of image and label (Medical Segmentation Decathlon, "
+    "MONAI), or one with 'channel_names', 'labels' and 'file_ending' beside imagesTr and labelsTr "
+    "(nnU-Net v2)"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An image and its label map."""
+
+    name: str
+    images: tuple[Path, ...]
+    """One file per channel, or one file with every channel."""
+    label: Path
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The labelled cases of a data set, and what its channels and labels mean."""
+
+    name: str
+    root: Path
+    channel_names: tuple[str, ...]
+    label_names: tuple[str, ...]
+    """The name of each class; class 0 is the background."""
+    label_values: tuple[int, ...]
+    """The value of each class in the label maps; that of class 0 is 0."""
+    cases: tuple[Case, ...]
+    validation: tuple[str, ...] = ()
+    """Cases that the data set itself sets aside for validation."""
+    folds: tuple[Fold, ...] = ()
+    """Folds that the data set itself defines."""
+    unlabelled: tuple[Path, ...] = ()
+    """Images that dataset.json names for testing."""
+
+
+def load_dataset(path: Path) -> Dataset:
+    """Read the description of a data set.
+
+    Args:
+        path: Its folder, its ``dataset.json``, or a MONAI datalist.
+
+    Raises:
+        DatasetError: There is no description, it is of no layout that is understood, or an entry
+            of it is wrong or lies outside the data set's folder.
+        VolumeError: A volume had to be opened to learn the channels or labels, and cannot be read.
+    """
+    if not path.exists():
+        raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
+    description = path / "dataset.json" if path.is_dir() else path
+    if not description.is_file():
+        raise DatasetError(f"{path} holds no dataset.json; a data set is {LAYOUTS}")
+    tree = read_json(description)
+    if isinstance(tree, dict) and isinstance(tree.get("training"), list):
+        return _Description(description, tree).listed()
+    if isinstance(tree, dict) and {"channel_names", "labels", "file_ending"} <= tree.keys():
+        return _Description(description, tree).nnunet()
+    raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
+
+
+def fold_cases(
+    dataset: Dataset, fold: int, num_folds: int, seed: int
+) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """Return the cases to train on and those to validate on.
+
+    The data set's own folds (``splits_final.json``, else ``fold`` keys) come first, then its own
+    validation cases, then folds drawn with the seed, in which every case is validated once.
+
+    Args:
+        dataset: The data set.
+        fold: Which fold, from 0.
+        num_folds: How many folds to draw where the data set defines none.
+        seed: Seed of the drawn folds.
+
+    Raises:
+        DatasetError: There is no such fold, or there are too few cases to make one.
+    """
+    by_name = {case.name: case for case in dataset.cases}
+    if dataset.folds:
+        folds = dataset.folds
+    elif dataset.validation:
+        train = tuple(name for name in by_name if name not in dataset.validation)
+        if not train:
+            raise DatasetError(f"{dataset.root}: every case is set aside for validation")
+        folds = (Fold(train, dataset.validation),)
+    else:
+        folds = drawn_folds(tuple(by_name), num_folds, seed)
+    if fold >= len(folds):
+        have = "only fold 0" if len(folds) == 1 else f"folds 0 to {len(folds) - 1}"
+        raise DatasetError(f"{dataset.root} has {have}, not fold {fold}; set data.fold accordingly")
+    chosen = folds[fold]
+    return (
+        tuple(by_name[name] for name in chosen.train),
+        tuple(by_name[name] for name in chosen.validation),
+    )
+
+
+class _Description:
+    """One description file, while it is being read."""
+
+    def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
+        self.path = path
+        self.tree = tree
+        self.root = path.parent.resolve()
+
+    def listed(self) -> Dataset:
+        """Read a description that lists its cases: MSD, MONAI datalist."""
+        entries = self._entries("training") + self._entries("validation")
+        cases = self._with_unique_names([self._case(where, entry) for where, entry in entries])
+        num_training = len(self._entries("training"))
+        number_of = {
+            case.name: self._fold_number(where, entry)
+            for case, (where, entry) in zip(cases[:num_training], entries, strict=False)
+        }
+        images = [
+            self._inside(where, image)
+            for where, entry in self._entries("test") + self._entries("testing")
+            for image in _as_list(entry.get("image") if isinstance(entry, dict) else entry)
+        ]
+        return self._dataset(
+            cases,
+            validation=tuple(case.name for case in cases[num_training:]),
+            folds=self._numbered_folds(number_of),
+            unlabelled=tuple(images),
+        )
+
+    def nnunet(self) -> Dataset:
+        """Read an nnU-Net v2 raw folder: files found by name, or listed under ``dataset``."""
+        ending = str(self.tree["file_ending"])
+        explicit = self.tree.get("dataset")
+        if isinstance(explicit, dict):
+            cases = []
+            for name, entry in explicit.items():
+                files = entry if isinstance(entry, dict) else {}
+                renamed = {"image": files.get("images"), "label": files.get("label")}
+                cases.append(replace(self._case(f"dataset.{name}", renamed), name=str(name)))
+            return self._dataset(tuple(cases))
+        folder = self.root / "labelsTr"
+        if not folder.is_dir():
+            raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
+        names = sorted(
+            file.name.removesuffix(ending)
+            for file in folder.iterdir()
+            if file.name.endswith(ending) and not file.name.startswith(".")
+        )
+        channels = range(len(self._channel_names(())))
+        return self._dataset(
+            tuple(
+                Case(
+                    name,
+                    tuple(
+                        self._inside("imagesTr", f"imagesTr/{name}_{channel:04d}{ending}")
+                        for channel in channels
+                    ),
+                    self._inside("labelsTr", f"labelsTr/{name}{ending}"),
+                )
+                for name in names
+            )
+        )
+
+    def _dataset(
+        self,
+        cases: tuple[Case, ...],
+        validation: tuple[str, ...] = (),
+        folds: tuple[Fold, ...] = (),
+        unlabelled: tuple[Path, ...] = (),
+    ) -> Dataset:
+        if not cases:
+            raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
+        files = Counter(file for case in cases for file in (*case.images, case.label))
+        file, count = files.most_common(1)[0]
+        if count > 1:
+            raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
+        fixed = self.root / "splits_final.json"
+        if fixed.is_file():
+            folds = read_folds(fixed, [case.name for case in cases])
+        labels = self._labels(cases)
+        return Dataset(
+            name=str(self.tree.get("name") or self.root.name),
+            root=self.root,
+            channel_names=self._channel_names(cases),
+            label_names=tuple(labels.values()),
+            label_values=tuple(labels),
+            cases=cases,
+            validation=validation,
+            folds=folds,
+            unlabelled=unlabelled,
+        )
+
+    def _entries(self, key: str) -> list[tuple[str, Any]]:
+        given = self.tree.get(key)
+        entries = given if isinstance(given, list) else []
+        return [(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
+
+    def _case(self, where: str, entry: Any) -> Case:
+        if not isinstance(entry, dict) or not entry.get("image") or not entry.get("label"):
+            raise DatasetError(f"{self.path}: {where} needs an image and a label, but is {entry!r}")
+        label = self._inside(where, entry["label"])
+        images = tuple(self._inside(where, image) for image in _as_list(entry["image"]))
+        return Case(volume_stem(label), images, label)
+
+    def _with_unique_names(self, cases: list[Case]) -> tuple[Case, ...]:
+        """Put the folder before the name where each case has a folder of its own."""
+        if len({case.name for case in cases}) == len(cases):
+            return tuple(cases)
+        folders = [case.label.relative_to(self.root).parent.parts for case in cases]
+        return tuple(
+            replace(case, name="_".join((*folder, case.name)))
+            for case, folder in zip(cases, folders, strict=True)
+        )
+
+    def _inside(self, where: str, text: Any) -> Path:
+        """Return the path of a named file, which must lie inside the data set's folder."""
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise DatasetError(f"{self.path}: {where} names {text!r}; it needs a file name")
+        name = PurePosixPath(text)
+        path = self.root / name
+        leaves = name.is_absolute() or ".." in name.parts
+        if leaves or not path.resolve().is_relative_to(self.root):
+            raise DatasetError(
+                f"{self.path}: {where} points to {text}, outside the data set's folder; "
+                "keep the files inside it"
+            )
+        return path
+
+    def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
+        number = entry.get("fold")
+        if number is not None and type(number) is not int:
+            raise DatasetError(f"{self.path}: {where} has the fold {number!r}; use 0, 1, ...")
+        return number
+
+    def _numbered_folds(self, number_of: Mapping[str, int | None]) -> tuple[Fold, ...]:
+        numbered = {name: number for name, number in number_of.items() if number is not None}
+        if not numbered:
+            return ()
+        missing = sorted(number_of.keys() - numbered.keys())
+        if missing:
+            raise DatasetError(
+                f"{self.path}: {missing[0]} has no fold but other cases have; give each case one"
+            )
+        return folds_from_numbers(numbered, str(self.path))
+
+    def _channel_names(self, cases: tuple[Case, ...]) -> tuple[str, ...]:
+        given = self.tree.get("channel_names") or self.tree.get("modality")
+        if isinstance(given, dict):
+            by_number = {str(key): str(name) for key, name in given.items()}
+            numbers = [str(number) for number in range(len(by_number))]
+            if set(numbers) != by_number.keys():
+                raise DatasetError(
+                    f"{self.path}: the channels are numbered {', '.join(by_number)}; use 0, 1, ..."
+                )
+            return tuple(by_number[number] for number in numbers)
+        if given:
+            return tuple(str(name) for name in _as_list(given))
+        if not cases:
+            raise DatasetError(f"{self.path}: channel_names is empty; name each channel")
+        images = cases[0].images
+        num_channels = read_header(images[0]).num_channels if len(images) == 1 else len(images)
+        return tuple(f"channel {channel}" for channel in range(num_channels))
+
+    def _labels(self, cases: tuple[Case, ...]) -> dict[int, str]:
+        """Return value to name, in ascending order, the background first."""
+        given = self.tree.get("labels")
+        if given is None:
+            return self._labels_found_in(cases)
+        if not isinstance(given, dict):
+            raise DatasetError(f"{self.path}: labels is {given!r}; it needs names and values")
+        # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
+        by_value = all(str(key).isdigit() for key in given)
+        pairs = [(value, key) if not by_value else (key, value) for key, value in given.items()]
+        labels: dict[int, str] = {}
+        for value, name in pairs:
+            number = self._label_value(str(name), value)
+            if number in labels:
+                raise DatasetError(f"{self.path}: {labels[number]} and {name} are both {number}")
+            labels[number] = str(name)
+        labels.setdefault(0, "background")
+        if len(labels) < 2:
+            raise DatasetError(f"{self.path}: labels names nothing but the background")
+        return dict(sorted(labels.items()))
+
+    def _label_value(self, name: str, value: Any) -> int:
+        if name == "ignore":
+            raise DatasetError(
+                f"{self.path}: the label 'ignore' is not supported; give every voxel a label"
+            )
+        if isinstance(value, list):
+            raise DatasetError(
+                f"{self.path}: label {name} is the region {value}; overlapping regions are not "
+                "supported, give each label one value"
+            )
+        if isinstance(value, (bool, float)) or not str(value).isdecimal():
+            raise DatasetError(
+                f"{self.path}: label {name} has the value {value!r}; use whole numbers from 0"
+            )
+        return int(value)
+
+    def _labels_found_in(self, cases: tuple[Case, ...]) -> dict[int, str]:
+        logger.warning(
+            "%s names no labels: reading all %d label maps to find them; add "
+            '"labels": {"background": 0, ...} to save the time',
+            self.path,
+            len(cases),
+        )
+        values = {0}
+        for case in cases:
+            values.update(int(value) for value in np.unique(read_label(case.label).array))
+        if min(values) < 0 or len(values) < 2:
+            raise DatasetError(
+                f"{self.path}: the label maps hold the values {sorted(values)}; the background "
+                "is 0 and labels are above it"
+            )
+        return {value: f"label {value}" if value else "background" for value in sorted(values)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,201 @@
+"""Preparing one image or label map: normalise, then resample; and the way back for logits.
+
+What is done follows from a :class:`Preprocessing`, which training keeps with the network, so that
+prediction prepares an image exactly as training did.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from unet3d.errors import VolumeError
+from unet3d.volumes.resample import (
+    Shape,
+    Spacing,
+    resample_classes,
+    resample_image,
+    resampled_shape,
+    thick_axes,
+)
+
+Kind = Literal["ct", "z-score", "none"]
+
+EPSILON = 1e-8
+"""Below this a standard deviation counts as zero, and the channel as constant."""
+
+
+@dataclass(frozen=True)
+class ChannelNormalization:
+    """How the intensities of one channel are brought to mean 0 and standard deviation 1.
+
+    ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
+    and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with the image's
+    own mean and deviation over its non-zero voxels. ``none``: left alone.
+    """
+
+    kind: Kind
+    low: float = 0.0
+    high: float = 0.0
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Everything that is needed to prepare an image again, at prediction."""
+
+    spacing_mm: Spacing | None
+    """Target spacing; None: each image's own."""
+    channels: tuple[ChannelNormalization, ...]
+    channel_names: tuple[str, ...]
+    label_names: tuple[str, ...]
+    label_values: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists, numbers and strings, for a checkpoint or JSON."""
+        return {
+            "spacing_mm": None if self.spacing_mm is None else list(self.spacing_mm),
+            "channels": [asdict(channel) for channel in self.channels],
+            "channel_names": list(self.channel_names),
+            "label_names": list(self.label_names),
+            "label_values": list(self.label_values),
+        }
+
+    @classmethod
+    def from_dict(cls, tree: Mapping[str, Any]) -> "Preprocessing":
+        """Return what :meth:`to_dict` described.
+
+        Raises:
+            KeyError, TypeError, ValueError: It described something else.
+        """
+        spacing_mm = tree["spacing_mm"]
+        return cls(
+            spacing_mm=None if spacing_mm is None else three(spacing_mm),
+            channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
+            channel_names=tuple(tree["channel_names"]),
+            label_names=tuple(tree["label_names"]),
+            label_values=tuple(tree["label_values"]),
+        )
+
+
+def prepare_image(
+    array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
+) -> npt.NDArray[np.float32]:
+    """Normalise an image and bring it to the target spacing.
+
+    Args:
+        array: Shape (C, X, Y, Z); it is not changed.
+        spacing_mm: Its spacing.
+        preprocessing: The plan.
+
+    Returns:
+        Shape (C, X', Y', Z').
+
+    Raises:
+        VolumeError: It has another number of channels than the plan.
+    """
+    num_channels = len(preprocessing.channels)
+    if len(array) != num_channels:
+        raise VolumeError(
+            f"the image has {len(array)} channel(s); {num_channels} are needed: "
+            f"{', '.join(preprocessing.channel_names)}"
+        )
+    normalized = np.stack(
+        [
+            _normalized(channel, how)
+            for channel, how in zip(array, preprocessing.channels, strict=True)
+        ]
+    )
+    shape = resampled_shape(_shape(array), spacing_mm, preprocessing.spacing_mm)
+    return resample_image(
+        normalized, shape, thick_axes(spacing_mm, preprocessing.spacing_mm or spacing_mm)
+    )
+
+
+def prepare_label(
+    array: npt.NDArray[np.integer[Any]], spacing_mm: Spacing, preprocessing: Preprocessing
+) -> npt.NDArray[np.unsignedinteger]:
+    """Turn label values into class indices and bring them to the target spacing.
+
+    Args:
+        array: Label values, shape (X, Y, Z).
+        spacing_mm: Their spacing.
+        preprocessing: The plan.
+
+    Returns:
+        Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 classes.
+
+    Raises:
+        VolumeError: A value belongs to no class.
+    """
+    values = preprocessing.label_values
+    index_of = np.full(max(values) + 1, len(values))
+    index_of[list(values)] = range(len(values))
+    unknown = array[(array < 0) | (array > max(values))]
+    if not unknown.size:
+        unknown = array[index_of[array] == len(values)]
+    if unknown.size:
+        raise VolumeError(
+            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
+            f"(it names {', '.join(map(str, values))}); correct the one or the other"
+        )
+    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
+    shape = resampled_shape(_shape(array), spacing_mm, preprocessing.spacing_mm)
+    return resample_classes(classes, shape)
+
+
+def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Bring logits back to the grid of the original image.
+
+    Class by class, so that no second set of all logits is needed beside the result.
+
+    Args:
+        logits: Shape (K, X, Y, Z), on any device.
+        shape: Voxels along X, Y, Z of the original image.
+
+    Returns:
+        Shape (K, *shape), same type and device; the logits themselves if that is their shape.
+    """
+    if tuple(logits.shape[1:]) == shape:
+        return logits
+    restored = logits.new_empty((len(logits), *shape))
+    for source, target in zip(logits, restored, strict=True):
+        target.copy_(
+            functional.interpolate(
+                source[None, None], size=shape, mode="trilinear", align_corners=False
+            )[0, 0]
+        )
+    return restored
+
+
+def _normalized(
+    array: npt.NDArray[np.float32], how: ChannelNormalization
+) -> npt.NDArray[np.float32]:
+    if how.kind == "none":
+        return array
+    if how.kind == "ct":
+        return (array.clip(how.low, how.high) - np.float32(how.mean)) / np.float32(how.std)
+    inside = array[array != 0]
+    if not len(inside):
+        return array
+    # float32 sums of 10^8 voxels lose digits.
+    mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
+    if std < EPSILON * max(1.0, abs(mean)):
+        std = 1.0
+    return (array - np.float32(mean)) / np.float32(std)
+
+
+def _shape(array: npt.NDArray[Any]) -> Shape:
+    x, y, z = array.shape[-3:]
+    return (x, y, z)
+
+
+def three(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
+    """Return three numbers as a spacing."""
+    x, y, z = (float(value) for value in values)
+    return (x, y, z)

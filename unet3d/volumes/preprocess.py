@@ -1,0 +1,273 @@
+"""From a data set of scans to arrays that the network can learn from.
+
+:func:`plan_preprocessing` looks at the data set and decides how its images are prepared;
+:func:`prepare_cases` does it, once, into the cache.
+"""
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from unet3d.config import DataSettings
+from unet3d.errors import DatasetError, Unet3dError, VolumeError
+from unet3d.volumes import cache as caching
+from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.dataset import Case, Dataset
+from unet3d.volumes.nifti import read_header, read_image, read_label, same_grid
+from unet3d.volumes.prepare import (
+    ChannelNormalization,
+    Kind,
+    Preprocessing,
+    prepare_image,
+    prepare_label,
+    restore_logits,
+    three,
+)
+from unet3d.volumes.resample import Shape, Spacing, resampled_shape
+
+__all__ = [
+    "ChannelNormalization",
+    "Fingerprint",
+    "PreparedCase",
+    "Preprocessing",
+    "plan_preprocessing",
+    "prepare_cases",
+    "prepare_image",
+    "prepare_label",
+    "restore_logits",
+]
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+MAX_INTENSITIES_PER_CASE = 10_000
+"""Voxels that each case contributes to the statistics of a CT channel."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a data set is like; patch size and network follow from it."""
+
+    spacing_mm: Spacing
+    """Of the prepared arrays: the target, or the median where each keeps its own."""
+    shape: Shape
+    """Median shape of the prepared arrays."""
+    original_spacing_mm: Spacing
+    """Median spacing of the files."""
+
+
+def plan_preprocessing(
+    dataset: Dataset, settings: DataSettings
+) -> tuple[Preprocessing, Fingerprint]:
+    """Decide how every image of a data set is prepared.
+
+    Headers are read; voxels only where a CT channel needs its statistics, once, and then remembered
+    in the cache. All labelled cases count, whichever the fold, so that folds share prepared arrays.
+
+    Raises:
+        VolumeError: A file cannot be read.
+        DatasetError: The cache cannot be written.
+    """
+    headers = [read_header(case.images[0]) for case in dataset.cases]
+    median_mm = three(np.median([header.spacing_mm for header in headers], axis=0).round(6))
+    if settings.spacing_mm == "native":
+        target_mm = None
+    elif settings.spacing_mm == "median":
+        target_mm = median_mm
+    else:
+        target_mm = settings.spacing_mm
+    shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
+    x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
+    fingerprint = Fingerprint(target_mm or median_mm, (x, y, z), median_mm)
+    kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
+    channels = [ChannelNormalization(kind) for kind in kinds]
+    if "ct" in kinds:
+        intensities = _intensities(dataset, settings)
+        for channel, kind in enumerate(kinds):
+            if kind == "ct":
+                channels[channel] = _ct_normalization(intensities[:, channel])
+    preprocessing = Preprocessing(
+        spacing_mm=target_mm,
+        channels=tuple(channels),
+        channel_names=dataset.channel_names,
+        label_names=dataset.label_names,
+        label_values=dataset.label_values,
+    )
+    return preprocessing, fingerprint
+
+
+def prepare_cases(
+    cases: Sequence[Case], preprocessing: Preprocessing, cache: Path | None, num_workers: int
+) -> list[PreparedCase]:
+    """Prepare cases, or find them prepared.
+
+    Args:
+        cases: The cases.
+        preprocessing: The plan.
+        cache: Folder of the prepared arrays; None: the user's cache folder.
+        num_workers: Processes that prepare; 0: this one.
+
+    Returns:
+        The cases in the same order.
+
+    Raises:
+        VolumeError: A case cannot be read or prepared; the message names the file.
+        DatasetError: The cache cannot be written, or a worker was killed.
+    """
+    store = Cache(cache)
+    keys = [_case_key(store, case, preprocessing) for case in cases]
+    missing = [
+        (case, preprocessing, store, key)
+        for case, key in zip(cases, keys, strict=True)
+        if store.load_case(key, case.name) is None
+    ]
+    if missing:
+        logger.info("preparing %d of %d cases into %s", len(missing), len(cases), store.folder)
+        _map(_prepare_case, missing, num_workers)
+    prepared = []
+    for case, key in zip(cases, keys, strict=True):
+        found = store.load_case(key, case.name)
+        if found is None:
+            raise DatasetError(
+                f"case {case.name} vanished from {store.folder} as it was prepared; leave "
+                "that folder alone during a run"
+            )
+        prepared.append(found)
+    return prepared
+
+
+def _prepare_case(task: tuple[Case, Preprocessing, Cache, str]) -> None:
+    case, preprocessing, store, key = task
+    image, spacing_mm = _read_case_image(case)
+    label = read_label(case.label)
+    try:
+        disagreement = same_grid(read_header(case.images[0]), label.header)
+        if disagreement:
+            raise VolumeError(f"not on the grid of {case.images[0]}: {disagreement}")
+        classes = prepare_label(label.array, spacing_mm, preprocessing)
+    except VolumeError as error:
+        raise VolumeError(f"{case.label}: {error}") from error
+    try:
+        prepared = prepare_image(image, spacing_mm, preprocessing)
+    except VolumeError as error:
+        raise VolumeError(f"{case.images[0]}: {error}") from error
+    spacing_mm = preprocessing.spacing_mm or spacing_mm
+    store.save_case(key, prepared, classes, spacing_mm, len(preprocessing.label_values))
+
+
+def _read_case_image(case: Case) -> tuple[npt.NDArray[np.float32], Spacing]:
+    volumes = [read_image(path) for path in case.images]
+    first = volumes[0].header
+    for volume in volumes[1:]:
+        disagreement = same_grid(first, volume.header)
+        if disagreement:
+            raise VolumeError(
+                f"{volume.header.path} is not on the grid of {first.path}: {disagreement}"
+            )
+    if len(volumes) == 1:
+        return volumes[0].array, first.spacing_mm
+    return np.concatenate([volume.array for volume in volumes]), first.spacing_mm
+
+
+def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
+    digests = [store.digest(path) for path in (*case.images, case.label)]
+    plan = preprocessing.to_dict()
+    # Names change nothing in the arrays.
+    settings = {key: plan[key] for key in ("spacing_mm", "channels", "label_values")}
+    return caching.key_of([*digests, settings])
+
+
+def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
+    if setting != "auto":
+        return setting
+    name = channel_name.strip().lower()
+    if name == "ct" or name.startswith(("ct ", "ct_", "ct-")):
+        return "ct"
+    return "none" if name == "nonorm" else "z-score"
+
+
+def _ct_normalization(intensities: npt.NDArray[np.float32]) -> ChannelNormalization:
+    low, high = np.percentile(intensities, [0.5, 99.5])
+    std = float(intensities.std(dtype=np.float64))
+    return ChannelNormalization(
+        "ct",
+        low=float(low),
+        high=float(high),
+        mean=float(intensities.mean(dtype=np.float64)),
+        std=std if std > 0 else 1.0,
+    )
+
+
+def _intensities(dataset: Dataset, settings: DataSettings) -> npt.NDArray[np.float32]:
+    """Return intensities inside the labels of every case, shape (N, C)."""
+    store = Cache(settings.cache)
+    keys = [
+        caching.key_of([store.digest(path) for path in (*case.images, case.label)])
+        for case in dataset.cases
+    ]
+    missing = [
+        (case, store, key)
+        for case, key in zip(dataset.cases, keys, strict=True)
+        if store.load_intensities(key) is None
+    ]
+    if missing:
+        logger.info("collecting intensities of %d cases", len(missing))
+        num_workers = 0 if settings.num_workers == "auto" else settings.num_workers
+        _map(_collect_intensities, missing, num_workers)
+    collected = [array for key in keys if (array := store.load_intensities(key)) is not None]
+    everything = np.concatenate(collected)
+    if not len(everything):
+        raise DatasetError(
+            f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
+            "check the labels or set data.normalization=z-score"
+        )
+    return everything
+
+
+def _collect_intensities(task: tuple[Case, Cache, str]) -> None:
+    case, store, key = task
+    image, _ = _read_case_image(case)
+    label = read_label(case.label).array
+    if label.shape != image.shape[1:]:
+        raise VolumeError(f"{case.label} has another shape than {case.images[0]}; mend the case")
+    inside = np.flatnonzero(label)
+    if len(inside) > MAX_INTENSITIES_PER_CASE:
+        rng = np.random.default_rng(0)
+        inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
+    store.save_intensities(key, image.reshape(len(image), -1)[:, inside].T.copy())
+
+
+def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
+    num_workers = min(num_workers, len(items))
+    if num_workers < 2:
+        return [work(item) for item in items]
+    # Spawned, because forking a process that has used CUDA or threads can hang.
+    pool = ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    )
+    with pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BrokenProcessPool as error:
+            raise DatasetError(
+                f"a process that prepares cases was killed, probably for want of memory; use fewer "
+                f"than {num_workers} with data.num_workers"
+            ) from error
+        except Unet3dError:
+            pool.shutdown(cancel_futures=True)
+            raise

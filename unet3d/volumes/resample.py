@@ -1,0 +1,135 @@
+"""Bringing arrays from one voxel grid to another that covers the same box of space.
+
+Every interpolation here is linear in the voxels and separable, so it is one small matrix per axis.
+The matrices are SciPy's ``zoom`` of the identity with ``grid_mode=True``: voxels are cells, the
+outer *faces* of the two grids coincide, and values beyond the border repeat it.
+"""
+
+import functools
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import ndimage
+
+Spacing = tuple[float, float, float]
+Shape = tuple[int, int, int]
+
+THICK_SLICE_RATIO = 3.0
+"""An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
+
+
+def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
+    """Return the shape at the target spacing, at least one voxel along each axis.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach, or None to keep the shape.
+    """
+    if target_mm is None:
+        return shape
+    x, y, z = (
+        max(1, round(size * have / want))
+        for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
+    )
+    return (x, y, z)
+
+
+def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
+    """Tell which axes have thick slices in any of the given spacings."""
+    x, y, z = (
+        any(spacing[axis] > THICK_SLICE_RATIO * min(spacing) for spacing in spacings_mm)
+        for axis in range(3)
+    )
+    return (x, y, z)
+
+
+def resample_image(
+    image: npt.NDArray[np.float32], shape: Shape, thick: tuple[bool, bool, bool]
+) -> npt.NDArray[np.float32]:
+    """Resample an image with cubic splines, and linearly across thick slices.
+
+    A spline through slices that lie far apart swings above and below what either of them holds;
+    nnU-Net treats that axis with a lower order for the same reason.
+
+    Args:
+        image: Shape (C, X, Y, Z).
+        shape: Voxels along X, Y, Z to reach.
+        thick: Which axes have thick slices.
+
+    Returns:
+        Shape (C, *shape); the image itself where that is its shape already.
+    """
+    if image.shape[1:] == shape:
+        return image
+    matrices = [
+        _matrix(size, new_size, order=1 if is_thick else 3)
+        for size, new_size, is_thick in zip(image.shape[1:], shape, thick, strict=True)
+    ]
+    result = np.empty((len(image), *shape), np.float32)
+    for channel, array in enumerate(image):
+        result[channel] = _apply(torch.from_numpy(np.ascontiguousarray(array)), matrices).numpy()
+    return result
+
+
+def resample_classes(
+    classes: npt.NDArray[np.unsignedinteger], shape: Shape
+) -> npt.NDArray[np.unsignedinteger]:
+    """Resample class indices: each class linearly as a mask of its own, the strongest one wins.
+
+    No index arises that was not there. Interpolating the indices themselves would put class 2
+    between classes 1 and 3; taking the nearest would leave stairs.
+
+    Args:
+        classes: Class indices, shape (X, Y, Z).
+        shape: Voxels along X, Y, Z to reach.
+    """
+    if classes.shape == shape:
+        return classes
+    matrices = [
+        _matrix(size, new_size, order=1)
+        for size, new_size in zip(classes.shape, shape, strict=True)
+    ]
+    result = np.zeros(shape, classes.dtype)
+    strongest = _apply(torch.from_numpy((classes == 0).astype(np.float32)), matrices).numpy()
+    for index, box in enumerate(ndimage.find_objects(classes), start=1):
+        if box is None:
+            continue
+        # Only the class's own box, and what it reaches on the new grid, has to be looked at.
+        inner = [matrix[:, axis] for matrix, axis in zip(matrices, box, strict=True)]
+        rows = [torch.nonzero(matrix.any(dim=1)).flatten().tolist() for matrix in inner]
+        if not all(rows):
+            continue
+        reach = tuple(slice(row[0], row[-1] + 1) for row in rows)
+        mask = torch.from_numpy((classes[box] == index).astype(np.float32))
+        strength = _apply(
+            mask, [matrix[axis] for matrix, axis in zip(inner, reach, strict=True)]
+        ).numpy()
+        wins = strength > strongest[reach]
+        result[reach][wins] = index
+        strongest[reach][wins] = strength[wins]
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _matrix(size: int, new_size: int, order: Literal[1, 3]) -> torch.Tensor:
+    """Return the interpolation from ``size`` to ``new_size`` voxels, shape (new_size, size)."""
+    if size == new_size:
+        return torch.eye(size)
+    rows = [
+        ndimage.zoom(column, new_size / size, order=order, mode="nearest", grid_mode=True)
+        for column in np.eye(size)
+    ]
+    return torch.from_numpy(np.stack(rows, axis=1).astype(np.float32))
+
+
+def _apply(array: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Multiply each axis of an array (X, Y, Z) by its matrix."""
+    for matrix in matrices:  # each step moves the next axis to the front
+        if matrix.shape[0] != matrix.shape[1] or not torch.equal(matrix, torch.eye(len(matrix))):
+            array = torch.tensordot(array, matrix, dims=([0], [1]))
+        else:
+            array = array.movedim(0, -1)
+    return array
