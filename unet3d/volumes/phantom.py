@@ -1,118 +1,47 @@
-"""The built-in data set: seeded synthetic heads of any size, with labels, made without a download.
-
-The head is geometry in millimetres, scaled to the field of view; shape and spacing only say how it
-is sampled. Every surface is the zero level of a function of position. A voxel that a surface
-crosses holds a mixture, from how much of the voxel lies on either side.
-"""
+"""The built-in data set: synthetic heads, made without a download."""
 
 import json
 import logging
 import os
 import shutil
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-from scipy.interpolate import BSpline
-from scipy.spatial.transform import Rotation
 
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.errors import DatasetError
+from unet3d.volumes.heads import LABEL_NAMES, Shape, Spacing, head_phantom
+
+__all__ = ["LABEL_NAMES", "head_phantom", "write_phantom_case", "write_phantom_dataset"]
 
 logger = logging.getLogger(__name__)
-
-Array = npt.NDArray[np.float32]
-Shape = tuple[int, int, int]
-Spacing = tuple[float, float, float]
-
-LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
-"""The value of a label is its place here."""
 
 GENERATOR = 1
 """Raised whenever the same seed gives another head, so that old data sets are not mistaken."""
 
-MIN_VOXELS = 16
-SLAB_VOXELS = 1 << 21
-"""Voxels worked on at once, which bounds the memory beyond the result."""
 
-MAX_STRETCH = 1.5
-"""How much longer than the shortest side of the field of view the head may be made."""
-
-# Intensities of a FLAIR-like contrast: lesions are as bright as the fat of the scalp.
-AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.86, 0.42, 0.08
-FLUID, GREY, WHITE, LESION = 0.16, 0.58, 0.44, 0.86
-NOISE = 0.045
-"""Standard deviation of the noise in each of the two channels of the receiver."""
-
-BRAIN_CENTRE, BRAIN_SCALE = np.array([0.0, 0.0, 0.1]), np.array([0.76, 0.78, 0.72])
-"""Of the brain, as fractions of the head's semi-axes."""
-
-LESION_DENT = 0.35
-"""How far, in radii, a lesion's surface may depart from a sphere."""
-
-LESION_REACH = 2.2
-"""Distance from its centre, in radii, beyond which a lesion has no effect."""
-
-SPLINE_STD = 0.479**1.5
-"""Standard deviation that a cubic B-spline of three variables leaves of its coefficients' 1."""
-
-
-@dataclass(frozen=True)
-class _Head:
-    """What a seed decides, before any voxel is sampled; lengths in mm."""
-
-    centre: npt.NDArray[np.float64]
-    rotation: npt.NDArray[np.float64]
-    semi_axes: npt.NDArray[np.float64]
-    ventricle_size: float
-    lesions: list[tuple[npt.NDArray[np.float64], float]]
-    """Centre relative to the head's, in the head's axes, and radius."""
-    gain: float
-    fields: dict[str, npt.NDArray[np.float64]]
-    """Coefficients of smooth random fields over the field of view."""
-
-
-def head_phantom(
-    seed: int, shape: Shape, spacing_mm: Spacing = (1.0, 1.0, 1.0)
-) -> tuple[Array, npt.NDArray[np.uint8]]:
-    """Make one head and its label map.
+def write_phantom_case(
+    image_path: Path, label_path: Path, seed: int, shape: Shape, spacing_mm: Spacing
+) -> None:
+    """Write one head and its label map as NIfTI files whose origin is the centre of the volume.
 
     Args:
-        seed: Decides pose, lesions, texture, bias field and noise.
+        image_path: Ends in .nii or .nii.gz, as does ``label_path``.
+        label_path: Likewise; its folder must exist too.
+        seed: Decides the head.
         shape: Voxels along X, Y, Z.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
 
-    Returns:
-        The image, float32 ``(1, X, Y, Z)`` of whole numbers, and the labels, uint8 ``(X, Y, Z)``,
-        valued as in ``LABEL_NAMES``.
-
     Raises:
         ConfigError: The shape is too small for a head or the spacing is not positive.
+        OSError: A file cannot be written.
     """
-    if min(shape) < MIN_VOXELS:
-        raise ConfigError(
-            f"phantom shape {_by(shape)} is too small for a head; use at least {MIN_VOXELS} voxels"
-            " along each axis"
-        )
-    if not (np.isfinite(spacing_mm).all() and min(spacing_mm) > 0):
-        raise ConfigError(f"phantom spacing {_by(spacing_mm)} mm must be positive numbers")
-    rng = np.random.default_rng(seed)
-    head = _random_head(rng, np.array(shape) * spacing_mm)
-    image = np.empty((1, *shape), dtype=np.float32)
-    labels = np.empty(shape, dtype=np.uint8)
-    num_planes = max(1, SLAB_VOXELS // (shape[1] * shape[2]))
-    for start in range(0, shape[0], num_planes):
-        stop = min(start + num_planes, shape[0])
-        # One plane more on each side, from which the slope of the surfaces is taken.
-        first, last = max(start - 1, 0), min(stop + 1, shape[0])
-        tissue, labels[start:stop] = _slab(
-            head, shape, spacing_mm, (first, last), (start - first, stop - first)
-        )
-        image[0, start:stop] = _scanned(tissue, head.gain, rng)
-    return image, labels
+    image, labels = head_phantom(seed, shape, spacing_mm)
+    _write(image_path, image[0].astype(np.int16), spacing_mm)
+    _write(label_path, labels, spacing_mm)
 
 
 def write_phantom_dataset(
@@ -162,12 +91,16 @@ def write_phantom_dataset(
         try:
             for name in ("imagesTr", "labelsTr"):
                 (temporary / name).mkdir(parents=True)
-            logger.info("making %d phantom cases of %s in %s", num_cases, _by(shape), folder)
+            logger.info("making %d phantom cases of shape %s in %s", num_cases, shape, folder)
             for index, name in enumerate(names):
                 case_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-                image, labels = head_phantom(case_seed, shape, spacing_mm)
-                _write(temporary / "imagesTr" / name, image[0].astype(np.int16), spacing_mm)
-                _write(temporary / "labelsTr" / name, labels, spacing_mm)
+                write_phantom_case(
+                    temporary / "imagesTr" / name,
+                    temporary / "labelsTr" / name,
+                    case_seed,
+                    shape,
+                    spacing_mm,
+                )
             (temporary / "dataset.json").write_text(json.dumps(description, indent=1))
             os.rename(temporary, folder)
         finally:
@@ -204,169 +137,3 @@ def _write(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing) -> None:
     image.set_sform(affine, code="scanner")
     image.header.set_xyzt_units("mm")
     nib.save(image, path)
-
-
-def _random_head(rng: np.random.Generator, extent_mm: npt.NDArray[np.float64]) -> _Head:
-    room = np.minimum(extent_mm, MAX_STRETCH * extent_mm.min())
-    semi_axes = room * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
-    ventricle_size = float(rng.uniform(0.85, 1.35))
-    fields = {
-        name: rng.standard_normal((cells + 3,) * 3)
-        for name, cells in (("folds", 18), ("texture", 30), ("lesion", 14), ("bias", 2))
-    }
-    mean_extent = float(np.prod(room)) ** (1 / 3)
-    num_small, num_large = rng.integers(0, 4), rng.integers(1, 4)
-    radii = [
-        *rng.uniform(0.055, 0.09, num_large) * mean_extent,
-        *rng.uniform(0.03, 0.05, num_small) * mean_extent,
-    ]
-    brain_axes = semi_axes * BRAIN_SCALE
-    lesions = []
-    for radius in radii:
-        position = _in_brain(rng, ventricle_size)
-        lesions.append((position * brain_axes + BRAIN_CENTRE * semi_axes, float(radius)))
-    return _Head(
-        centre=rng.uniform(-0.03, 0.03, 3) * room,
-        rotation=Rotation.from_euler("xyz", rng.uniform(-12, 12, 3), degrees=True).as_matrix(),
-        semi_axes=semi_axes,
-        ventricle_size=ventricle_size,
-        lesions=lesions,
-        gain=float(rng.uniform(700, 1300)),
-        fields=fields,
-    )
-
-
-def _in_brain(rng: np.random.Generator, ventricle_size: float) -> npt.NDArray[np.float64]:
-    while True:
-        position = rng.uniform(-0.75, 0.75, 3)
-        ventricles = _ventricles(*position, ventricle_size)
-        if np.linalg.norm(position) < 0.75 and ventricles > 0.3:
-            return position
-
-
-def _slab(
-    head: _Head, shape: Shape, spacing_mm: Spacing, planes: tuple[int, int], core: tuple[int, int]
-) -> tuple[Array, npt.NDArray[np.uint8]]:
-    """Return tissue intensities and labels of some planes along X, without halo planes."""
-    x, y, z = _in_head_axes(head, shape, spacing_mm, planes)
-    ex, ey, ez = (axis / size for axis, size in zip((x, y, z), head.semi_axes, strict=True))
-    ex *= 1 + 0.14 * ey  # narrower in front
-    surface = np.sqrt(ex * ex + ey * ey + ez * ez) - 1
-    bx, by, bz = (
-        (axis - centre) / size
-        for axis, centre, size in zip((ex, ey, ez), BRAIN_CENTRE, BRAIN_SCALE, strict=True)
-    )
-    del ex, ey, ez
-    depth = np.sqrt(bx * bx + by * by + bz * bz) - 1
-    folds = np.clip(1 - np.abs(_smooth(head.fields["folds"], shape, planes)) / 0.4, 0, 1)
-    furrows = np.maximum(folds, 1.4 * np.clip(1 - np.abs(bx) / 0.05, 0, 1))
-    cortex = depth + 0.13 * furrows * np.clip((depth + 0.35) / 0.25, 0, 1)
-    ventricles = _ventricles(bx, by, bz, head.ventricle_size)
-    lesions = _lesions(head, (x, y, z), shape, spacing_mm, planes)
-
-    tissue = np.full_like(surface, AIR)
-    layers: tuple[tuple[Array, tuple[tuple[float, float], ...]], ...] = (
-        (surface, ((0.0, SKIN), (-0.035, FAT), (-0.1, MUSCLE))),
-        (depth, ((0.17, SKULL), (0.06, FLUID))),
-        (cortex, ((0.0, GREY), (-0.17, WHITE))),
-        (np.maximum(lesions, cortex), ((0.0, LESION),)),
-        (ventricles, ((0.0, FLUID),)),
-    )
-    for function, levels in layers:  # each covers what lies outside it
-        slope = _change_per_voxel(function)
-        for level, intensity in levels:
-            tissue += (intensity - tissue) * np.clip(0.5 - (function - level) / slope, 0, 1)
-    tissue *= 1 + 0.07 * _smooth(head.fields["texture"], shape, planes)
-    tissue *= np.exp(0.2 * _smooth(head.fields["bias"], shape, planes))
-
-    labels = (cortex < 0).astype(np.uint8)
-    labels[(lesions < 0) & (cortex < 0)] = LABEL_NAMES.index("lesion")
-    labels[ventricles < 0] = LABEL_NAMES.index("ventricles")
-    return tissue[slice(*core)], labels[slice(*core)]
-
-
-def _in_head_axes(
-    head: _Head, shape: Shape, spacing_mm: Spacing, planes: tuple[int, int]
-) -> tuple[Array, ...]:
-    """Return the three coordinates of each voxel in mm, along the axes of the head."""
-    x, y, z = (
-        ((np.arange(size) + 0.5 - size / 2) * step - centre).astype(np.float32)
-        for size, step, centre in zip(shape, spacing_mm, head.centre, strict=True)
-    )
-    turned = head.rotation.astype(np.float32)
-    return tuple(
-        (x[slice(*planes), None, None] * turned[0, axis] + y[:, None] * turned[1, axis])
-        + z * turned[2, axis]
-        for axis in range(3)
-    )
-
-
-def _ventricles(x: Any, y: Any, z: Any, size: float) -> Any:
-    """Return a function below zero in two arcs, mirrored, in units of the brain's semi-axes."""
-    bow = y * y
-    across = (np.abs(x) - 0.13 - 0.15 * bow) / 0.085
-    along = (y + 0.05) / 0.45
-    upward = (z - 0.12 + 0.35 * bow) / 0.17
-    return np.sqrt(across * across + along * along + upward * upward) / size - 1
-
-
-def _lesions(
-    head: _Head,
-    coordinates: tuple[Array, ...],
-    shape: Shape,
-    spacing_mm: Spacing,
-    planes: tuple[int, int],
-) -> Array:
-    """Return a function below zero in the lesions: spheres that a random field has dented."""
-    result = np.full_like(coordinates[0], LESION_REACH - 1 - LESION_DENT)
-    dents = LESION_DENT * np.clip(_smooth(head.fields["lesion"], shape, planes), -1, 1)
-    for centre, radius in head.lesions:
-        middle_mm = head.rotation @ centre + head.centre
-        low, high = (
-            np.array(shape) / 2 + (middle_mm + sign * LESION_REACH * radius) / spacing_mm
-            for sign in (-1, 1)
-        )
-        low, high = np.maximum(low, 0).astype(int), np.ceil(np.maximum(high, 0)).astype(int)
-        low[0], high[0] = (max(index - planes[0], 0) for index in (low[0], high[0]))
-        box = tuple(slice(*ends) for ends in zip(low, high, strict=True))
-        squares = [
-            (axis[box] - np.float32(position)) ** 2
-            for axis, position in zip(coordinates, centre, strict=True)
-        ]
-        distance = np.sqrt(sum(squares[1:], squares[0])) / np.float32(radius)
-        result[box] = np.minimum(result[box], distance - 1 + dents[box])
-    return result
-
-
-def _smooth(coefficients: npt.NDArray[np.float64], shape: Shape, planes: tuple[int, int]) -> Array:
-    """Sample a cubic B-spline that spans the field of view; its variance is 1."""
-    num_cells = len(coefficients) - 3
-    knots = np.arange(-3, num_cells + 4)
-    x, y, z = (
-        BSpline.design_matrix((np.arange(size) + 0.5) / size * num_cells, knots, 3)
-        .toarray()
-        .astype(np.float32)
-        for size in shape
-    )
-    values = np.tensordot(x[slice(*planes)], coefficients.astype(np.float32) / SPLINE_STD, 1)
-    sampled: Array = y @ (values.astype(np.float32) @ z.T)
-    return sampled
-
-
-def _change_per_voxel(function: Array) -> Array:
-    """Return by how much a function changes across each voxel, corner to corner."""
-    change = np.full_like(function, 1e-6)
-    for axis in range(3):
-        change += np.abs(np.gradient(function, axis=axis))
-    return change
-
-
-def _scanned(tissue: Array, gain: float, rng: np.random.Generator) -> Array:
-    """Return whole numbers with Rician noise, as a scanner's magnitude image has."""
-    tissue += NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
-    other = NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
-    return np.rint(np.hypot(tissue, other) * np.float32(gain))
-
-
-def _by(numbers: Any) -> str:
-    return "x".join(f"{number:g}" for number in numbers)
