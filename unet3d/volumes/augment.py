@@ -1,0 +1,171 @@
+"""Random changes to a training patch: where it is sampled, and what its intensities are.
+
+Position, rotation, scale and mirroring come from one NumPy generator per patch; the intensity
+transforms are MONAI's, seeded from it.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from monai.transforms import (
+    AffineGrid,
+    Compose,
+    RandAdjustContrast,
+    RandGaussianNoise,
+    RandGaussianSmooth,
+    RandScaleIntensity,
+    RandScaleIntensityFixedMean,
+    RandSimulateLowResolution,
+    Resample,
+)
+from scipy.spatial.transform import Rotation
+
+from unet3d.config import AugmentationSettings
+from unet3d.errors import ConfigError
+from unet3d.volumes.resample import Shape, Spacing, thick_axes
+
+Matrix = npt.NDArray[np.float64]
+
+# Strengths as in nnU-Net's default training, on intensities of standard deviation 1.
+MAX_NOISE_STD = 0.3
+BLUR_SIGMA_VOXELS = (0.5, 1.0)
+BRIGHTNESS_FACTOR = 0.25
+CONTRAST_FACTOR = 0.25
+GAMMA_RANGE = (0.7, 1.5)
+LOW_RESOLUTION_ZOOM = (0.5, 1.0)
+
+
+class Augmentation:
+    """The random changes that the settings ask for."""
+
+    def __init__(self, settings: AugmentationSettings) -> None:
+        """Build the transforms.
+
+        Raises:
+            ConfigError: The scaling range is not one of positive numbers in ascending order.
+        """
+        low, high = settings.scaling_range
+        if not 0 < low <= high:
+            raise ConfigError(
+                f"patches.augmentation.scaling_range is {low:g},{high:g}; give two positive "
+                "numbers, the smaller first"
+            )
+        self.settings = settings
+        self.mirror_axes = tuple("xyz".index(axis) for axis in settings.mirror_axes)
+        sigma = BLUR_SIGMA_VOXELS
+        self._intensity = Compose(
+            [
+                RandGaussianNoise(prob=settings.noise_probability, std=MAX_NOISE_STD),
+                RandGaussianSmooth(sigma, sigma, sigma, prob=settings.blur_probability),
+                RandScaleIntensity(BRIGHTNESS_FACTOR, prob=settings.brightness_probability),
+                RandScaleIntensityFixedMean(
+                    prob=settings.contrast_probability,
+                    factors=CONTRAST_FACTOR,
+                    preserve_range=True,
+                    channel_wise=True,
+                ),
+                RandSimulateLowResolution(
+                    prob=settings.low_resolution_probability, zoom_range=LOW_RESOLUTION_ZOOM
+                ),
+                RandAdjustContrast(
+                    prob=settings.gamma_probability, gamma=GAMMA_RANGE, retain_stats=True
+                ),
+            ]
+        )
+
+    def draw_affine(
+        self, rng: np.random.Generator, size: Shape, spacing_mm: Spacing
+    ) -> Matrix | None:
+        """Draw a rotation and a scaling, each with its probability.
+
+        They happen in millimetres, so that anatomy is turned and not sheared where voxels are not
+        cubes. Thick slices stay in their plane: between them there is nothing to interpolate.
+
+        Args:
+            rng: The patch's generator.
+            size: Voxels of the patch along X, Y, Z.
+            spacing_mm: Spacing of the case.
+
+        Returns:
+            (3, 3), from an offset in voxels from the centre of the patch to the offset in voxels at
+            which the case is sampled; None if nothing changes.
+        """
+        rotates = rng.random() < self.settings.rotation_probability
+        degrees = rng.uniform(-1, 1, 3) * self.settings.rotation_degrees
+        scales = rng.random() < self.settings.scaling_probability
+        low, high = self.settings.scaling_range
+        scale = math.exp(rng.uniform(math.log(low), math.log(high)))
+        if not (rotates or scales):
+            return None
+        thick = [
+            is_thick or voxels == 1
+            for is_thick, voxels in zip(thick_axes(spacing_mm), size, strict=True)
+        ]
+        for axis in range(3):
+            # Turning about an axis mixes the two others.
+            if not rotates or any(thick[other] for other in range(3) if other != axis):
+                degrees[axis] = 0
+        zoom = [1.0 if is_thick or not scales else scale for is_thick in thick]
+        turn = Rotation.from_euler("xyz", degrees, degrees=True).as_matrix()
+        spacing = np.array(spacing_mm)
+        matrix: Matrix = turn * spacing / spacing[:, None] @ np.diag(zoom)
+        return matrix
+
+    def mirror(
+        self, rng: np.random.Generator, image: torch.Tensor, label: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flip each axis that may be flipped, one time in two."""
+        flips = [axis - 3 for axis in self.mirror_axes if rng.random() < 0.5]
+        return (image.flip(flips), label.flip(flips)) if flips else (image, label)
+
+    def change_intensities(self, rng: np.random.Generator, image: torch.Tensor) -> torch.Tensor:
+        """Return the image with noise, blur and the like, each with its probability."""
+        self._intensity.set_random_state(seed=int(rng.integers(2**32)))
+        return _plain(self._intensity(image))
+
+
+def affine_margin(matrix: Matrix, size: Shape) -> Shape:
+    """Return by how many voxels the sampled points reach beyond a box of the patch's size.
+
+    Args:
+        matrix: From :meth:`Augmentation.draw_affine`.
+        size: Voxels of the patch along X, Y, Z.
+
+    Returns:
+        Voxels on either side of X, Y, Z.
+    """
+    half = (np.array(size) - 1) / 2
+    x, y, z = (max(0, math.ceil(excess - 1e-6)) for excess in np.abs(matrix) @ half - half)
+    return (x, y, z)
+
+
+def sample_affine(
+    image: torch.Tensor, label: torch.Tensor, matrix: Matrix, size: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample a patch out of a box with the same centre, once: linearly, and the nearest label.
+
+    Args:
+        image: Shape (C, X, Y, Z).
+        label: Class indices, shape (X, Y, Z).
+        matrix: From :meth:`Augmentation.draw_affine`.
+        size: Voxels of the patch along X, Y, Z.
+
+    Returns:
+        Image (C, *size), label map (*size) of the same types.
+    """
+    affine = np.eye(4)
+    affine[:3, :3] = matrix
+    grid, _ = AffineGrid(affine=torch.from_numpy(affine))(spatial_size=size)
+    resample = Resample(padding_mode="zeros", align_corners=False, dtype=np.float32)
+    sampled = resample(image, grid, mode="bilinear")
+    nearest = resample(label[None].to(torch.float32), grid, mode="nearest")
+    return _plain(sampled), _plain(nearest)[0].to(label.dtype)
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    """Take MONAI's metadata off a tensor: it costs time in every operation that follows."""
+    plain: torch.Tensor = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
+    return plain

@@ -1,0 +1,307 @@
+"""Cutting training patches out of prepared cases, and handing them out in batches.
+
+A patch is a pure function of (seed, epoch, index): which case, where, every random change. So it
+does not matter which process cuts it, how large a batch is, or at which step a run was resumed.
+
+Position of a patch along one axis::
+
+    case      |------------------------|          patch     |--------|
+    |--------|       the first and the       |--------|     case   |-----|
+                     last that can be drawn                 centred, zeros around it
+"""
+
+import math
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from unet3d.config import PatchSettings
+from unet3d.errors import ConfigError, DatasetError
+from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
+from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.resample import Shape
+
+Step = tuple[int, int]
+"""An epoch and a step in it."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A training crop."""
+
+    image: torch.Tensor
+    """float32 (C, X, Y, Z)."""
+    target: torch.Tensor
+    """Class indices (X, Y, Z): uint8, or int64 where there are more than 256 classes."""
+    name: str
+    """The case that it comes from."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Patches of one shape; the targets are bytes, an eighth of what the loss will make of them."""
+
+    image: torch.Tensor
+    """float32 (N, C, X, Y, Z)."""
+    target: torch.Tensor
+    """Class indices (N, X, Y, Z): uint8, or int64 where there are more than 256 classes."""
+    names: tuple[str, ...]
+    """The case of each patch."""
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
+        return Batch(self.image.pin_memory(), self.target.pin_memory(), self.names)
+
+
+class PatchSampler:
+    """Cuts any patch of any epoch."""
+
+    def __init__(
+        self,
+        cases: Sequence[PreparedCase],
+        settings: PatchSettings,
+        size: Shape | None,
+        stride: Shape,
+        seed: int,
+    ) -> None:
+        """Set up the sampler.
+
+        Args:
+            cases: The training cases.
+            settings: How many patches a case, how many of them on foreground, which augmentation.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes, once an epoch each.
+            stride: What the shape of a patch must be a multiple of; whole volumes are padded to it.
+            seed: Seed of every random choice.
+
+        Raises:
+            ConfigError: ``size`` is not a multiple of ``stride``.
+            DatasetError: There are no cases.
+        """
+        if not cases:
+            raise DatasetError("there are no training cases; check data.fold and the data set")
+        if size is not None and size != padded_shape(size, stride):
+            raise ConfigError(
+                f"patches.size is {_times(size)}; this network needs multiples of "
+                f"{_times(stride)}, such as {_times(padded_shape(size, stride))}"
+            )
+        self.cases = tuple(cases)
+        self.size = size
+        self.stride = stride
+        self.seed = seed
+        self.foreground_fraction = settings.foreground_fraction
+        self.num_patches = len(cases) * (1 if size is None else settings.per_case)
+        enabled = settings.augmentation.enabled
+        self.augmentation = Augmentation(settings.augmentation) if enabled else None
+        self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
+
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the case index of each patch of an epoch, shuffled anew in every epoch."""
+        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
+        return rng.permutation(self.num_patches) % len(self.cases)
+
+    def patch(self, epoch: int, index: int) -> Patch:
+        """Cut one patch.
+
+        Args:
+            epoch: From 0.
+            index: From 0 to ``num_patches`` - 1.
+        """
+        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
+        if self._ordered is None or self._ordered[0] != epoch:
+            self._ordered = (epoch, self.order(epoch))
+        case = self.cases[self._ordered[1][index]]
+        stored_image, stored_label = case.image(), case.label()
+        shape = _shape(stored_label)
+        size = self.size or padded_shape(shape, self.stride)
+        start = _start(shape, size, self._centre(rng, case, shape, size))
+        matrix = None
+        if self.augmentation is not None:
+            matrix = self.augmentation.draw_affine(rng, size, case.spacing_mm)
+        margin = (0, 0, 0) if matrix is None else affine_margin(matrix, size)
+        corner = [first - extra for first, extra in zip(start, margin, strict=True)]
+        box = [voxels + 2 * extra for voxels, extra in zip(size, margin, strict=True)]
+        image = torch.from_numpy(_cut(stored_image, corner, box))
+        classes = _cut(stored_label, corner, box)
+        target = torch.from_numpy(
+            classes if classes.dtype == np.uint8 else classes.astype(np.int64)
+        )
+        if self.augmentation is not None:
+            if matrix is not None:
+                image, target = sample_affine(image, target, matrix, size)
+            image, target = self.augmentation.mirror(rng, image, target)
+            image = self.augmentation.change_intensities(rng, image)
+        return Patch(image, target, case.name)
+
+    def _centre(
+        self, rng: np.random.Generator, case: PreparedCase, shape: Shape, size: Shape
+    ) -> list[int]:
+        """Draw the voxel that the patch is centred on, were the volume endless."""
+        if self.size is not None and rng.random() < self.foreground_fraction:
+            present = [voxels for voxels in case.foreground() if len(voxels)]
+            if present:
+                voxels = present[rng.integers(len(present))]
+                return [int(index) for index in voxels[rng.integers(len(voxels))]]
+        # Uniform over the positions, not over the voxels: else most patches would lie at a border.
+        return [
+            int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
+            for available, voxels in zip(shape, size, strict=True)
+        ]
+
+
+class PatchLoader:
+    """Hands out batches, cut in this process or in workers that live as long as the loader."""
+
+    def __init__(
+        self,
+        cases: Sequence[PreparedCase],
+        settings: PatchSettings,
+        size: Shape | None,
+        stride: Shape,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        """Set up the loader; workers start with the first epoch.
+
+        Args:
+            cases: The training cases.
+            settings: See :class:`PatchSampler`.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes.
+            stride: What the shape of a patch must be a multiple of.
+            batch_size: Patches in a batch; the last batch of an epoch holds what is left.
+            seed: Seed of every random choice.
+            num_workers: Processes that cut patches; 0: this one.
+            pin_memory: Whether batches lie in page-locked memory, for copies to a GPU.
+
+        Raises:
+            ConfigError: ``size`` is not a multiple of ``stride``.
+            DatasetError: There are no cases.
+        """
+        sampler = PatchSampler(cases, settings, size, stride, seed)
+        self.num_steps = math.ceil(sampler.num_patches / batch_size)
+        self._steps = _Steps(self.num_steps)
+        context = None
+        if num_workers:
+            # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
+            # and it has imported MONAI already.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+        self._loader: DataLoader[Batch] = DataLoader(
+            _Batches(sampler, batch_size),
+            batch_size=None,
+            sampler=self._steps,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            multiprocessing_context=context,
+            # The loader draws a seed at every epoch: not from the global generator, which is ours
+            # to save and restore.
+            generator=torch.Generator(),
+        )
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch.
+
+        Args:
+            epoch: From 0.
+            first_step: The batch to begin with, where a run resumes within an epoch.
+
+        Raises:
+            DatasetError: A worker died.
+        """
+        self._steps.epoch, self._steps.first_step = epoch, first_step
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DatasetError(
+                "a process that cuts patches died; give the container more shared memory "
+                f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
+            ) from error
+
+
+class _Steps(Sampler[Step]):
+    """The steps still to do; lives in the main process, so workers need not be told the epoch."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.epoch = 0
+        self.first_step = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter([(self.epoch, step) for step in range(self.first_step, self.num_steps)])
+
+    def __len__(self) -> int:
+        return self.num_steps - self.first_step
+
+
+class _Batches(Dataset[Batch]):
+    def __init__(self, sampler: PatchSampler, batch_size: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+
+    def __getitem__(self, step: Step) -> Batch:
+        epoch, number = step
+        first = number * self.batch_size
+        last = min(first + self.batch_size, self.sampler.num_patches)
+        return collate([self.sampler.patch(epoch, index) for index in range(first, last)])
+
+
+def collate(patches: Sequence[Patch]) -> Batch:
+    """Put patches into a batch; smaller ones are centred in the largest, with zeros around."""
+    shape = [max(sizes) for sizes in zip(*(patch.target.shape for patch in patches), strict=True)]
+    image = patches[0].image.new_zeros((len(patches), len(patches[0].image), *shape))
+    target = patches[0].target.new_zeros((len(patches), *shape))
+    for index, patch in enumerate(patches):
+        x, y, z = (
+            slice((room - voxels) // 2, (room - voxels) // 2 + voxels)
+            for room, voxels in zip(shape, patch.target.shape, strict=True)
+        )
+        image[index, :, x, y, z] = patch.image
+        target[index, x, y, z] = patch.target
+    return Batch(image, target, tuple(patch.name for patch in patches))
+
+
+def padded_shape(shape: Shape, stride: Shape) -> Shape:
+    """Return the smallest multiples of ``stride`` that hold ``shape``."""
+    x, y, z = (-(-size // step) * step for size, step in zip(shape, stride, strict=True))
+    return (x, y, z)
+
+
+def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
+    """Return the first voxel of a patch: kept inside the volume, or the volume inside it."""
+    return [
+        min(max(middle - voxels // 2, 0), available - voxels)
+        if voxels < available
+        else -((voxels - available) // 2)
+        for available, voxels, middle in zip(shape, size, centre, strict=True)
+    ]
+
+
+def _cut(array: npt.NDArray[Any], corner: Sequence[int], box: Sequence[int]) -> npt.NDArray[Any]:
+    """Copy a box out of the last three axes of a mapped array; zeros where it leaves the array."""
+    source, place = [], []
+    for first, voxels, available in zip(corner, box, array.shape[-3:], strict=True):
+        begin, end = max(first, 0), min(first + voxels, available)
+        source.append(slice(begin, end))
+        place.append(slice(begin - first, end - first))
+    result = np.zeros((*array.shape[:-3], *box), array.dtype)
+    result[..., place[0], place[1], place[2]] = array[..., source[0], source[1], source[2]]
+    return result
+
+
+def _shape(label: npt.NDArray[Any]) -> Shape:
+    x, y, z = label.shape
+    return (x, y, z)
+
+
+def _times(shape: Shape) -> str:
+    return "x".join(map(str, shape))
