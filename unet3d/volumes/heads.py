@@ -29,8 +29,8 @@ SLAB_VOXELS = 1 << 21
 MAX_STRETCH = 1.5
 """How much longer than the shortest side of the field of view the head may be made."""
 
-# Intensities of a FLAIR-like contrast: lesions are as bright as the fat of the scalp.
-AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.86, 0.42, 0.08
+# A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
+AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08
 FLUID, GREY, WHITE, LESION = 0.16, 0.58, 0.44, 0.86
 NOISE = 0.045
 """Standard deviation of the noise in each of the two channels of the receiver."""
@@ -163,7 +163,7 @@ def _slab(
 
     tissue = np.full_like(surface, AIR)
     layers: tuple[tuple[Array, tuple[tuple[float, float], ...]], ...] = (
-        (surface, ((0.0, SKIN), (-0.035, FAT), (-0.1, MUSCLE))),
+        (surface, ((0.0, SKIN), (-0.035, FAT), (-0.12, MUSCLE))),
         (depth, ((0.17, SKULL), (0.06, FLUID))),
         (cortex, ((0.0, GREY), (-0.17, WHITE))),
         (np.maximum(lesions, cortex), ((0.0, LESION),)),

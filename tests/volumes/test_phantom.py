@@ -1,0 +1,237 @@
+import json
+import multiprocessing
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from unet3d.errors import ConfigError, DatasetError
+from unet3d.volumes import heads
+from unet3d.volumes.phantom import (
+    LABEL_NAMES,
+    head_phantom,
+    write_phantom_case,
+    write_phantom_dataset,
+)
+
+LESION = LABEL_NAMES.index("lesion")
+
+
+def dice(a: np.ndarray, b: np.ndarray) -> float:
+    return 2 * np.count_nonzero(a & b) / (np.count_nonzero(a) + np.count_nonzero(b))
+
+
+def best_band_dice(values: np.ndarray, truth: np.ndarray) -> float:
+    """The Dice of the best interval lo..hi of intensities, over all pairs of 500 limits."""
+    limits = np.linspace(values.min(), values.max(), 500)
+    num_below = np.searchsorted(np.sort(values), limits, side="right")
+    num_true_below = np.searchsorted(np.sort(values[truth]), limits, side="right")
+    num_in_band = num_below[None, :] - num_below[:, None]
+    num_true_in_band = num_true_below[None, :] - num_true_below[:, None]
+    upper = np.triu_indices(len(limits), k=1)
+    return float((2 * num_true_in_band[upper] / (num_in_band[upper] + truth.sum())).max())
+
+
+def test_a_seed_decides_every_voxel():
+    image, labels = head_phantom(7, (40, 36, 32))
+    again, labels_again = head_phantom(7, (40, 36, 32))
+    other, _ = head_phantom(8, (40, 36, 32))
+
+    np.testing.assert_array_equal(image, again)
+    np.testing.assert_array_equal(labels, labels_again)
+    assert not np.array_equal(image, other)
+    assert image.shape == (1, 40, 36, 32) and image.dtype == np.float32
+    assert labels.shape == (40, 36, 32) and labels.dtype == np.uint8
+    assert image.min() >= 0 and np.isfinite(image).all()
+
+
+@pytest.mark.parametrize("shape", [(16, 16, 16), (24, 24, 24), (37, 53, 29), (96, 96, 16)])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_label_is_there_in_any_shape(shape, seed):
+    _, labels = head_phantom(seed, shape)
+
+    assert np.unique(labels).tolist() == list(range(len(LABEL_NAMES)))
+
+
+def test_lesions_vary_in_number_and_size():
+    sizes = []
+    for seed in range(12):
+        _, labels = head_phantom(seed, (64, 64, 64))
+        components, num_lesions = ndimage.label(labels == LESION)
+        sizes.append(sorted(np.bincount(components.ravel())[1:]))
+
+    assert len({len(of_case) for of_case in sizes}) >= 3
+    every = np.array([size for of_case in sizes for size in of_case])
+    assert every.max() > 1000
+    assert ((every > 20) & (every < 200)).any()
+    assert min(sum(of_case) for of_case in sizes) > 100
+
+
+def test_no_band_of_intensities_finds_the_lesions():
+    cases = [head_phantom(seed, (64, 64, 64)) for seed in range(4)]
+    truth = np.concatenate([(labels == LESION).ravel() for _, labels in cases])
+    raw = np.concatenate([image.ravel() for image, _ in cases])
+    scored = np.concatenate([((image - image.mean()) / image.std()).ravel() for image, _ in cases])
+
+    assert best_band_dice(truth.astype(np.float32), truth) == 1.0  # the search does find a band
+    assert best_band_dice(raw, truth) < 0.6
+    assert best_band_dice(scored, truth) < 0.6
+    for image, labels in cases:
+        assert best_band_dice(image.ravel(), labels.ravel() == LESION) < 0.6
+
+
+def test_lesions_stand_out_from_the_brain_around_them():
+    for seed in range(4):
+        image, labels = head_phantom(seed, (64, 64, 64))
+        lesion = ndimage.binary_erosion(labels == LESION)
+        rim = ndimage.binary_dilation(labels == LESION, iterations=4) & (labels == 1)
+
+        noise = image[0, :4].std()  # of air
+        assert np.median(image[0][lesion]) - np.median(image[0][rim]) > 4 * noise
+
+
+@pytest.mark.parametrize("factors", [(2, 2, 2), (1, 1, 4), (3, 1, 2)])
+def test_shape_and_spacing_only_sample_one_head(factors, monkeypatch):
+    monkeypatch.setattr(heads, "NOISE", 0.0)
+    fine_shape = np.array((96, 96, 96))
+    coarse_shape = tuple(int(size) for size in fine_shape // factors)
+    fine_image, fine_labels = head_phantom(3, (96, 96, 96), (1.0, 1.0, 1.0))
+    image, labels = head_phantom(3, coarse_shape, tuple(map(float, factors)))
+
+    blocks = [number for pair in zip(coarse_shape, factors, strict=True) for number in pair]
+    averaged = fine_image[0].reshape(blocks).mean(axis=(1, 3, 5))
+    # Each voxel is the mean of what it covers, up to the curvature of the surfaces within it.
+    error = np.abs(image[0] - averaged)
+    assert error.mean() < 0.02 * averaged.max()
+    sampled = image[0] - fine_image[0][tuple(slice(f // 2, None, f) for f in factors)]
+    assert error.mean() < 0.6 * np.abs(sampled).mean()  # far nearer than picking single voxels
+    for value in range(1, len(LABEL_NAMES)):
+        share = (fine_labels == value).reshape(blocks).mean(axis=(1, 3, 5))
+        assert dice(labels == value, share > 0.5) > 0.85
+
+
+def test_thick_slices_are_not_rounder_than_the_head():
+    """With the same voxels, a coarser spacing makes the head longer on that axis."""
+    _, cube = head_phantom(0, (48, 48, 48), (1.0, 1.0, 1.0))
+    _, slab = head_phantom(0, (48, 48, 24), (1.0, 1.0, 2.0))
+
+    np.testing.assert_allclose(
+        np.bincount(slab.ravel()) * 2, np.bincount(cube.ravel()), rtol=0.15, atol=60
+    )
+
+
+def test_slabs_leave_no_seam(monkeypatch):
+    whole, labels = head_phantom(5, (48, 40, 44))
+    monkeypatch.setattr(heads, "SLAB_VOXELS", 40 * 44 * 5)
+    monkeypatch.setattr(heads, "NOISE", 0.0)
+    slabs, labels_of_slabs = head_phantom(5, (48, 40, 44))
+    monkeypatch.setattr(heads, "SLAB_VOXELS", 48 * 40 * 44)
+    one, _ = head_phantom(5, (48, 40, 44))
+
+    np.testing.assert_allclose(slabs, one, atol=1)  # one grey value of rounding
+    assert np.mean(labels != labels_of_slabs) < 1e-4
+    assert np.abs(whole - one).max() > 1
+
+
+@pytest.mark.parametrize("shape", [(15, 64, 64), (4, 4, 4)])
+def test_a_shape_too_small_for_a_head_is_refused(shape):
+    with pytest.raises(ConfigError, match=r"too small for a head; use at least 16 voxels"):
+        head_phantom(0, shape)
+
+
+@pytest.mark.parametrize("spacing_mm", [(1.0, 0.0, 1.0), (1.0, -1.0, 1.0), (np.nan, 1.0, 1.0)])
+def test_a_spacing_that_is_not_positive_is_refused(spacing_mm):
+    with pytest.raises(ConfigError, match="must be positive"):
+        head_phantom(0, (32, 32, 32), spacing_mm)
+
+
+def test_the_data_set_is_an_msd_folder(tmp_path):
+    folder = write_phantom_dataset(tmp_path / "phantom", 3, (32, 28, 16), (1.0, 1.0, 2.0), seed=0)
+
+    description = json.loads((folder / "dataset.json").read_text())
+    assert description["labels"] == {str(i): name for i, name in enumerate(LABEL_NAMES)}
+    assert description["numTraining"] == len(description["training"]) == 3
+    images = []
+    for case in description["training"]:
+        image, label = nib.load(folder / case["image"]), nib.load(folder / case["label"])
+        assert image.shape == label.shape == (32, 28, 16)
+        assert image.header.get_zooms() == (1.0, 1.0, 2.0)
+        assert nib.aff2axcodes(image.affine) == ("R", "A", "S")
+        np.testing.assert_array_equal(image.affine, label.affine)
+        np.testing.assert_allclose(image.affine @ [15.5, 13.5, 7.5, 1], [0, 0, 0, 1])
+        images.append(image.get_fdata())
+    assert not np.array_equal(images[0], images[1])
+
+
+def test_a_case_on_disk_is_the_case_in_memory(tmp_path):
+    image, labels = head_phantom(4, (24, 30, 26), (2.0, 2.0, 2.0))
+    write_phantom_case(
+        tmp_path / "a.nii.gz", tmp_path / "b.nii.gz", 4, (24, 30, 26), (2.0, 2.0, 2.0)
+    )
+
+    np.testing.assert_array_equal(nib.load(tmp_path / "a.nii.gz").get_fdata(), image[0])
+    np.testing.assert_array_equal(np.asanyarray(nib.load(tmp_path / "b.nii.gz").dataobj), labels)
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_the_same_data_set_is_not_made_twice(tmp_path):
+    arguments = (tmp_path / "phantom", 2, (24, 24, 24), (1.0, 1.0, 1.0), 5)
+    write_phantom_dataset(*arguments)
+    before = contents(tmp_path)
+    write_phantom_dataset(*arguments)
+
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["phantom"]
+
+
+@pytest.mark.parametrize("change", ["settings", "file", "foreign"])
+def test_a_folder_with_other_contents_is_left_alone(tmp_path, change):
+    folder = tmp_path / "phantom"
+    seed = 5
+    if change == "foreign":
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("mine")
+    else:
+        write_phantom_dataset(folder, 2, (24, 24, 24), (1.0, 1.0, 1.0), seed)
+    if change == "settings":
+        seed = 6
+    if change == "file":
+        (folder / "labelsTr" / "phantom_001.nii.gz").unlink()
+    before = contents(tmp_path)
+
+    with pytest.raises(DatasetError, match="does not hold this phantom data set"):
+        write_phantom_dataset(folder, 2, (24, 24, 24), (1.0, 1.0, 1.0), seed)
+    assert contents(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_written_says_so(tmp_path):
+    (tmp_path / "file").write_text("no folder")
+
+    with pytest.raises(DatasetError, match=r"cannot write phantom data to .*Not a directory"):
+        write_phantom_dataset(tmp_path / "file" / "phantom", 1, (24,) * 3, (1.0,) * 3, 0)
+
+
+def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nib, "save", full_disk)
+    with pytest.raises(DatasetError, match="No space left on device"):
+        write_phantom_dataset(tmp_path / "phantom", 1, (24,) * 3, (1.0,) * 3, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_race_share_one_data_set(tmp_path):
+    arguments = (tmp_path / "phantom", 3, (24, 24, 24), (1.0, 1.0, 1.0), 0)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        folders = pool.starmap(write_phantom_dataset, [arguments] * 4, chunksize=1)
+
+    assert set(folders) == {tmp_path / "phantom"}
+    assert [path.name for path in tmp_path.iterdir()] == ["phantom"]
+    assert len(list((tmp_path / "phantom").rglob("*.nii.gz"))) == 6
