@@ -1,0 +1,302 @@
+"""How well predictions agree with labels: Dice, HD95 and volume, per case and label.
+
+Nothing but the files is needed, so predictions of any other tool can be evaluated as well.
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from monai.metrics import compute_dice, compute_hausdorff_distance
+from torch import Tensor
+
+from unet3d.errors import DatasetError, VolumeError
+from unet3d.volumes.nifti import is_volume_file, read_label, same_grid, volume_stem
+
+BACKGROUND = 0
+MAX_NAMES_IN_MESSAGE = 3
+CUBIC_MM_PER_ML = 1000.0
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """One label in one case, or its mean over cases.
+
+    Attributes:
+        dice: From 0 to 1; None where neither the prediction nor the label map has the label.
+        hd95_mm: 95th percentile of the distances between the two surfaces; None where either has
+            no voxel of the label, because there is then no distance (the Dice of 0 tells).
+        prediction_ml: Volume in the prediction.
+        label_ml: Volume in the label map.
+    """
+
+    dice: float | None
+    hd95_mm: float | None
+    prediction_ml: float
+    label_ml: float
+
+
+NOWHERE = LabelScore(None, None, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class CaseScores:
+    """The labels of one case, by value."""
+
+    name: str
+    prediction: Path
+    label: Path
+    scores: dict[int, LabelScore]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of every case; each case has one for every label value found in any of them."""
+
+    cases: tuple[CaseScores, ...]
+    label_values: tuple[int, ...]
+
+    def mean(self, value: int) -> LabelScore:
+        """Return a label's means over the cases in which each number is defined.
+
+        Args:
+            value: Of the label.
+        """
+        scores = [case.scores[value] for case in self.cases]
+        return LabelScore(
+            dice=_mean([score.dice for score in scores]),
+            hd95_mm=_mean([score.hd95_mm for score in scores]),
+            prediction_ml=float(np.mean([score.prediction_ml for score in scores])),
+            label_ml=float(np.mean([score.label_ml for score in scores])),
+        )
+
+    def num_cases(self, value: int) -> tuple[int, int]:
+        """Return how many cases are in a label's mean Dice and in its mean HD95.
+
+        Args:
+            value: Of the label.
+        """
+        scores = [case.scores[value] for case in self.cases]
+        num_dice = sum(score.dice is not None for score in scores)
+        return num_dice, sum(score.hd95_mm is not None for score in scores)
+
+    @property
+    def mean_dice(self) -> float:
+        """Mean over the labels of their mean Dice."""
+        return float(np.mean([self.mean(value).dice for value in self.label_values]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain lists and numbers, for JSON."""
+        means = {}
+        for value in self.label_values:
+            num_dice, num_hd95 = self.num_cases(value)
+            counts = {"num_cases_dice": num_dice, "num_cases_hd95": num_hd95}
+            means[str(value)] = asdict(self.mean(value)) | counts
+        return {
+            "cases": [
+                {
+                    "case": case.name,
+                    "prediction": str(case.prediction),
+                    "label": str(case.label),
+                    "labels": {str(value): asdict(score) for value, score in case.scores.items()},
+                }
+                for case in self.cases
+            ],
+            "mean": means,
+            "mean_dice": self.mean_dice,
+        }
+
+
+def dice_per_class(
+    prediction: Tensor | npt.NDArray[Any], target: Tensor | npt.NDArray[Any], num_classes: int
+) -> list[float | None]:
+    """Return the Dice of each class.
+
+    Args:
+        prediction: Class indices (X, Y, Z), on any device.
+        target: The same, on the same device.
+        num_classes: The background, class 0, included.
+
+    Returns:
+        One number for each class, that of the background first; None for a class that is in
+        neither.
+    """
+    return [
+        _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
+        for index in range(num_classes)
+    ]
+
+
+def evaluate(predictions: Path, labels: Path) -> Evaluation:
+    """Compare predictions with labels.
+
+    Two files are compared whatever their names. In folders, the prediction of ``case.nii.gz`` is
+    ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label.
+
+    Args:
+        predictions: A label map, or a folder of them.
+        labels: A label map, or a folder of them.
+
+    Raises:
+        DatasetError: A file has no partner, or there is nothing to compare.
+        VolumeError: A file cannot be read, or two partners do not lie on one grid.
+    """
+    cases = [_compare(*pair) for pair in _pairs(predictions, labels)]
+    values = sorted({value for case in cases for value in case.scores})
+    if not values:
+        raise DatasetError(
+            f"neither {predictions} nor {labels} holds any label but the background 0; "
+            "there is nothing to compare"
+        )
+    return Evaluation(
+        cases=tuple(
+            CaseScores(
+                case.name,
+                case.prediction,
+                case.label,
+                {value: case.scores.get(value, NOWHERE) for value in values},
+            )
+            for case in cases
+        ),
+        label_values=tuple(values),
+    )
+
+
+def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
+    for path in (predictions, labels):
+        if not path.exists():
+            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
+    if not predictions.is_dir() and not labels.is_dir():
+        return [(predictions, labels)]
+    label_of = _by_stem(labels)
+    prediction_of: dict[str, Path] = {}  # by the stem of its label
+    for stem, prediction in _by_stem(predictions).items():
+        partner = next((name for name in _label_stems(stem) if name in label_of), None)
+        if partner is None:
+            raise DatasetError(
+                f"{prediction} has no label map in {labels}, looked for "
+                f"{' and '.join(_label_stems(stem))}; give it the name of its label map"
+            )
+        if partner in prediction_of:
+            raise DatasetError(
+                f"{prediction_of[partner]} and {prediction} both belong to {label_of[partner]}; "
+                "keep one of them"
+            )
+        prediction_of[partner] = prediction
+    without = sorted(label_of.keys() - prediction_of.keys())
+    # Who names one prediction asks for that one only.
+    if without and predictions.is_dir():
+        names = ", ".join(without[:MAX_NAMES_IN_MESSAGE])
+        more = len(without) - MAX_NAMES_IN_MESSAGE
+        raise DatasetError(
+            f"{predictions} has no prediction for {len(without)} of the {len(label_of)} label maps "
+            f"in {labels}: {names}{f' and {more} more' if more > 0 else ''}; predict them, or "
+            "leave them out"
+        )
+    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)]
+
+
+def _by_stem(path: Path) -> dict[str, Path]:
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+    except OSError as error:
+        raise DatasetError(f"cannot list {path}: {error.strerror}") from error
+    found: dict[str, Path] = {}
+    for file in files:
+        if not is_volume_file(file) or file.name.startswith("."):
+            continue
+        stem = volume_stem(file)
+        if file.suffix.lower() == ".img" and stem in found:  # the other half of a NIfTI pair
+            continue
+        if stem in found:
+            raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
+        found[stem] = file
+    if not found:
+        raise DatasetError(f"{path} holds no volume to compare")
+    return found
+
+
+def _label_stems(prediction_stem: str) -> list[str]:
+    """Return the names that the label map of a prediction may have, the likeliest first."""
+    image = prediction_stem.removesuffix("_seg")
+    return list(dict.fromkeys([prediction_stem, image, re.sub(r"_\d{4}$", "", image)]))
+
+
+def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
+    prediction, label = read_label(prediction_path), read_label(label_path)
+    disagreement = same_grid(prediction.header, label.header)
+    if disagreement is not None:
+        raise VolumeError(
+            f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
+            "compare a prediction with the label map of its own image"
+        )
+    spacing_mm = label.header.spacing_mm
+    values = np.union1d(np.unique(prediction.array), np.unique(label.array))
+    scores = {
+        int(value): _score(prediction.array == value, label.array == value, spacing_mm)
+        for value in values
+        if value != BACKGROUND
+    }
+    return CaseScores(volume_stem(label_path), prediction_path, label_path, scores)
+
+
+def _score(prediction: Mask, label: Mask, spacing_mm: Sequence[float]) -> LabelScore:
+    # All that follows costs time per voxel; a label usually fills a small part of a volume.
+    box = _bounding_box(prediction | label)
+    prediction, label = prediction[box], label[box]
+    voxel_ml = float(np.prod(spacing_mm)) / CUBIC_MM_PER_ML
+    num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
+    tensors = torch.from_numpy(prediction), torch.from_numpy(label)
+    return LabelScore(
+        dice=_dice(*tensors),
+        hd95_mm=_hd95_mm(*tensors, spacing_mm) if num_predicted and num_labelled else None,
+        prediction_ml=num_predicted * voxel_ml,
+        label_ml=num_labelled * voxel_ml,
+    )
+
+
+def _dice(prediction: Tensor, target: Tensor) -> float | None:
+    if not (prediction.any() or target.any()):
+        return None
+    return float(compute_dice(_batch(prediction), _batch(target), ignore_empty=False).item())
+
+
+def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> float:
+    with warnings.catch_warnings():
+        # MONAI warns of an argument that it passes to itself.
+        warnings.filterwarnings("ignore", ".*always_return_as_numpy", FutureWarning)
+        distance = compute_hausdorff_distance(
+            _batch(prediction),
+            _batch(label),
+            include_background=True,
+            percentile=95,
+            spacing=list(spacing_mm),
+        )
+    return float(distance.item())
+
+
+def _bounding_box(mask: Mask) -> tuple[slice, ...]:
+    box = []
+    for axis in range(mask.ndim):
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        (filled,) = np.nonzero(mask.any(axis=others))
+        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
+    return tuple(box)
+
+
+def _batch(mask: Tensor) -> Tensor:
+    """Return (X, Y, Z) as the batch (1, 1, X, Y, Z) that MONAI takes."""
+    return mask[None, None]
+
+
+def _mean(numbers: Sequence[float | None]) -> float | None:
+    defined = [number for number in numbers if number is not None]
+    return float(np.mean(defined)) if defined else None
