@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from unet3d.errors import ConfigError
 
@@ -122,6 +122,8 @@ class TrainingSettings(Section):
     """auto: bfloat16 where every GPU has it, else float16; float32 on CPU."""
     validate_every: Positive = 5
     """Epochs between validations; the last epoch is always validated."""
+    save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """The latest checkpoint is at most this old (and one step); each validation writes one too."""
     seed: Annotated[int, Field(ge=0)] = 0
 
 
@@ -133,6 +135,18 @@ class ParallelSettings(Section):
     """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
     cuts: tuple[Positive, ...] | None = None
     """Where the block list is cut; none: encoder | decoder for two devices, else equal work."""
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """Take ``0,1`` and 0 for what they mean: YAML reads numbers where devices are named."""
+        if isinstance(value, str):
+            value = value.split(",")
+        elif isinstance(value, int):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple(str(name).strip() for name in value)
+        return value
 
 
 class InferenceSettings(Section):
@@ -169,10 +183,6 @@ class Config(Section):
                 f"{self.training.accumulation_steps} would take its statistics from portions of "
                 "the batch and train another network; use model.norm=instance"
             )
-        if self.data.fold >= self.data.num_folds:
-            raise ValueError(
-                f"data.fold is {self.data.fold} but there are folds 0 to {self.data.num_folds - 1}"
-            )
         return self
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
@@ -188,6 +198,15 @@ class Config(Section):
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "Config":
+        """Read what :meth:`to_yaml` wrote.
+
+        Raises:
+            ConfigError: It holds unknown keys or refused values.
+        """
+        return _validated(yaml.safe_load(text), "stored settings")
 
     def to_yaml(self) -> str:
         """Return every setting as YAML that :func:`load_config` reads back."""

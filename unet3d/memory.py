@@ -79,6 +79,7 @@ class MemoryMeter:
         self._slots = list(slots)
         self._module = module
         self._kept = {slot.index: _KeptBytes() for slot in slots}
+        self._gradients_bytes = {slot.index: 0 for slot in slots}
 
     def start(self) -> None:
         """Forget earlier peaks."""
@@ -104,6 +105,18 @@ class MemoryMeter:
         with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
             yield
 
+    def note_gradients(self) -> None:
+        """Count the gradients that are there now; call it before they are cleared."""
+        for slot in self._slots:
+            gradients = [
+                parameter.grad
+                for module in self._block_modules(slot)
+                for parameter in module.parameters()
+                if parameter.grad is not None
+            ]
+            known = self._gradients_bytes[slot.index]
+            self._gradients_bytes[slot.index] = max(known, _num_bytes(gradients))
+
     def read(self, optimizer: torch.optim.Optimizer) -> dict[int, SlotMemory]:
         """Return what each slot held at most since :meth:`start`, by slot index.
 
@@ -125,7 +138,7 @@ class MemoryMeter:
             if isinstance(value, Tensor)
         ]
         parameters_bytes = _num_bytes([*parameters, *buffers])
-        gradients_bytes = _num_bytes([p.grad for p in parameters if p.grad is not None])
+        gradients_bytes = self._gradients_bytes[slot.index]
         optimizer_bytes = _num_bytes(states)
         activations_bytes = self._kept[slot.index].peak
         if slot.device.type == "cuda":

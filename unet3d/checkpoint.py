@@ -1,0 +1,133 @@
+"""Checkpoints: atomic, free of devices, safe to load.
+
+A checkpoint is one file of tensors on the CPU, numbers and strings; it loads with
+``weights_only=True``, so it cannot run code. Parameters have their plain names, so it loads in
+every mode and on every number of devices.
+"""
+
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unet3d import __version__
+from unet3d.atomic import write_atomically
+from unet3d.config import Config, Shape
+from unet3d.errors import CheckpointError
+from unet3d.model import Topology, UNet3d
+from unet3d.volumes.preprocess import Preprocessing
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A network and what is needed to use it or to train on.
+
+    Attributes:
+        topology: Fixes the parameters.
+        preprocessing: How its images were prepared.
+        patch_size: Voxels along X, Y, Z that it was trained on; None: whole volumes.
+        config: The settings of its run.
+        model: Parameters and buffers by name.
+        training: Where its training stands, for ``--resume``.
+    """
+
+    topology: Topology
+    preprocessing: Preprocessing
+    patch_size: Shape | None
+    config: Config
+    model: dict[str, Tensor]
+    training: dict[str, Any]
+
+    def build_model(self) -> UNet3d:
+        """Return the network, on the CPU.
+
+        Raises:
+            CheckpointError: The parameters are not those of its topology.
+        """
+        model = UNet3d(self.topology)
+        dtypes = {value.dtype for value in self.model.values() if value.is_floating_point()}
+        if torch.float64 in dtypes:
+            model.double()
+        try:
+            model.load_state_dict(self.model)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise CheckpointError(f"the parameters are of another network: {reason}") from error
+        return model
+
+
+def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a checkpoint so that at every moment ``path`` is the old file or the new one.
+
+    Args:
+        checkpoint: Its tensors may be on any device.
+        path: Where to; its folder exists.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    content = {
+        "format": FORMAT,
+        "unet3d": __version__,
+        "topology": checkpoint.topology.to_dict(),
+        "preprocessing": checkpoint.preprocessing.to_dict(),
+        "patch_size": checkpoint.patch_size,
+        "config": checkpoint.config.to_yaml(),
+        "model": _to_cpu(checkpoint.model),
+        "training": _to_cpu(checkpoint.training),
+    }
+    try:
+        write_atomically(path, lambda file: torch.save(content, file))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror}") from error
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint onto the CPU.
+
+    Args:
+        path: As written by :func:`save_checkpoint`.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or not a checkpoint of ours.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is damaged: {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(content, dict) or "format" not in content:
+        raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
+    if content["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has checkpoint format {content['format']}, written by unet3d "
+            f"{content.get('unet3d')}; this is unet3d {__version__}, which reads format {FORMAT}"
+        )
+    patch_size = content["patch_size"]
+    return Checkpoint(
+        topology=Topology.from_dict(content["topology"]),
+        preprocessing=Preprocessing.from_dict(content["preprocessing"]),
+        patch_size=tuple(patch_size) if patch_size else None,
+        config=Config.from_yaml(content["config"]),
+        model=content["model"],
+        training=content["training"],
+    )
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value

@@ -1,0 +1,346 @@
+"""The command line. Heavy imports are inside the commands, so that ``--help`` is instant."""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+
+from unet3d import __version__
+from unet3d.errors import ConfigError, DatasetError, Unet3dError
+
+if TYPE_CHECKING:
+    from unet3d.config import Config
+    from unet3d.run_folder import RunFolder
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FILE = click.Path(path_type=Path)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    Exit status: 0 done; 1 a problem that we explain; 2 wrong usage; 130 and 143 after Ctrl-C and
+    SIGTERM.
+
+    Args:
+        arguments: Without the program's name; None: those of the process.
+    """
+    from unet3d.interruption import Interrupted
+
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
+    except click.exceptions.Exit as ending:
+        sys.exit(ending.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except Unet3dError as error:
+        if "--debug" in arguments:
+            raise
+        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+    except Interrupted as interruption:
+        click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
+        sys.exit(interruption.exit_status)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Stopped", err=True)
+        sys.exit(130)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="unet3d %(version)s")
+@click.option("--debug", is_flag=True, help="Log more, and show tracebacks.")
+def commands(debug: bool) -> None:
+    """Train and use a 3D U-Net on volumes that outgrow one GPU."""
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(levelname)s %(name)s: %(message)s" if debug else "%(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def placement_options(function: Function) -> Function:
+    """Add the options that say where the network runs."""
+    for option in (
+        click.option(
+            "--devices",
+            metavar="LIST",
+            help="Such as 0,1 or cuda:0 or cpu,cpu or cpu,0; one stage of the network on each.",
+        ),
+        click.option(
+            "--parallel",
+            type=click.Choice(["none", "model"]),
+            help="model: encoder on one device, decoder on the next.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def config_options(function: Function) -> Function:
+    """Add the options that name a configuration."""
+    for option in (
+        click.option(
+            "--set",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override one setting, such as training.batch_size=4; repeatable.",
+        ),
+        click.option("--config", "config_path", type=FILE, help="YAML; see configs/."),
+    ):
+        function = option(function)
+    return function
+
+
+@commands.command()
+@click.argument("dataset", type=FILE, required=False)
+@config_options
+@placement_options
+@click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
+@click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
+@click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
+@click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of every random choice.")
+@click.option("--quiet", is_flag=True, help="No progress, no tables.")
+def train(
+    dataset: Path | None,
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+    parallel: str | None,
+    devices: str | None,
+    epochs: int | None,
+    fold: int | None,
+    output: Path | None,
+    resume: bool,
+    seed: int | None,
+    quiet: bool,
+) -> None:
+    """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
+    if quiet:
+        logging.getLogger("unet3d").setLevel(logging.WARNING)
+    from rich.console import Console
+
+    from unet3d.config import load_config
+    from unet3d.run_folder import RunFolder
+
+    folder = _run_to_resume(output) if resume else None
+    if folder is not None and config_path is None:
+        config_path = folder.config
+    changes = [
+        *overrides,
+        *_changes(
+            {
+                "data.dataset": dataset and dataset.absolute(),
+                "parallel.mode": parallel,
+                "parallel.devices": devices,
+                "training.epochs": epochs,
+                "data.fold": fold,
+                "training.seed": seed,
+            }
+        ),
+    ]
+    config = load_config(config_path, changes)
+    if folder is None:
+        folder = RunFolder(output or _new_run(config))
+
+    from unet3d.report import memory_table
+    from unet3d.training import train as run_training
+
+    console = Console()
+    result = run_training(config, folder, resume, console, quiet)
+    if quiet:
+        return
+    if result.memory is not None:
+        console.print(memory_table(result.memory))
+    dice = "none yet" if result.best_dice < 0 else f"{result.best_dice:.3f}"
+    console.print(
+        f"Best mean Dice {dice}. Checkpoints, metrics and pictures: {folder.path}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@commands.command()
+@click.argument("images", type=FILE, nargs=-1, required=True)
+@click.option("--checkpoint", "checkpoint_path", type=FILE, help="Default: of the newest run.")
+@click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
+@placement_options
+@click.option("--overlap", type=click.FloatRange(0, 1, max_open=True), help="Of the windows.")
+@click.option(
+    "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
+)
+@click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
+@click.option("--overwrite", is_flag=True, help="Replace existing segmentations.")
+def predict(
+    images: tuple[Path, ...],
+    checkpoint_path: Path | None,
+    output: Path | None,
+    parallel: str | None,
+    devices: str | None,
+    overlap: float | None,
+    window: str | None,
+    statistics: bool,
+    overwrite: bool,
+) -> None:
+    """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
+    from unet3d.config import load_config
+
+    if checkpoint_path is None:
+        checkpoint_path = _newest_checkpoint()
+
+    from unet3d.checkpoint import load_checkpoint
+    from unet3d.prediction import (
+        Predictor,
+        find_scans,
+        label_statistics,
+        read_scan,
+        write_segmentation,
+        write_statistics,
+    )
+
+    checkpoint = load_checkpoint(checkpoint_path)
+    settings = load_config(
+        None,
+        _changes(
+            {
+                # Where the network was trained says nothing of where it is used.
+                "parallel.mode": parallel or _mode_for(devices),
+                "parallel.devices": devices,
+                "inference.window": window or checkpoint.config.inference.window,
+                "inference.overlap": overlap or checkpoint.config.inference.overlap,
+                "inference.batch_size": checkpoint.config.inference.batch_size,
+            }
+        ),
+    )
+    preprocessing = checkpoint.preprocessing
+    scans = find_scans(images, output, len(preprocessing.channels), overwrite)
+    predictor = Predictor(checkpoint, settings.parallel, settings.inference)
+    names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
+    del names[preprocessing.label_values[0]]
+    failures: list[str] = []
+    for scan in scans:
+        began = time.monotonic()
+        try:
+            image = read_scan(scan)
+            labels = predictor.segment(image)
+            write_segmentation(scan, labels, image.header)
+            if statistics:
+                write_statistics(scan, label_statistics(labels, image, names))
+        except Unet3dError as error:
+            # One bad scan does not keep the others of a folder from being segmented.
+            if len(scans) == 1:
+                raise
+            click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            failures.append(str(scan.images[0]))
+            continue
+        click.echo(f"{scan.images[0]} -> {scan.output} ({time.monotonic() - began:.1f} s)")
+    if failures:
+        raise DatasetError(f"{len(failures)} of {len(scans)} scans could not be segmented")
+
+
+@commands.command()
+@click.argument("predictions", type=FILE)
+@click.argument("labels", type=FILE)
+@click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
+def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
+    """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
+    from rich.console import Console
+
+    from unet3d.evaluation import evaluate as run_evaluation
+    from unet3d.report import evaluation_table
+
+    result = run_evaluation(predictions, labels)
+    Console().print(evaluation_table(result))
+    if json_path is not None:
+        _write_json(json_path, result.to_dict())
+
+
+@commands.command()
+@click.argument("dataset", type=FILE)
+@click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
+def check(dataset: Path, json_path: Path | None) -> None:
+    """Find what would break training on DATASET, before it starts."""
+    from dataclasses import asdict
+
+    from unet3d.volumes.check import check_dataset
+    from unet3d.volumes.dataset import load_dataset
+
+    opened = load_dataset(dataset)
+    findings = check_dataset(opened)
+    for finding in findings:
+        click.echo(f"{finding.severity:7}  {finding.case}: {finding.message}")
+    if json_path is not None:
+        _write_json(json_path, {"findings": [asdict(finding) for finding in findings]})
+    num_errors = sum(finding.severity == "error" for finding in findings)
+    num_warnings = len(findings) - num_errors
+    summary = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
+    if num_errors:
+        raise DatasetError(f"{dataset}: {summary}; mend the errors before training")
+    click.echo(summary)
+
+
+def _changes(values: dict[str, Any]) -> list[str]:
+    """Return overrides for the options that were given."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return [
+        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in given.items()
+    ]
+
+
+def _mode_for(devices: str | None) -> str:
+    return "model" if devices and "," in devices else "none"
+
+
+def _new_run(config: "Config") -> Path:
+    from unet3d.run_folder import RUNS
+
+    source = config.data.dataset
+    name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
+    return RUNS / f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _run_to_resume(output: Path | None) -> "RunFolder":
+    from unet3d.run_folder import RUNS, RunFolder, newest_run
+
+    run = RunFolder(output) if output is not None else newest_run(finished=False)
+    if run is None or not run.latest.exists():
+        raise ConfigError(
+            f"there is no run to resume in {output or RUNS}; start one without --resume"
+        )
+    return run
+
+
+def _newest_checkpoint() -> Path:
+    from unet3d.run_folder import RUNS, newest_run
+
+    run = newest_run(finished=True)
+    if run is None:
+        raise ConfigError(
+            f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
+            "--checkpoint FILE, or make one with unet3d train DATASET"
+        )
+    path = run.best if run.best.exists() else run.latest
+    click.echo(f"using {path}")
+    return path
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    import json
+
+    from unet3d.atomic import write_atomically
+
+    text = json.dumps(content, indent=2) + os.linesep
+    try:
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,164 @@
+"""From a configuration to all that training needs but devices: cases, patches, network."""
+
+import logging
+import math
+from dataclasses import dataclass
+
+from unet3d.config import Config, Shape
+from unet3d.errors import DatasetError
+from unet3d.model import Topology, plan_topology
+from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.check import Finding, check_headers
+from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
+from unet3d.volumes.phantom import write_phantom_dataset
+from unet3d.volumes.preprocess import Preprocessing, plan_preprocessing, prepare_cases
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is trained on what.
+
+    Attributes:
+        config: With every choice that follows from the data written out.
+        preprocessing: How images are prepared.
+        topology: The network.
+        patch_size: Voxels along X, Y, Z, multiples of the total stride; None: whole volumes.
+        training: Prepared cases to learn from.
+        validation: Prepared cases to score on.
+    """
+
+    config: Config
+    preprocessing: Preprocessing
+    topology: Topology
+    patch_size: Shape | None
+    training: tuple[PreparedCase, ...]
+    validation: tuple[PreparedCase, ...]
+
+
+def open_dataset(config: Config) -> Dataset:
+    """Return the configured data set, or the phantom data, which is made on first use.
+
+    Raises:
+        DatasetError: There is none, or it cannot be understood.
+    """
+    if config.data.dataset is not None:
+        return load_dataset(config.data.dataset)
+    phantom, seed = config.data.phantom, config.training.seed
+    name = "-".join(
+        ["phantom", str(phantom.num_cases), _times(phantom.shape), _times(phantom.spacing_mm)]
+    )
+    folder = Cache(config.data.cache).folder / f"{name}-seed{seed}"
+    logger.info("phantom data in %s", folder)
+    return load_dataset(
+        write_phantom_dataset(folder, phantom.num_cases, phantom.shape, phantom.spacing_mm, seed)
+    )
+
+
+def plan_experiment(config: Config, num_workers: int) -> Experiment:
+    """Check and prepare the data, and choose patch size and network.
+
+    Args:
+        config: As the user wrote it.
+        num_workers: Processes that prepare cases; 0: this one.
+
+    Raises:
+        DatasetError: The data set has faults that would break training.
+        VolumeError: A volume cannot be used.
+        ConfigError: The settings do not suit the data.
+    """
+    dataset = open_dataset(config)
+    training, validation = fold_cases(
+        dataset, config.data.fold, config.data.num_folds, config.training.seed
+    )
+    report_findings(check_headers(dataset))
+    preprocessing, fingerprint = plan_preprocessing(dataset, config.data)
+    whole = config.patches.size == "whole"
+    if isinstance(config.patches.size, str):
+        size = fingerprint.shape
+        if not whole:
+            size = fitting_size(size, fingerprint.spacing_mm, config.patches.max_voxels)
+    else:
+        size = config.patches.size
+    topology = plan_topology(
+        config.model,
+        size,
+        fingerprint.spacing_mm,
+        len(preprocessing.channels),
+        len(preprocessing.label_values),
+    )
+    patch_size = None if whole else _multiple_of(size, topology.total_stride)
+    return Experiment(
+        config=config.with_values(
+            {
+                "data.spacing_mm": preprocessing.spacing_mm or "native",
+                "patches.size": patch_size or "whole",
+                "model.channels": topology.channels,
+            }
+        ),
+        preprocessing=preprocessing,
+        topology=topology,
+        patch_size=patch_size,
+        training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
+        validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
+    )
+
+
+def fitting_size(shape: Shape, spacing_mm: tuple[float, float, float], max_voxels: int) -> Shape:
+    """Return the largest patch within a voxel budget: a cube in mm, clipped to the volume.
+
+    Args:
+        shape: Median volume, in voxels.
+        spacing_mm: Its spacing.
+        max_voxels: The budget.
+    """
+
+    def clipped(edge_mm: float) -> Shape:
+        x, y, z = (
+            max(1, min(voxels, math.floor(edge_mm / spacing)))
+            for voxels, spacing in zip(shape, spacing_mm, strict=True)
+        )
+        return x, y, z
+
+    low = 0.0
+    high = max(voxels * spacing for voxels, spacing in zip(shape, spacing_mm, strict=True)) + 1e-6
+    if math.prod(clipped(high)) <= max_voxels:
+        return shape
+    while high - low > min(spacing_mm) / 4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if math.prod(clipped(middle)) <= max_voxels else (low, middle)
+    return clipped(low)
+
+
+def report_findings(findings: list[Finding], shown: int = 5) -> None:
+    """Log warnings about a data set, and stop at errors.
+
+    Args:
+        findings: Of the checks.
+        shown: How many of each kind to name.
+
+    Raises:
+        DatasetError: One of them is an error.
+    """
+    errors = [finding for finding in findings if finding.severity == "error"]
+    warnings = [finding for finding in findings if finding.severity == "warning"]
+    for finding in warnings[:shown]:
+        logger.warning("%s: %s", finding.case, finding.message)
+    if len(warnings) > shown:
+        logger.warning("%d more warnings; unet3d check lists them", len(warnings) - shown)
+    if errors:
+        named = "; ".join(f"{finding.case}: {finding.message}" for finding in errors[:shown])
+        more = f"; and {len(errors) - shown} more" if len(errors) > shown else ""
+        raise DatasetError(f"the data set has {len(errors)} faults: {named}{more}")
+
+
+def _multiple_of(size: Shape, strides: Shape) -> Shape:
+    x, y, z = (
+        math.ceil(voxels / stride) * stride for voxels, stride in zip(size, strides, strict=True)
+    )
+    return x, y, z
+
+
+def _times(numbers: tuple[float, ...]) -> str:
+    return "x".join(f"{number:g}" for number in numbers)

@@ -1,0 +1,167 @@
+"""Logits of a whole volume, from overlapping windows or in one piece: tensor in, tensor out.
+
+Windows of one size are laid over the volume so that neighbours overlap and the last one ends at
+the volume's edge; their logits are averaged with a Gaussian weight, since a network knows least
+about the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
+
+    |-----window 0-----|
+              |-----window 1-----|
+                        |-----window 2-----|     starts are spread evenly, nothing is left out
+    |===============volume=================|
+"""
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.config import Shape
+from unet3d.errors import DoesNotFitError
+from unet3d.parallel import Executor
+
+logger = logging.getLogger(__name__)
+
+SIGMA = 1 / 8
+"""Width of the Gaussian weight, in windows."""
+
+
+def predict_logits(
+    executor: Executor,
+    image: Tensor,
+    window: Shape | Literal["whole"],
+    overlap: float,
+    batch_size: int,
+) -> Tensor:
+    """Return the logits of one volume.
+
+    Args:
+        executor: A placed network, in evaluation mode.
+        image: (C, X, Y, Z), prepared, on the CPU or the executor's input device.
+        window: Voxels along X, Y, Z, or the whole volume at once.
+        overlap: Share of a window that its neighbour covers again, 0 to below 1.
+        batch_size: Windows in one forward pass.
+
+    Returns:
+        (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output device,
+        or on the CPU where they would take more than half of that device's free memory.
+
+    Raises:
+        DoesNotFitError: A device has too little memory for windows of this size.
+    """
+    strides = executor.module.topology.total_stride
+    size = tuple(image.shape[1:])
+    wanted = size if window == "whole" else window
+    x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
+    padded, corner = _pad_to(image, (x, y, z))
+    try:
+        logits = _blend(executor, padded, (x, y, z), overlap, batch_size)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(
+            f"windows of {x}x{y}x{z} voxels do not fit on "
+            f"{', '.join(dict.fromkeys(str(slot.device) for slot in executor.slots))} "
+            f"({_first_sentence(error)}); use a smaller inference.window or more devices"
+        ) from error
+    inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
+    return logits[(slice(None), *inside)]
+
+
+def window_starts(size: int, window: int, overlap: float) -> list[int]:
+    """Return where windows start along one axis: evenly spread, the last ending at the edge.
+
+    Args:
+        size: Voxels of the volume, at least those of the window.
+        window: Voxels of a window.
+        overlap: Least share of a window that its neighbour covers again.
+    """
+    step = max(1, math.floor(window * (1 - overlap)))
+    num_windows = math.ceil((size - window) / step) + 1
+    if num_windows == 1:
+        return [0]
+    return [round(i * (size - window) / (num_windows - 1)) for i in range(num_windows)]
+
+
+def gaussian_weight(window: Shape) -> Tensor:
+    """Return the weight of each voxel of a window, 1 at the centre and never 0.
+
+    Args:
+        window: Voxels along X, Y, Z.
+
+    Returns:
+        (X, Y, Z) in float32.
+    """
+    axes = []
+    for voxels in window:
+        distance = torch.arange(voxels, dtype=torch.float32) - (voxels - 1) / 2
+        axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
+    weight = torch.einsum("x,y,z->xyz", *axes)
+    weight /= weight.max()
+    # So small a weight still decides where one window alone covers a corner.
+    return weight.clamp_min(1e-4)
+
+
+def _blend(
+    executor: Executor, image: Tensor, window: Shape, overlap: float, batch_size: int
+) -> Tensor:
+    size = tuple(image.shape[1:])
+    starts = list(
+        itertools.product(
+            *(window_starts(n, w, overlap) for n, w in zip(size, window, strict=True))
+        )
+    )
+    topology = executor.module.topology
+    if len(starts) == 1:
+        logits = executor.predict(image.unsqueeze(0).to(executor.input_device))
+        return logits[0].to(_accumulation_dtype(logits))
+    device = _accumulation_device(executor.output_device, topology.num_classes * math.prod(size))
+    weight = gaussian_weight(window).to(device)
+    total: Tensor | None = None
+    weights = torch.zeros(size, device=device)
+    for batch in _batches(starts, batch_size):
+        windows = torch.stack([image[(slice(None), *_place(start, window))] for start in batch])
+        logits = executor.predict(windows.to(executor.input_device)).to(device)
+        if total is None:
+            dtype = _accumulation_dtype(logits)
+            total = torch.zeros(topology.num_classes, *size, device=device, dtype=dtype)
+        for start, logit in zip(batch, logits, strict=True):
+            place = _place(start, window)
+            total[(slice(None), *place)] += logit * weight
+            weights[place] += weight
+    assert total is not None  # there is at least one window
+    return total.div_(weights)
+
+
+def _batches(starts: list[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
+    for first in range(0, len(starts), size):
+        yield starts[first : first + size]
+
+
+def _place(start: tuple[int, ...], window: Shape) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, window, strict=True))
+
+
+def _pad_to(image: Tensor, window: Shape) -> tuple[Tensor, tuple[int, ...]]:
+    """Pad an image to at least a window, with 0, which is the mean of a prepared image."""
+    missing = [max(0, w - n) for w, n in zip(window, image.shape[1:], strict=True)]
+    before = tuple(m // 2 for m in missing)
+    pads = [pad for m, b in zip(missing, before, strict=True) for pad in (m - b, b)]
+    return (F.pad(image, pads[::-1]) if any(missing) else image), before
+
+
+def _accumulation_dtype(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _accumulation_device(device: torch.device, num_logits: int) -> torch.device:
+    if device.type != "cuda":
+        return device
+    free, _ = torch.cuda.mem_get_info(device)
+    return device if 4 * num_logits <= free // 2 else torch.device("cpu")
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).split(". ")[0]

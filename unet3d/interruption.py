@@ -1,0 +1,53 @@
+"""Ctrl-C and SIGTERM as a wish that is granted at the next safe moment."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupted(Exception):
+    """The user or the system asked to stop, and what was done so far is saved."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_status = 128 + signal_number
+
+
+class InterruptionRequest:
+    """Whether somebody has asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    def raise_if_made(self) -> None:
+        """Stop here if somebody has asked to.
+
+        Raises:
+            Interrupted: Somebody has.
+        """
+        if self.signal_number is not None:
+            raise Interrupted(self.signal_number)
+
+
+@contextmanager
+def deferred_interruption() -> Iterator[InterruptionRequest]:
+    """Turn the first Ctrl-C or SIGTERM into a request; a second one acts at once."""
+    request = InterruptionRequest()
+    previous: dict[int, object] = {}
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        request.signal_number = number
+        restore()
+
+    def restore() -> None:
+        while previous:
+            number, handler = previous.popitem()
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        previous[number] = signal.signal(number, remember)
+    try:
+        yield request
+    finally:
+        restore()

@@ -1,0 +1,99 @@
+"""The optimizer, its learning rate, and the scaler of float16."""
+
+import torch
+from torch import nn
+
+from unet3d.config import TrainingSettings
+from unet3d.parallel import Executor
+
+POWER = 0.9
+
+
+class Optimization:
+    """Turns gradients into steps.
+
+    The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``, a pure
+    function of the step, so nothing of it need be saved.
+    """
+
+    def __init__(self, module: nn.Module, settings: TrainingSettings, precision: str) -> None:
+        """Make the optimizer of a placed network.
+
+        Args:
+            module: Its parameters may be on several devices, and stay there.
+            settings: Optimizer, rate, clipping.
+            precision: ``float16`` needs its gradients scaled.
+        """
+        self.module = module
+        self.settings = settings
+        parameters = list(module.parameters())
+        self.optimizer: torch.optim.Optimizer
+        if settings.optimizer == "sgd":
+            self.optimizer = torch.optim.SGD(
+                parameters,
+                lr=settings.learning_rate,
+                momentum=settings.momentum,
+                weight_decay=settings.weight_decay,
+                nesterov=settings.momentum > 0,
+            )
+        else:
+            self.optimizer = torch.optim.AdamW(
+                parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
+            )
+        self.scaler = torch.amp.GradScaler(enabled=precision == "float16")
+
+    @property
+    def scale(self) -> float:
+        """Factor of the loss before backward."""
+        scale: float = self.scaler.get_scale() if self.scaler.is_enabled() else 1.0
+        return scale
+
+    def learning_rate(self, step: int, num_steps: int) -> float:
+        """Return the rate of one step.
+
+        Args:
+            step: From 0.
+            num_steps: Of the whole training.
+        """
+        rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
+        return rate
+
+    def step(self, learning_rate: float) -> None:
+        """Clip the gradients, take a step, and clear them."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self.scaler.is_enabled():
+            self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.gradient_clip)
+        # With the scaler off these two are a plain step and nothing.
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what a resumed training needs."""
+        return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+        """Take over what :meth:`state_dict` returned, onto the parameters' devices.
+
+        Raises:
+            ValueError: It belongs to another optimizer or network.
+        """
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scaler.is_enabled() and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """Return the type that GPU stages lower their operations to, or None.
+
+    Args:
+        precision: Such as ``bfloat16``; never ``auto``.
+    """
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
+
+
+def image_dtype(executor: Executor) -> torch.dtype:
+    """Return the type in which a placed network wants its images."""
+    return next(executor.module.parameters()).dtype
