@@ -112,7 +112,7 @@ def read_image(path: Path | str) -> Volume:
     stored = stored_voxels(path, image).reshape(stored_axes(path, image))
     canonical = np.moveaxis(nib.apply_orientation(stored, header.stored_orientation), 3, 0)
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, counted below
-        array = np.ascontiguousarray(canonical, dtype=np.float32)
+        array = np.array(canonical, dtype=np.float32, order="C")
     _refuse_non_finite(path, array)
     return Volume(array, header)
 
@@ -148,7 +148,7 @@ def read_label(path: Path | str) -> Volume:
             )
         stored = rounded
     canonical = nib.apply_orientation(stored, header.stored_orientation)
-    return Volume(np.ascontiguousarray(canonical, dtype=_smallest_type(stored)), header)
+    return Volume(np.array(canonical, dtype=_smallest_type(stored), order="C"), header)
 
 
 def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader) -> None:
