@@ -516,6 +516,15 @@ def test_shapes_without_voxels_are_refused(plain, dim):
     assert re.search("it has no voxels|cannot read", refusal(plain, read_header))
 
 
+def test_nothing_but_the_error_tells_of_a_damaged_header(plain, capfd):
+    content = bytearray(plain.read_bytes())
+    content[70:72] = struct.pack("<h", 4096)  # no data type has this code
+    plain.write_bytes(content)
+
+    assert "data code 4096 not recognized" in refusal(plain, read_header)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_truncated_plain_file_is_refused_by_its_header_alone(plain):
     plain.write_bytes(plain.read_bytes()[:-1])
 

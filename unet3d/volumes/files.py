@@ -1,6 +1,7 @@
 """Opening volume files: only what is sound gets through, the rest is refused with its reason."""
 
 import gzip
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.errors import VolumeError
+
+# nibabel writes each oddity of a header to stderr without naming the file. What it does not mend
+# it also raises, and that is reported from here.
+logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh")
 """File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
