@@ -1,0 +1,67 @@
+"""Small data sets, written with nibabel alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+
+
+def write_volume(
+    path: Path, array: npt.NDArray[Any], spacing_mm: tuple[float, float, float] = (1, 1, 1)
+) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(array, np.diag([*spacing_mm, 1.0])), path)
+    return path
+
+
+def write_json(path: Path, tree: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def blob_label(shape: tuple[int, int, int], seed: int = 0) -> npt.NDArray[np.uint8]:
+    """Two touching boxes, of the values 1 and 2, at a place that the seed decides."""
+    label = np.zeros(shape, np.uint8)
+    rng = np.random.default_rng(seed)
+    x, y, z = (int(rng.integers(0, size // 2)) for size in shape)
+    dx, dy, dz = (max(1, size // 3) for size in shape)
+    label[x : x + dx, y : y + dy, z : z + dz] = 1
+    label[x + dx : x + 2 * dx, y : y + dy, z : z + dz] = 2
+    return label
+
+
+def write_msd(
+    root: Path,
+    num_cases: int = 3,
+    shape: tuple[int, int, int] = (12, 14, 10),
+    spacing_mm: tuple[float, float, float] = (1, 1, 1),
+    modality: str = "MRI",
+    **changes: Any,
+) -> Path:
+    """Write a data set in the layout of the Decathlon; ``changes`` go into dataset.json."""
+    training = []
+    for number in range(num_cases):
+        rng = np.random.default_rng(number)
+        label = blob_label(shape, number)
+        image = (rng.normal(100, 10, shape) + 50 * label).astype(np.float32)
+        write_volume(root / f"imagesTr/case_{number}.nii.gz", image, spacing_mm)
+        write_volume(root / f"labelsTr/case_{number}.nii.gz", label, spacing_mm)
+        training.append(
+            {
+                "image": f"./imagesTr/case_{number}.nii.gz",
+                "label": f"./labelsTr/case_{number}.nii.gz",
+            }
+        )
+    tree = {
+        "name": "Sample",
+        "modality": {"0": modality},
+        "labels": {"0": "background", "1": "left", "2": "right"},
+        "training": training,
+        "test": [],
+    }
+    write_json(root / "dataset.json", {**tree, **changes})
+    return root

@@ -1,0 +1,255 @@
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unet3d.errors import DatasetError
+from unet3d.volumes.dataset import fold_cases, load_dataset
+
+from .samples import blob_label, write_json, write_msd, write_volume
+
+
+def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "Task00", test=["./imagesTs/other.nii.gz"])
+    for given in (root, root / "dataset.json"):
+        dataset = load_dataset(given)
+        assert dataset.name == "Sample"
+        assert dataset.channel_names == ("MRI",)
+        assert dataset.label_names == ("background", "left", "right")
+        assert dataset.label_values == (0, 1, 2)
+        assert [case.name for case in dataset.cases] == ["case_0", "case_1", "case_2"]
+        assert dataset.cases[1].images == (root / "imagesTr/case_1.nii.gz",)
+        assert dataset.cases[1].label == root / "labelsTr/case_1.nii.gz"
+        assert dataset.unlabelled == (root / "imagesTs/other.nii.gz",)
+
+
+def test_channels_keep_their_order_beyond_ten(tmp_path: Path) -> None:
+    names = {str(number): f"m{number}" for number in reversed(range(12))}
+    dataset = load_dataset(write_msd(tmp_path, channel_names=names))
+    assert dataset.channel_names == tuple(f"m{number}" for number in range(12))
+
+
+def nnunet(root: Path, **changes: Any) -> Path:
+    for name in ("liver_2", "liver_10"):
+        for channel in ("0000", "0001"):
+            write_volume(root / f"imagesTr/{name}_{channel}.nii.gz", np.ones((4, 4, 4)))
+        write_volume(root / f"labelsTr/{name}.nii.gz", blob_label((4, 4, 4)))
+    (root / "labelsTr/._liver_2.nii.gz").write_bytes(b"left by a Mac")
+    tree = {
+        "channel_names": {"0": "CT", "1": "PET"},
+        "labels": {"background": 0, "tumour": 2, "liver": 1},
+        "file_ending": ".nii.gz",
+        "numTraining": 2,
+    }
+    write_json(root / "dataset.json", {**tree, **changes})
+    return root
+
+
+def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
+    dataset = load_dataset(nnunet(tmp_path / "Dataset001_Liver"))
+    assert dataset.name == "Dataset001_Liver"
+    assert dataset.channel_names == ("CT", "PET")
+    assert dataset.label_names == ("background", "liver", "tumour")
+    assert dataset.label_values == (0, 1, 2)
+    assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
+    assert [image.name for image in dataset.cases[1].images] == [
+        "liver_2_0000.nii.gz",
+        "liver_2_0001.nii.gz",
+    ]
+
+
+def test_reads_nnunet_with_an_explicit_list(tmp_path: Path) -> None:
+    entry = {
+        "images": ["imagesTr/liver_2_0000.nii.gz", "imagesTr/liver_2_0001.nii.gz"],
+        "label": "labelsTr/liver_2.nii.gz",
+    }
+    dataset = load_dataset(nnunet(tmp_path, dataset={"mine": entry}))
+    assert [case.name for case in dataset.cases] == ["mine"]
+    assert len(dataset.cases[0].images) == 2
+
+
+def test_reads_a_monai_datalist(tmp_path: Path) -> None:
+    for patient in ("a", "b", "c"):
+        for name in ("t1", "flair"):
+            write_volume(tmp_path / patient / f"{name}.nii.gz", np.ones((4, 4, 4)))
+        write_volume(tmp_path / patient / "seg.nii.gz", (blob_label((4, 4, 4)) > 0) * np.uint8(3))
+
+    def entry(patient: str) -> dict[str, Any]:
+        images = [f"{patient}/t1.nii.gz", f"{patient}/flair.nii.gz"]
+        return {"image": images, "label": f"{patient}/seg.nii.gz"}
+
+    tree = {"training": [entry("a"), entry("b")], "validation": [entry("c")]}
+    dataset = load_dataset(write_json(tmp_path / "list.json", tree))
+    assert [case.name for case in dataset.cases] == ["a_seg", "b_seg", "c_seg"]
+    assert dataset.channel_names == ("channel 0", "channel 1")
+    # The list names no labels: they come from the label maps.
+    assert dataset.label_values == (0, 3)
+    assert dataset.label_names == ("background", "label 3")
+    train, validation = fold_cases(dataset, 0, 5, seed=0)
+    assert [case.name for case in train] == ["a_seg", "b_seg"]
+    assert [case.name for case in validation] == ["c_seg"]
+    with pytest.raises(DatasetError, match="only fold 0, not fold 1"):
+        fold_cases(dataset, 1, 5, seed=0)
+
+
+def test_labels_that_are_not_consecutive_are_sorted_by_value(tmp_path: Path) -> None:
+    dataset = load_dataset(nnunet(tmp_path, labels={"vein": 9, "artery": 4}))
+    assert dataset.label_values == (0, 4, 9)
+    assert dataset.label_names == ("background", "artery", "vein")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": {"background": 0, "whole": [1, 2]}}, "region"),
+        ({"labels": {"background": 0, "a": 1, "ignore": 2}}, "ignore"),
+        ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
+        ({"labels": {"background": 0, "a": -1}}, "-1"),
+        ({"labels": {"background": 0, "a": 1.5}}, "1.5"),
+        ({"labels": {"background": 0}}, "nothing but the background"),
+        ({"labels": ["background", "a"]}, "names and values"),
+        ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
+    ],
+)
+def test_refuses_what_it_cannot_train_on(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DatasetError, match=message) as caught:
+        load_dataset(nnunet(tmp_path, **changes))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["/etc/passwd.nii", "../x.nii.gz", "imagesTr/../../x.nii.gz"])
+def test_refuses_paths_that_leave_the_folder(tmp_path: Path, text: str) -> None:
+    write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
+    training = [{"image": text, "label": "labelsTr/case_0.nii.gz"}]
+    root = write_msd(tmp_path / "data", training=training)
+    with pytest.raises(DatasetError, match=r"training\[0\] points to .*outside"):
+        load_dataset(root)
+
+
+def test_refuses_links_that_leave_the_folder(tmp_path: Path) -> None:
+    outside = write_volume(tmp_path / "secret.nii.gz", np.ones((4, 4, 4)))
+    root = write_msd(tmp_path / "data")
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    (root / "imagesTr/case_1.nii.gz").symlink_to(outside)
+    with pytest.raises(DatasetError, match="case_1.nii.gz, outside"):
+        load_dataset(root)
+
+
+def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="there is no data set at"):
+        load_dataset(tmp_path / "nowhere")
+    with pytest.raises(DatasetError, match=r"holds no dataset.json.*Decathlon.*nnU-Net"):
+        load_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_text("[1, 2]")
+    with pytest.raises(DatasetError, match=r"no known layout.*Decathlon.*nnU-Net"):
+        load_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_text("{")
+    with pytest.raises(DatasetError, match="not valid JSON"):
+        load_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="not valid JSON"):
+        load_dataset(tmp_path)
+
+
+def test_refuses_incomplete_entries(tmp_path: Path) -> None:
+    for entry in ({"image": "a.nii.gz"}, "a.nii.gz", {"image": 3, "label": "b.nii.gz"}):
+        root = write_msd(tmp_path, training=[entry])
+        with pytest.raises(DatasetError, match=r"training\[0\]"):
+            load_dataset(root)
+    with pytest.raises(DatasetError, match="no labelled case"):
+        load_dataset(write_msd(tmp_path, training=[]))
+    twice = [{"image": "a.nii.gz", "label": "b.nii.gz"}] * 2
+    with pytest.raises(DatasetError, match=r"a.nii.gz 2 times"):
+        load_dataset(write_msd(tmp_path, training=twice))
+
+
+def test_drawn_folds_validate_every_case_once(tmp_path: Path) -> None:
+    dataset = load_dataset(write_msd(tmp_path, num_cases=13))
+    validated = []
+    for fold in range(5):
+        train, validation = fold_cases(dataset, fold, 5, seed=3)
+        assert not {case.name for case in train} & {case.name for case in validation}
+        assert len(train) + len(validation) == 13
+        assert len(validation) in (2, 3)
+        validated += [case.name for case in validation]
+    assert sorted(validated) == sorted(case.name for case in dataset.cases)
+    assert fold_cases(dataset, 0, 5, seed=3) == fold_cases(dataset, 0, 5, seed=3)
+    assert fold_cases(dataset, 0, 5, seed=3) != fold_cases(dataset, 0, 5, seed=4)
+    with pytest.raises(DatasetError, match="folds 0 to 4, not fold 5"):
+        fold_cases(dataset, 5, 5, seed=3)
+
+
+def test_few_cases_give_fewer_folds_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path, num_cases=3))
+    with caplog.at_level(logging.WARNING):
+        train, validation = fold_cases(dataset, 2, 5, seed=0)
+    assert (len(train), len(validation)) == (2, 1)
+    assert "only 3 cases, so 3 folds, not 5" in caplog.text
+    lonely = load_dataset(write_msd(tmp_path, num_cases=1))
+    with pytest.raises(DatasetError, match="at least two"):
+        fold_cases(lonely, 0, 5, seed=0)
+
+
+def test_honours_splits_final(tmp_path: Path) -> None:
+    root = write_msd(tmp_path)
+    folds = [
+        {"train": ["case_2"], "val": ["case_0"]},
+        {"train": ["case_0", "case_2"], "val": ["case_1"]},
+    ]
+    write_json(root / "splits_final.json", folds)
+    train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
+    assert [case.name for case in train] == ["case_0", "case_2"]
+    assert [case.name for case in validation] == ["case_1"]
+    with pytest.raises(DatasetError, match="folds 0 to 1, not fold 4"):
+        fold_cases(load_dataset(root), 4, 5, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("folds", "message"),
+    [
+        ({"train": []}, "list of folds"),
+        ([{"train": ["case_0"]}], "'val'"),
+        ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is no case"),
+        ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
+    ],
+)
+def test_refuses_wrong_splits_final(tmp_path: Path, folds: Any, message: str) -> None:
+    root = write_msd(tmp_path)
+    write_json(root / "splits_final.json", folds)
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(root)
+
+
+def test_honours_fold_keys(tmp_path: Path) -> None:
+    root = write_msd(tmp_path, num_cases=4)
+    tree = json.loads((root / "dataset.json").read_text())
+    for number, entry in enumerate(tree["training"]):
+        entry["fold"] = number % 2
+    write_json(root / "dataset.json", tree)
+    train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
+    assert [case.name for case in train] == ["case_0", "case_2"]
+    assert [case.name for case in validation] == ["case_1", "case_3"]
+    del tree["training"][2]["fold"]
+    write_json(root / "dataset.json", tree)
+    with pytest.raises(DatasetError, match="case_2 has no fold"):
+        load_dataset(root)
+    tree["training"][2]["fold"] = 7
+    write_json(root / "dataset.json", tree)
+    with pytest.raises(DatasetError, match="0, 1, 7"):
+        load_dataset(root)
+
+
+def test_reads_the_real_data_sets(test_data: Path) -> None:
+    dataset = load_dataset(test_data / "hippocampus")
+    assert len(dataset.cases) == 200
+    assert dataset.label_names == ("background", "Anterior", "Posterior")
+    train, validation = fold_cases(dataset, 0, 5, seed=0)
+    assert (len(train), len(validation)) == (160, 40)

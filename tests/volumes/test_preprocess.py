@@ -1,0 +1,338 @@
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from unet3d.config import DataSettings
+from unet3d.errors import DatasetError, VolumeError
+from unet3d.volumes import cache as cache_module
+from unet3d.volumes import preprocess
+from unet3d.volumes.dataset import Dataset, load_dataset
+from unet3d.volumes.preprocess import (
+    ChannelNormalization,
+    PreparedCase,
+    plan_preprocessing,
+    prepare_cases,
+    prepare_image,
+    prepare_label,
+)
+
+from .samples import blob_label, write_msd, write_volume
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataSettings:
+    return DataSettings(cache=tmp_path / "cache")
+
+
+def prepare(dataset: Dataset, settings: DataSettings, num_workers: int = 0) -> list[PreparedCase]:
+    preprocessing, _ = plan_preprocessing(dataset, settings)
+    return prepare_cases(dataset.cases, preprocessing, settings.cache, num_workers)
+
+
+def arrays(cases: list[PreparedCase]) -> list[tuple[bytes, bytes]]:
+    return [(case.image().tobytes(), case.label().tobytes()) for case in cases]
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr(preprocess, "read_image", refuse)
+    monkeypatch.setattr(preprocess, "read_label", refuse)
+
+
+def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettings) -> None:
+    root = write_msd(tmp_path / "data", num_cases=3, shape=(10, 20, 8), spacing_mm=(1, 1, 2))
+    for kind in ("imagesTr", "labelsTr"):
+        write_volume(
+            root / kind / "case_2.nii.gz", np.zeros((30, 20, 8), np.uint8), spacing_mm=(0.5, 1, 6)
+        )
+    dataset = load_dataset(root)
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 2.0)
+    assert fingerprint.shape == (10, 20, 8)
+    assert plan.channels == (ChannelNormalization("z-score"),)
+    assert plan.label_names == ("background", "left", "right")
+    plan, fingerprint = plan_preprocessing(
+        dataset, settings.model_copy(update={"spacing_mm": "native"})
+    )
+    assert plan.spacing_mm is None
+    assert fingerprint.spacing_mm == (1.0, 1.0, 2.0)
+    plan, fingerprint = plan_preprocessing(
+        dataset, settings.model_copy(update={"spacing_mm": (2.0, 1.0, 1.0)})
+    )
+    assert plan.spacing_mm == (2.0, 1.0, 1.0)
+    assert fingerprint.shape == (5, 20, 16)
+
+
+@pytest.mark.parametrize(
+    ("modality", "setting", "kind"),
+    [
+        ("MRI", "auto", "z-score"),
+        ("CT", "auto", "ct"),
+        ("ct (portal venous)", "auto", "ct"),
+        ("CTseg", "auto", "z-score"),
+        ("noNorm", "auto", "none"),
+        ("CT", "z-score", "z-score"),
+        ("MRI", "ct", "ct"),
+        ("MRI", "none", "none"),
+    ],
+)
+def test_normalization_follows_the_channel_name(
+    tmp_path: Path, settings: DataSettings, modality: str, setting: str, kind: str
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", modality=modality))
+    changed = settings.model_copy(update={"normalization": setting})
+    assert plan_preprocessing(dataset, changed)[0].channels[0].kind == kind
+
+
+def test_ct_statistics_are_those_of_the_labelled_voxels(
+    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
+    inside = []
+    for case in dataset.cases:
+        label = np.asarray(nib.load(case.label).dataobj)
+        inside.append(nib.load(case.images[0]).get_fdata()[label > 0])
+    expected = np.concatenate(inside)
+    channel = plan_preprocessing(dataset, settings)[0].channels[0]
+    assert channel.mean == pytest.approx(expected.mean(), rel=1e-5)
+    assert channel.std == pytest.approx(expected.std(), rel=1e-5)
+    assert channel.low == pytest.approx(np.percentile(expected, 0.5), rel=1e-5)
+    assert channel.high == pytest.approx(np.percentile(expected, 99.5), rel=1e-5)
+    forbid_reading(monkeypatch)  # the second plan takes them from the cache
+    assert plan_preprocessing(dataset, settings)[0].channels[0] == channel
+
+
+def test_ct_without_any_label_is_refused(tmp_path: Path, settings: DataSettings) -> None:
+    root = write_msd(tmp_path / "data", num_cases=2, modality="CT")
+    for number in range(2):
+        write_volume(root / f"labelsTr/case_{number}.nii.gz", np.zeros((12, 14, 10), np.uint8))
+    with pytest.raises(DatasetError, match="every label map is empty.*data.normalization"):
+        plan_preprocessing(load_dataset(root), settings)
+
+
+def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: DataSettings) -> None:
+    root = write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2))
+    dataset = load_dataset(root)
+    plan, _ = plan_preprocessing(
+        dataset, settings.model_copy(update={"spacing_mm": (1.2, 1.2, 1.2)})
+    )
+    prepared = prepare_cases(dataset.cases, plan, settings.cache, 0)
+    assert [case.name for case in prepared] == ["case_0", "case_1", "case_2"]
+    for case, source in zip(prepared, dataset.cases, strict=True):
+        image = nib.load(source.images[0]).get_fdata(dtype=np.float32)[None]
+        label = np.asarray(nib.load(source.label).dataobj)
+        np.testing.assert_array_equal(case.image(), prepare_image(image, (1, 1.5, 2), plan))
+        np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
+        assert isinstance(case.image(), np.memmap) and isinstance(case.label(), np.memmap)
+        assert not case.image().flags.writeable
+        assert case.spacing_mm == (1.2, 1.2, 1.2)
+
+
+def test_channels_in_files_of_their_own_are_stacked(tmp_path: Path, settings: DataSettings) -> None:
+    label = blob_label((8, 8, 8))
+    files = []
+    for number, factor in enumerate((1, 10)):
+        files.append(f"case_{number}.nii.gz")
+        write_volume(tmp_path / files[-1], (label * factor + 1).astype(np.float32))
+    write_volume(tmp_path / "label.nii.gz", label)
+    tree = {
+        "channel_names": {"0": "noNorm", "1": "noNorm"},
+        "labels": {"background": 0, "a": 1, "b": 2},
+        "training": [{"image": files, "label": "label.nii.gz"}],
+    }
+    (tmp_path / "dataset.json").write_text(json.dumps(tree))
+    (case,) = prepare(load_dataset(tmp_path), settings)
+    np.testing.assert_array_equal(case.image(), [label + 1, label * 10 + 1])
+
+
+def test_foreground_holds_coordinates_of_each_class(
+    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_module, "MAX_FOREGROUND_VOXELS", 20)
+    root = write_msd(tmp_path / "data", num_cases=2)
+    write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 10), np.uint8))
+    full, empty = prepare(load_dataset(root), settings)
+    coordinates = full.foreground()
+    assert [len(array) for array in coordinates] == [0, 20, 20]
+    for index, array in enumerate(coordinates):
+        assert all(full.label()[tuple(voxel)] == index for voxel in array)
+        assert len({tuple(voxel) for voxel in array}) == len(array)
+    assert [array.shape for array in empty.foreground()] == [(0, 3)] * 3
+
+
+def test_a_second_run_reads_no_volume(
+    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_msd(tmp_path / "data")
+    dataset = load_dataset(root)
+    first = arrays(prepare(dataset, settings))
+    forbid_reading(monkeypatch)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a volume file was hashed again")
+
+    monkeypatch.setattr(hashlib, "file_digest", refuse)
+    assert arrays(prepare(dataset, settings)) == first
+
+
+def test_the_key_is_the_content_and_the_settings(tmp_path: Path, settings: DataSettings) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    (first,) = prepare(dataset, settings)
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(tmp_path / "data", moved)
+    (same,) = prepare(load_dataset(moved), settings)
+    assert same.folder == first.folder
+    coarse = settings.model_copy(update={"spacing_mm": (2.0, 2.0, 2.0)})
+    (other,) = prepare(dataset, coarse)
+    assert other.folder != first.folder
+    assert other.image().shape == (1, 6, 7, 5)
+    image = np.full((12, 14, 10), 5, np.float32)
+    image[0] = 1
+    write_volume(dataset.cases[0].images[0], image)
+    (changed,) = prepare(dataset, settings)
+    assert changed.folder != first.folder
+    assert changed.image()[0, 0, 0, 0] < changed.image()[0, 5, 5, 5]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "garble", "empty"])
+def test_damaged_entries_are_made_again(
+    tmp_path: Path, settings: DataSettings, damage: str
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2))
+    prepared = prepare(dataset, settings)
+    before = arrays(prepared)
+    folder = prepared[0].folder
+    match damage:
+        case "truncate":
+            with (folder / "image.npy").open("r+b") as file:
+                file.truncate(500)
+        case "remove":
+            (folder / "label.npy").unlink()
+        case "garble":
+            (folder / "entry.json").write_text('{"sizes": 3}')
+        case "empty":
+            (folder / "entry.json").write_text("")
+    assert arrays(prepare(dataset, settings)) == before
+
+
+def test_killed_preparation_leaves_nothing_that_is_mistaken_for_an_entry(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    folder = tmp_path / "cache" / "prepared" / ".unfinished-0123"
+    folder.mkdir(parents=True)
+    (folder / "image.npy").write_bytes(b"half")
+    os.utime(folder, (0, 0))
+    (case,) = prepare(dataset, settings)
+    assert case.image().shape == (1, 12, 14, 10)
+    assert not folder.exists()  # older than a day: swept up
+
+
+def test_two_processes_prepare_the_same_cache(tmp_path: Path, settings: DataSettings) -> None:
+    root = write_msd(tmp_path / "data", num_cases=6)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from unet3d.config import DataSettings\n"
+        "from unet3d.volumes.dataset import load_dataset\n"
+        "from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases\n"
+        "dataset = load_dataset(Path(sys.argv[1]))\n"
+        "settings = DataSettings(cache=Path(sys.argv[2]))\n"
+        "plan, _ = plan_preprocessing(dataset, settings)\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "cases = prepare_cases(dataset.cases, plan, settings.cache, 0)\n"
+        "assert all(case.image().shape == (1, 12, 14, 10) for case in cases)\n"
+    )
+    command = [sys.executable, "-c", program, str(root), str(settings.cache)]
+    running = [
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in running:  # now both go at once
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    for process in running:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+    entries = sorted(path.name for path in (tmp_path / "cache" / "prepared").iterdir())
+    assert len(entries) == 6 and not any(name.startswith(".") for name in entries)
+    alone = DataSettings(cache=tmp_path / "alone")
+    dataset = load_dataset(root)
+    assert arrays(prepare(dataset, settings)) == arrays(prepare(dataset, alone))
+
+
+def test_worker_processes_prepare_the_same(tmp_path: Path, settings: DataSettings) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=3))
+    alone = DataSettings(cache=tmp_path / "alone")
+    assert arrays(prepare(dataset, settings, num_workers=2)) == arrays(prepare(dataset, alone))
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_case_that_cannot_be_prepared_is_named(
+    tmp_path: Path, settings: DataSettings, num_workers: int
+) -> None:
+    root = write_msd(tmp_path / "data")
+    dataset = load_dataset(root)
+    plan, _ = plan_preprocessing(dataset, settings)
+    write_volume(root / "labelsTr/case_1.nii.gz", np.full((12, 14, 10), 7, np.uint8))
+    with pytest.raises(VolumeError, match=r"labelsTr/case_1.nii.gz: .*value 7"):
+        prepare_cases(dataset.cases, plan, settings.cache, num_workers)
+    write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 9), np.uint8))
+    with pytest.raises(VolumeError, match=r"labelsTr/case_1.nii.gz: not on the grid of .*case_1"):
+        prepare_cases(dataset.cases, plan, settings.cache, num_workers)
+
+
+def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path: Path) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    occupied = tmp_path / "file"
+    occupied.write_text("in the way")
+    plan, _ = plan_preprocessing(dataset, DataSettings())
+    with pytest.raises(DatasetError, match="data.cache"):
+        prepare_cases(dataset.cases, plan, occupied / "cache", 0)
+
+
+def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    plan, _ = plan_preprocessing(dataset, DataSettings())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    (case,) = prepare_cases(dataset.cases, plan, None, 0)
+    assert case.folder.is_relative_to(tmp_path / "xdg" / "unet3d")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (case,) = prepare_cases(dataset.cases, plan, None, 0)
+    assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
+
+
+def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
+    dataset = load_dataset(test_data / "sarcoma_mr")
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.spacing_mm == pytest.approx((0.98, 0.98, 3.27), abs=0.01)
+    for case, source in zip(
+        prepare_cases(dataset.cases[:2], plan, settings.cache, 0), dataset.cases, strict=False
+    ):
+        volume_mm3: Any = np.prod(nib.load(source.label).header.get_zooms())
+        expected = np.count_nonzero(nib.load(source.label).dataobj) * volume_mm3
+        got = np.count_nonzero(case.label()) * np.prod(case.spacing_mm)
+        assert got == pytest.approx(expected, rel=0.02)

@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from unet3d.volumes.resample import (
+    resample_classes,
+    resample_image,
+    resampled_shape,
+    thick_axes,
+)
+
+RNG = np.random.default_rng(0)
+CUBES = (False, False, False)
+
+
+def test_shapes_follow_the_spacing() -> None:
+    assert resampled_shape((100, 50, 20), (1, 1, 3), (2, 1, 1)) == (50, 50, 60)
+    assert resampled_shape((3, 4, 1), (1, 1, 1), (10, 10, 10)) == (1, 1, 1)
+    assert resampled_shape((3, 4, 5), (1, 2, 3), None) == (3, 4, 5)
+
+
+def test_thick_slices_are_more_than_three_times_the_finest() -> None:
+    assert thick_axes((1, 1, 3)) == (False, False, False)
+    assert thick_axes((1, 1, 3.1)) == (False, False, True)
+    assert thick_axes((5, 1, 1), (1, 1, 1)) == (True, False, False)
+
+
+@pytest.mark.parametrize("shape", [(17, 9, 5), (11, 20, 5), (3, 40, 1), (22, 28, 10), (1, 1, 1)])
+def test_images_are_resampled_as_scipy_zooms(shape: tuple[int, int, int]) -> None:
+    image = RNG.normal(size=(2, 11, 14, 5)).astype(np.float32)
+    resampled = resample_image(image, shape, CUBES)
+    assert resampled.dtype == np.float32
+    for channel in range(2):
+        factors = [new / old for new, old in zip(shape, image.shape[1:], strict=True)]
+        expected = ndimage.zoom(
+            image[channel].astype(np.float64), factors, order=3, mode="nearest", grid_mode=True
+        )
+        np.testing.assert_allclose(resampled[channel], expected, atol=1e-5)
+
+
+def test_nothing_happens_at_the_same_shape() -> None:
+    image = RNG.normal(size=(1, 4, 5, 6)).astype(np.float32)
+    assert resample_image(image, (4, 5, 6), CUBES) is image
+    classes = np.zeros((4, 5, 6), np.uint8)
+    assert resample_classes(classes, (4, 5, 6)) is classes
+
+
+def test_the_box_of_space_stays_where_it_is() -> None:
+    # A ramp in millimetres, sampled at voxel centres, is a ramp in millimetres at any spacing.
+    centres = (np.arange(40) + 0.5) * 1.0
+    image = np.broadcast_to(centres[:, None, None], (40, 3, 3)).astype(np.float32)[None]
+    finer = resample_image(image, (100, 3, 3), CUBES)[0, :, 1, 1]
+    np.testing.assert_allclose(finer[15:-15], (np.arange(100)[15:-15] + 0.5) * 0.4, atol=1e-3)
+
+
+def test_thick_slices_do_not_overshoot() -> None:
+    image = np.zeros((1, 6, 6, 8), np.float32)
+    image[..., 4:] = 1
+    cubic = resample_image(image, (6, 6, 32), CUBES)
+    linear = resample_image(image, (6, 6, 32), (False, False, True))
+    assert cubic.max() > 1.02 and cubic.min() < -0.02
+    assert linear.max() <= 1 + 1e-6 and linear.min() >= -1e-6
+
+
+@pytest.mark.parametrize("shape", [(23, 30, 14), (9, 8, 7), (40, 8, 24)])
+def test_classes_are_the_argmax_of_linear_masks(shape: tuple[int, int, int]) -> None:
+    grid = np.stack(np.meshgrid(*(np.arange(size) for size in (16, 20, 12)), indexing="ij"))
+    classes = np.zeros(grid.shape[1:], np.uint16)
+    for index, (centre, radius) in enumerate([((5, 6, 4), 4), ((10, 12, 7), 5), ((8, 9, 6), 2)]):
+        distance = np.sqrt(sum((grid[a] - centre[a]) ** 2 for a in range(3)))
+        classes[distance < radius] = [1, 5, 300][index]
+    resampled = resample_classes(classes, shape)
+    assert resampled.dtype == np.uint16
+    assert set(np.unique(resampled)) <= {0, 1, 5, 300}
+    factors = [new / old for new, old in zip(shape, classes.shape, strict=True)]
+    present = [0, 1, 5, 300]
+    masks = np.stack(
+        [
+            ndimage.zoom(
+                (classes == value).astype(float), factors, order=1, mode="nearest", grid_mode=True
+            )
+            for value in present
+        ]
+    )
+    first, second = np.sort(masks, axis=0)[[-1, -2]]
+    clear = first - second > 1e-4  # where two masks tie, rounding decides
+    assert clear.mean() > 0.9
+    np.testing.assert_array_equal(resampled[clear], np.take(present, masks.argmax(0))[clear])
+
+
+def test_no_class_arises_between_two_others() -> None:
+    classes = np.zeros((10, 10, 10), np.uint8)
+    classes[:5], classes[5:] = 1, 3
+    for shape in [(23, 10, 10), (7, 13, 9), (33, 33, 33)]:
+        assert set(np.unique(resample_classes(classes, shape))) == {1, 3}
