@@ -99,8 +99,8 @@ def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
     on_gpu = any(device.type == "cuda" for device in devices)
     if precision == "bfloat16" and on_gpu and cudnn_breaks_bfloat16():
         raise DeviceError(
-            f"cuDNN {_cudnn_version()} returns wrong bfloat16 convolutions of volumes (PyTorch issue "
-            "163539); install cuDNN 9.15 or newer, or use training.precision=float16"
+            f"cuDNN {_cudnn_version()} computes bfloat16 convolutions of volumes wrongly (PyTorch "
+            "issue 163539); install cuDNN 9.15 or newer, or use training.precision=float16"
         )
 
 
