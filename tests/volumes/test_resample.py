@@ -1,8 +1,10 @@
 import numpy as np
 import pytest
+import torch
 from scipy import ndimage
 
 from unet3d.volumes.resample import (
+    _matrix,
     resample_classes,
     resample_image,
     resampled_shape,
@@ -36,6 +38,12 @@ def test_images_are_resampled_as_scipy_zooms(shape: tuple[int, int, int]) -> Non
             image[channel].astype(np.float64), factors, order=3, mode="nearest", grid_mode=True
         )
         np.testing.assert_allclose(resampled[channel], expected, atol=1e-5)
+
+
+def test_long_axes_leave_no_weights_that_slow_everything_down() -> None:
+    weights = _matrix(300, 180, 3).abs()
+    assert weights[weights > 0].min() > 1e-13
+    torch.testing.assert_close(weights.new_ones(180), _matrix(300, 180, 3).sum(1))
 
 
 def test_nothing_happens_at_the_same_shape() -> None:

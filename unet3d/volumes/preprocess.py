@@ -68,12 +68,17 @@ class Fingerprint:
 
 
 def plan_preprocessing(
-    dataset: Dataset, settings: DataSettings
+    dataset: Dataset, settings: DataSettings, num_workers: int = 0
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
     Headers are read; voxels only where a CT channel needs its statistics, once, and then remembered
     in the cache. All labelled cases count, whichever the fold, so that folds share prepared arrays.
+
+    Args:
+        dataset: The data set.
+        settings: Target spacing, normalisation, cache.
+        num_workers: Processes that collect CT statistics; 0: this one.
 
     Raises:
         VolumeError: A file cannot be read.
@@ -93,7 +98,7 @@ def plan_preprocessing(
     kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind) for kind in kinds]
     if "ct" in kinds:
-        intensities = _intensities(dataset, settings)
+        intensities = _intensities(dataset, settings.cache, num_workers)
         for channel, kind in enumerate(kinds):
             if kind == "ct":
                 channels[channel] = _ct_normalization(intensities[:, channel])
@@ -209,9 +214,9 @@ def _ct_normalization(intensities: npt.NDArray[np.float32]) -> ChannelNormalizat
     )
 
 
-def _intensities(dataset: Dataset, settings: DataSettings) -> npt.NDArray[np.float32]:
+def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.NDArray[np.float32]:
     """Return intensities inside the labels of every case, shape (N, C)."""
-    store = Cache(settings.cache)
+    store = Cache(cache)
     keys = [
         caching.key_of([store.digest(path) for path in (*case.images, case.label)])
         for case in dataset.cases
@@ -223,7 +228,6 @@ def _intensities(dataset: Dataset, settings: DataSettings) -> npt.NDArray[np.flo
     ]
     if missing:
         logger.info("collecting intensities of %d cases", len(missing))
-        num_workers = 0 if settings.num_workers == "auto" else settings.num_workers
         _map(_collect_intensities, missing, num_workers)
     collected = [array for key in keys if (array := store.load_intensities(key)) is not None]
     everything = np.concatenate(collected)

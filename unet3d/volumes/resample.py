@@ -19,6 +19,8 @@ Shape = tuple[int, int, int]
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
+NEGLIGIBLE_WEIGHT = 1e-12
+
 
 def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
     """Return the shape at the target spacing, at least one voxel along each axis.
@@ -122,7 +124,11 @@ def _matrix(size: int, new_size: int, order: Literal[1, 3]) -> torch.Tensor:
         ndimage.zoom(column, new_size / size, order=order, mode="nearest", grid_mode=True)
         for column in np.eye(size)
     ]
-    return torch.from_numpy(np.stack(rows, axis=1).astype(np.float32))
+    matrix = np.stack(rows, axis=1).astype(np.float32)
+    # A spline's weights fade by a factor of four per voxel, down to numbers that slow every
+    # multiplication tenfold and that no float32 result can show.
+    matrix[np.abs(matrix) < NEGLIGIBLE_WEIGHT] = 0
+    return torch.from_numpy(matrix)
 
 
 def _apply(array: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
