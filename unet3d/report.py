@@ -1,0 +1,272 @@
+"""What a person reads after a run: the tables on the terminal and the two pictures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.table import Table
+
+from unet3d.atomic import write_atomically
+from unet3d.evaluation import Evaluation, LabelScore
+
+MIB = 1024**2
+GIB = 1024**3
+MIN_BYTES_IN_GIB = 8 * GIB
+"""From this peak on: in GiB, parameters and gradients of a smaller network come out as 0.00."""
+NOTHING = "–"
+
+# The palette of Okabe and Ito (Color Universal Design, 2008), told apart by colour-blind people.
+BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#C8C8C8"
+
+PARTS = (
+    ("parameters", BLUE),
+    ("gradients", SKY),
+    ("optimizer", GREEN),
+    ("activations", ORANGE),
+)
+REST = "rest of the peak"
+LABEL_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
+LABEL_STYLES = ("-", "--")
+MAX_NAMED_LABELS = len(LABEL_COLOURS) * len(LABEL_STYLES)
+
+PICTURE_WIDTH_INCHES = 9.0
+DOTS_PER_INCH = 120
+
+
+def memory_table(record: Mapping[str, Any]) -> Table:
+    """Return the memory of each slot as a table for the terminal.
+
+    Args:
+        record: What :func:`unet3d.memory.memory_record` returns.
+    """
+    slots = record["slots"]
+    unit, unit_bytes = _unit(slots)
+    table = Table(
+        title=f"Memory in training ({unit}), parallel mode {record['parallel']}",
+        caption=" ".join(_memory_notes(slots)),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,  # the column divider is a space already
+    )
+    table.add_column("slot", justify="right", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    table.add_column("blocks", min_width=len("decoder.4.up …"))
+    # Broken by hand, so that the table fits a terminal of 80 characters.
+    numbers = ("parameters", "gradients", "optimizer", "acti-\nvations", "peak", "device\ntotal")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    for slot in slots:
+        measured = slot["measured"]
+        values = [measured[f"{name}_bytes"] for name, _ in PARTS]
+        values += [measured["peak_bytes"], slot["device_bytes"]]
+        cells = [_amount(value, unit_bytes) for value in values]
+        table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
+    return table
+
+
+def evaluation_table(evaluation: Evaluation) -> Table:
+    """Return the scores of each case, and their means, as a table for the terminal.
+
+    Args:
+        evaluation: What :func:`unet3d.evaluation.evaluate` returns.
+    """
+    table = Table(
+        title="Predictions compared with labels",
+        caption=f"Mean Dice over the labels: {evaluation.mean_dice:.4f}",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("case")
+    for name in ("label", "Dice", "HD95\n(mm)", "predicted\n(mL)", "labelled\n(mL)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for case in evaluation.cases:
+        _add_scores(table, case.name, case.scores)
+    if len(evaluation.cases) > 1:
+        means = {value: evaluation.mean(value) for value in evaluation.label_values}
+        _add_scores(table, f"mean of {len(evaluation.cases)} cases", means)
+    return table
+
+
+def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
+    """Draw the memory of each slot as a bar.
+
+    Args:
+        record: What :func:`unet3d.memory.memory_record` returns.
+        path: A PNG file; one of that name is replaced.
+    """
+    slots = record["slots"]
+    unit, unit_bytes = _unit(slots)
+    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 1.9 + 0.85 * len(slots)), layout="constrained")
+    axes = figure.add_subplot()
+    rows = [_bar(slot, slots) for slot in slots]
+    left = [0.0] * len(slots)
+    for part, colour in (*PARTS, (REST, GREY)):
+        widths = [row[part] / unit_bytes for row in rows]
+        axes.barh(range(len(slots)), widths, 0.5, left, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    peaks = [slot["measured"]["peak_bytes"] / unit_bytes for slot in slots]
+    axes.scatter(peaks, range(len(slots)), s=420, marker="|", color="black", label="peak")
+    for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        numbers = [f"{part} {_amount(row[part], unit_bytes)}" for part, _ in PARTS]
+        peak = _amount(slot["measured"]["peak_bytes"], unit_bytes)
+        total = _amount(slot["device_bytes"], unit_bytes)
+        axes.annotate(
+            f"{',  '.join(numbers)};  peak {peak} of {total} {unit}",
+            (0, index + 0.29),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+        )
+    names = [f"slot {s['slot']} on {s['device']}\n{_range(s['blocks'])}" for s in slots]
+    axes.set_yticks(range(len(slots)), names)
+    axes.set_ylim(len(slots) - 0.35, -0.45)  # slot 0 on top
+    axes.set_xlim(0, max([*left, *peaks]) * 1.04 or 1)
+    axes.set_xlabel("\n".join([unit, *_memory_notes(slots)]))
+    axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    _write(figure, path)
+
+
+def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw loss, Dice and learning rate over the epochs.
+
+    Args:
+        metrics: One line of ``metrics.jsonl`` for each epoch; lines of epochs with a validation
+            also hold ``dice`` (label to Dice, or None) and ``mean_dice``.
+        path: A PNG file; one of that name is replaced.
+    """
+    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 8.0), layout="constrained")
+    loss_axes, dice_axes, rate_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
+    epochs = [line["epoch"] for line in metrics]
+    marker = "o" if len(metrics) < 2 else ""  # one point makes no line
+    loss_axes.plot(epochs, [_number(line["loss"]) for line in metrics], color=BLUE, marker=marker)
+    loss_axes.set_ylabel("training loss")
+    loss_axes.set_title("Progress of the training")
+    _draw_dice(dice_axes, [line for line in metrics if line.get("dice") is not None])
+    rates = [_number(line["learning_rate"]) for line in metrics]
+    rate_axes.plot(epochs, rates, color="black", linewidth=1, marker=marker)
+    rate_axes.set_ylabel("learning rate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.set_xlabel("epoch")
+    rate_axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axes in (loss_axes, dice_axes, rate_axes):
+        axes.grid(color="#E5E5E5", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    _write(figure, path)
+
+
+def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
+    axes.set_ylabel("Dice in validation")
+    axes.set_ylim(0, 1)
+    if not validations:
+        axes.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=axes.transAxes)
+        return
+    epochs = [line["epoch"] for line in validations]
+    labels = list(dict.fromkeys(label for line in validations for label in line["dice"]))
+    named = len(labels) <= MAX_NAMED_LABELS
+    for index, label in enumerate(labels):
+        values = [_number(line["dice"].get(label)) for line in validations]
+        style, colour = divmod(index, len(LABEL_COLOURS))
+        axes.plot(
+            epochs,
+            values,
+            color=LABEL_COLOURS[colour] if named else GREY,
+            linestyle=LABEL_STYLES[style] if named else "-",
+            linewidth=1.5 if named else 0.8,
+            marker="o",
+            markersize=3 if named else 0,
+            label=_with_last(str(label), values) if named else None,
+        )
+    means = [_number(line["mean_dice"]) for line in validations]
+    text = "mean" if named else f"mean of {len(labels)} labels"
+    axes.plot(
+        epochs,
+        means,
+        color="black",
+        linewidth=3,
+        zorder=1.5 if named else 3,  # behind the lines that can be told apart
+        marker="o",
+        markersize=5,
+        label=_with_last(text, means),
+    )
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=9)
+
+
+def _with_last(name: str, values: Sequence[float]) -> str:
+    last = NOTHING if math.isnan(values[-1]) else f"{values[-1]:.3f}"
+    return f"{name}  {last}".replace("$", r"\$")  # matplotlib would read a formula
+
+
+def _bar(slot: Mapping[str, Any], slots: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the bytes of each part of a slot's bar.
+
+    What a GPU's peak holds beyond the counted parts is work space, shared by the slots on it.
+    """
+    counted = sum(
+        other["measured"][f"{part}_bytes"]
+        for other in slots
+        if other["device"] == slot["device"]
+        for part, _ in PARTS
+    )
+    bar = {part: slot["measured"][f"{part}_bytes"] for part, _ in PARTS}
+    bar[REST] = max(0, slot["measured"]["peak_bytes"] - counted)
+    return bar
+
+
+def _memory_notes(slots: Sequence[Mapping[str, Any]]) -> list[str]:
+    devices = [slot["device"] for slot in slots]
+    notes = []
+    if "cpu" in devices:
+        notes.append("On a CPU the peak is the sum of what is counted: a lower bound.")
+    if any(device != "cpu" and devices.count(device) > 1 for device in devices):
+        notes.append("Slots that share a GPU each show the peak of the whole GPU.")
+    return notes
+
+
+def _unit(slots: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
+    peak_bytes = max(slot["measured"]["peak_bytes"] for slot in slots)
+    return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
+
+
+def _amount(num_bytes: int, unit_bytes: int) -> str:
+    amount = num_bytes / unit_bytes
+    if amount >= 100:
+        return f"{amount:,.0f}"
+    if 0 < amount < 0.001:
+        return "<0.001"
+    return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def _add_scores(table: Table, name: str, scores: Mapping[int, LabelScore]) -> None:
+    for index, (value, score) in enumerate(scores.items()):
+        table.add_row(
+            name if index == 0 else "",
+            str(value),
+            NOTHING if score.dice is None else f"{score.dice:.4f}",
+            NOTHING if score.hd95_mm is None else f"{score.hd95_mm:.2f}",
+            f"{score.prediction_ml:.3f}",
+            f"{score.label_ml:.3f}",
+            end_section=index == len(scores) - 1,
+        )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    FigureCanvasAgg(figure)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))
