@@ -1,0 +1,28 @@
+# make demo: install into .venv, then train, predict and evaluate on the built-in phantom data.
+# make test: install into .venv, then everything that CI checks.
+# PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test clean
+
+demo: .venv/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
+
+test: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+# The stamp is the last thing written, so that an interrupted installation is begun again.
+.venv/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("unet3d needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv demo build dist
