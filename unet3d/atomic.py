@@ -27,7 +27,7 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp lets nobody else read
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        Path(temporary).unlink(missing_ok=True)  # an interruption may come after the rename
         raise
 
 

@@ -5,17 +5,19 @@ A configuration file is YAML with the sections below and holds only what differs
 ``config.yaml`` in its folder.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from unet3d.errors import ConfigError
+from unet3d.schema import explain, known_setting
 
-Positive = Annotated[int, Field(gt=0)]
+# Strict, or `yes` would be taken for 1.
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = tuple[Positive, Positive, Positive]
 Spacing = tuple[
     Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
@@ -26,7 +28,15 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """A group of settings: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty(cls, value: Any) -> Any:
+        """Take a section whose every line is a comment, which YAML reads as null."""
+        return {} if value is None else value
 
 
 class PhantomSettings(Section):
@@ -44,15 +54,15 @@ class DataSettings(Section):
     dataset: Path | None = None
     """Folder or dataset.json; none: the phantom data."""
     phantom: PhantomSettings = PhantomSettings()
-    fold: Annotated[int, Field(ge=0)] = 0
-    num_folds: Annotated[int, Field(ge=2)] = 5
+    fold: Count = 0
+    num_folds: Annotated[int, Field(ge=2, strict=True)] = 5
     spacing_mm: Literal["median", "native"] | Spacing = "median"
     """Target spacing: the data set's median, each case's own, or three numbers."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """auto follows the channel names in dataset.json: CT, else z-score per case."""
     cache: Path | None = None
     """Folder of the prepared arrays; none: the user's cache folder."""
-    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    num_workers: Count | Literal["auto"] = "auto"
     """Processes that cut and augment patches; 0: in the training process."""
 
 
@@ -95,12 +105,21 @@ class ModelSettings(Section):
     base_channels: Positive = 32
     """Channels at level 0; they double at each level."""
     max_channels: Positive = 320
-    num_levels: Annotated[int, Field(ge=2, le=8)] | Literal["auto"] = "auto"
+    num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
     """auto: until an axis would fall below 4 voxels, at most 6."""
     channels: tuple[Positive, ...] | None = None
     """Channels of each level, instead of the three settings above."""
     norm: Literal["instance", "group", "batch"] = "instance"
     deep_supervision: bool = False
+
+    @field_validator("channels")
+    @classmethod
+    def _levels(cls, channels: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if channels is not None and not 2 <= len(channels) <= 8:
+            raise ValueError(
+                f"model.channels names {len(channels)} level(s); give channels for 2 to 8"
+            )
+        return channels
 
 
 class TrainingSettings(Section):
@@ -124,7 +143,7 @@ class TrainingSettings(Section):
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
     """The latest checkpoint is at most this old (and one step); each validation writes one too."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Count = 0
 
 
 class ParallelSettings(Section):
@@ -204,9 +223,9 @@ class Config(Section):
         """Read what :meth:`to_yaml` wrote.
 
         Raises:
-            ConfigError: It holds unknown keys or refused values.
+            ConfigError: It is no YAML, or holds unknown keys or refused values.
         """
-        return _validated(yaml.safe_load(text), "stored settings")
+        return _validated(_parsed(text, "stored settings"), "stored settings")
 
     def to_yaml(self) -> str:
         """Return every setting as YAML that :func:`load_config` reads back."""
@@ -219,51 +238,58 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     Args:
         path: A YAML file, or None for the defaults.
         overrides: ``section.key=value`` strings; values are YAML (``[32,32,32]``, ``true``) and
-            later ones win. A comma-separated list needs no brackets.
+            later ones win. A comma-separated list needs no brackets; a path is taken as it stands.
 
     Raises:
         ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
             are named at once.
     """
+    source = "settings" if path is None else str(path)
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml.safe_load(path.read_text())
+            tree = _parsed(path.read_text(encoding="utf-8"), source)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not a text file"
             raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-        except yaml.YAMLError as error:
-            raise ConfigError(
-                f"{path} is not valid YAML: {' '.join(str(error).split())}"
-            ) from error
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"{path} holds a {type(loaded).__name__}; it needs sections and keys")
-        tree = loaded or {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
             raise ConfigError(f"--set {override}: write section.key=value")
-        _put(tree, key.strip(), _value_of(text))
-    return _validated(tree, str(path) if path else "settings")
+        _put(tree, key.strip(), _value_of(key.strip(), text))
+    return _validated(tree, source)
 
 
-def _value_of(text: str) -> Any:
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")
+    return tree or {}
+
+
+def _value_of(key: str, text: str) -> Any:
+    if Path in get_args(known_setting(Config, key.split("."))[1]):
+        return None if text in ("", "null") else text  # it may hold a comma or a #
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set value {text!r} is not valid YAML") from error
-    if isinstance(value, str) and "," in value:
-        return [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+        if isinstance(value, str) and "," in value:
+            return [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--set {key}: the value {text!r} is not valid YAML") from error
     return value
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     for section in sections:
-        below = tree.setdefault(section, {})
-        if not isinstance(below, dict):
-            raise ConfigError(f"{key}: {section} is a setting, not a section")
-        tree = below
+        if tree.get(section) is None:
+            tree[section] = {}
+        if not isinstance(tree[section], dict):
+            raise ConfigError(f"cannot set {key}: {section} is {tree[section]!r}, not a section")
+        tree = tree[section]
     tree[last] = value
 
 
@@ -271,35 +297,4 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        problems = dict.fromkeys(_describe(dict(item)) for item in error.errors())
-        raise ConfigError(f"{source}: " + "; ".join(problems)) from error
-
-
-def _describe(problem: dict[str, Any]) -> str:
-    location = [str(name) for name in problem["loc"]]
-    path, section = _known_path(location)
-    key = ".".join(path)
-    if problem["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(location[-1], section.model_fields, n=1, cutoff=0.5)
-        known = (
-            f"did you mean {close[0]}?" if close else f"known: {', '.join(section.model_fields)}"
-        )
-        return f"unknown setting {'.'.join(location)}, {known}"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if not key:
-        return message
-    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
-
-
-def _known_path(location: list[str]) -> tuple[list[str], type[BaseModel]]:
-    """Drop pydantic's union branches from a location; return it with its innermost section."""
-    section: type[BaseModel] = Config
-    path: list[str] = []
-    for name in location:
-        field = section.model_fields.get(name)
-        if field is None:
-            break
-        path.append(name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            section = field.annotation
-    return path, section
+        raise ConfigError(f"{source}: " + "; ".join(explain(error, Config, tree))) from error

@@ -73,7 +73,7 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
     report_findings(check_headers(dataset))
-    preprocessing, fingerprint = plan_preprocessing(dataset, config.data)
+    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
     whole = config.patches.size == "whole"
     if isinstance(config.patches.size, str):
         size = fingerprint.shape

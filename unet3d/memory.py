@@ -74,7 +74,7 @@ class MemoryMeter:
 
         Args:
             slots: Where the network's blocks are.
-            module: The network; the storages of its parameters are not activations.
+            module: The network; the storages of its parameters and buffers are not activations.
         """
         self._slots = list(slots)
         self._module = module
@@ -85,6 +85,7 @@ class MemoryMeter:
         """Forget earlier peaks."""
         for kept in self._kept.values():
             kept.peak = kept.now
+        self._gradients_bytes = dict.fromkeys(self._gradients_bytes, 0)
         for device in self._gpus():
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -97,7 +98,8 @@ class MemoryMeter:
             slot: Whose forward pass runs in the context.
         """
         kept = self._kept[slot.index]
-        owned = {value.untyped_storage().data_ptr() for value in self._module.parameters()}
+        own = [*self._module.parameters(), *self._module.buffers()]
+        owned = {value.untyped_storage().data_ptr() for value in own}
 
         def pack(tensor: Tensor) -> "_Saved":
             return _Saved(tensor, kept, tensor.untyped_storage().data_ptr() not in owned)

@@ -45,6 +45,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             remove_leftovers(self.path)
+            self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror}") from error
 

@@ -58,10 +58,10 @@ class Topology:
             CheckpointError: The values are not those of a topology.
         """
         try:
-            lists = {"channels": tuple(values["channels"])}
-            lists["strides"] = tuple(tuple(stride) for stride in values["strides"])
-            return cls(**{**values, **lists})
-        except (KeyError, TypeError) as error:
+            channels = tuple(values["channels"])
+            strides = tuple((x, y, z) for x, y, z in values["strides"])
+            return cls(**{**values, "channels": channels, "strides": strides})
+        except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the checkpoint describes no network we know: {error}"
             ) from error
@@ -88,22 +88,22 @@ def plan_topology(
         num_classes: Classes, the background included.
 
     Raises:
-        ConfigError: More levels are asked for than the patch can be halved.
+        ConfigError: More levels are asked for than the patch can be halved to, or it cannot be
+            halved at all.
     """
     strides = _strides(size, spacing_mm)
     wanted = len(settings.channels) if settings.channels else settings.num_levels
-    if wanted != "auto":
-        if wanted > len(strides):
-            raise ConfigError(
-                f"the model has {wanted} levels but a patch of {'x'.join(map(str, size))} voxels "
-                f"can be halved to {len(strides)}; use fewer levels or a larger patch"
-            )
-        strides = strides[:wanted]
-    else:
-        strides = strides[:MAX_LEVELS]
+    num_levels = min(max(len(strides), 2), MAX_LEVELS) if wanted == "auto" else wanted
+    if num_levels > len(strides):
+        raise ConfigError(
+            f"the model has {num_levels} levels but a patch of {'x'.join(map(str, size))} voxels "
+            f"gives {len(strides)}, for no axis is halved below {MIN_VOXELS} voxels; "
+            "use fewer levels (at least 2) or a larger patch"
+        )
+    strides = strides[:num_levels]
     channels = settings.channels or tuple(
         min(settings.base_channels * 2**level, settings.max_channels)
-        for level in range(len(strides))
+        for level in range(num_levels)
     )
     return Topology(
         in_channels=in_channels,

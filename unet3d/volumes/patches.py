@@ -12,6 +12,7 @@ Position of a patch along one axis::
 
 import math
 import multiprocessing
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -200,6 +201,7 @@ class PatchLoader:
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
+            worker_init_fn=_leave_signals_to_parent,
             multiprocessing_context=context,
             # The loader draws a seed at every epoch: not from the global generator, which is ours
             # to save and restore.
@@ -226,6 +228,11 @@ class PatchLoader:
                 "a process that cuts patches died; give the container more shared memory "
                 f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
             ) from error
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ignore Ctrl-C, which a terminal sends to workers too: the parent wants to save first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Steps(Sampler[Step]):
