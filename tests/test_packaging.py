@@ -1,0 +1,147 @@
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from unet3d import __version__
+from unet3d.cli import commands
+from unet3d.config import load_config
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md")]
+HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
+
+
+def python(*arguments, **options):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import unet3d",
+        "import unet3d.cli",
+        "from unet3d.cli import commands; commands(['--help'], standalone_mode=False)",
+        "from unet3d.cli import commands; commands(['train', '--help'], standalone_mode=False)",
+    ],
+)
+def test_loads_nothing_heavy(statement):
+    report = f"import sys; print('heavy:', [m for m in {HEAVY} if m in sys.modules])"
+    assert python("-c", f"{statement}; {report}").endswith("heavy: []\n")
+
+
+@pytest.mark.parametrize("arguments", [["-m", "unet3d"], [str(ROOT / "cli.py")]])
+def test_every_way_to_start_it_is_the_same_program(arguments):
+    assert python(*arguments, "--version", cwd=ROOT) == f"unet3d {__version__}\n"
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
+    # In a copy: building writes beside the sources.
+    for name in ("pyproject.toml", "README.md", "LICENSE", "cli.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("unet3d", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    python("-c", build, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"unet3d-{__version__}-py3-none-any.whl"
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "unet3d").rglob("*.py")}
+    metadata = f"unet3d-{__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(metadata)} == sources
+    assert f"{metadata}licenses/LICENSE" in names
+
+
+def test_every_dependency_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = {
+        line.partition("==")[0].lower()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in wanted}
+    assert names <= pins
+
+
+def instructions():
+    """The Dockerfile's instructions, continued lines joined, comments left out."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    return [line.split(maxsplit=1) for line in text.replace("\\\n", " ").splitlines() if line]
+
+
+def test_the_image_gets_what_the_dockerfile_copies():
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = [name for word, rest in instructions() if word == "COPY" for name in rest.split()[:-1]]
+    assert "unet3d" in copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert f"!{name}" in ignored
+
+
+def test_a_change_of_code_does_not_install_the_dependencies_again():
+    words = [f"{word} {rest}" for word, rest in instructions()]
+    (dependencies,) = (i for i, line in enumerate(words) if "-r requirements.txt" in line)
+    (code,) = (i for i, line in enumerate(words) if line == "COPY unet3d unet3d")
+    assert dependencies < code
+    assert [rest for word, rest in instructions() if word == "USER"] == ["unet3d"]
+    assert '["unet3d"]' in [rest for word, rest in instructions() if word == "ENTRYPOINT"]
+
+
+def command_lines():
+    """Each ``unet3d ...`` line that the documents and configurations tell the reader to run."""
+    for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
+        text = re.sub(r"\\\n#? *", "", document.read_text())
+        for line in text.splitlines():
+            match = re.match(r"(?:#\s+)?(?:docker run .* )?(unet3d (?!=).*)", line)
+            if match and "..." not in line:
+                yield pytest.param(match[1], id=f"{document.name}: {match[1]}")
+
+
+@pytest.mark.parametrize("line", list(command_lines()))
+def test_the_documents_show_commands_that_exist(line):
+    arguments = shlex.split(line, comments=True)[1:]
+    if arguments == ["--help"]:
+        return
+    command = commands.get_command(None, arguments[0])
+    assert command is not None, arguments[0]
+    parsed = command.make_context(arguments[0], arguments[1:]).params
+    # The settings that they change exist, and the configurations that they name.
+    config = parsed.get("config_path")
+    load_config(ROOT / config if config else None, parsed.get("overrides", ()))
+
+
+def test_there_are_commands_in_the_documents():
+    shown = {parameter.values[0].split()[1] for parameter in command_lines()}
+    assert {"train", "predict", "evaluate", "check"} <= shown
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document):
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    for link in links:
+        if not link.startswith("http"):
+            assert (document.parent / link).exists(), link
+
+
+def test_the_python_of_the_readme_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    check = "assert logits.shape == (2, 3, 64, 64, 32) and loss.total.isfinite()"
+    python("-W", "error", "-c", code + check, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def test_the_scripts_can_be_run():
+    for name in (".ci/run", "tools/demo.sh"):
+        assert os.access(ROOT / name, os.X_OK)
+        subprocess.run(["bash", "-n", ROOT / name], check=True)
