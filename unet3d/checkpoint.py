@@ -17,7 +17,7 @@ from torch import Tensor
 from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
-from unet3d.errors import CheckpointError
+from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d
 from unet3d.volumes.preprocess import Preprocessing
 
@@ -84,8 +84,12 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
     }
     try:
         write_atomically(path, lambda file: torch.save(content, file))
-    except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {path}: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:
+        # torch.save hides an error of the file, such as a full disk, behind one of its own.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(f"cannot write the checkpoint {path}: {cause.strerror}") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -97,30 +101,50 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: The file is missing, damaged, or not a checkpoint of ours.
     """
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{path} is not a checkpoint, or is damaged: {str(error).splitlines()[0]}"
-        ) from error
-    if not isinstance(content, dict) or "format" not in content:
+    content = _read(path)
+    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
         raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
     if content["format"] != FORMAT:
         raise CheckpointError(
             f"{path} has checkpoint format {content['format']}, written by unet3d "
             f"{content.get('unet3d')}; this is unet3d {__version__}, which reads format {FORMAT}"
         )
-    patch_size = content["patch_size"]
-    return Checkpoint(
-        topology=Topology.from_dict(content["topology"]),
-        preprocessing=Preprocessing.from_dict(content["preprocessing"]),
-        patch_size=tuple(patch_size) if patch_size else None,
-        config=Config.from_yaml(content["config"]),
-        model=content["model"],
-        training=content["training"],
-    )
+    try:
+        patch_size = content["patch_size"]
+        return Checkpoint(
+            topology=Topology.from_dict(content["topology"]),
+            preprocessing=Preprocessing.from_dict(content["preprocessing"]),
+            patch_size=tuple(patch_size) if patch_size else None,
+            config=Config.from_yaml(content["config"]),
+            model=content["model"],
+            training=content["training"],
+        )
+    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise CheckpointError(
+            f"{path} is of another version of unet3d (it was written by "
+            f"{content.get('unet3d')}): {reason}"
+        ) from error
+
+
+def _read(path: Path) -> Any:
+    """Return what a file of torch.save holds, if every byte is as it was written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch.load does not compare the checksums of tensors
+        if damaged is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} is refused: it holds more than tensors, numbers and strings, "
+            "and so could run code"
+        ) from error
+    except Exception as error:  # both readers can raise anything at such bytes
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {reason}") from error
+    raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
 
 
 def _to_cpu(value: Any) -> Any:

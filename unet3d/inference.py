@@ -57,6 +57,9 @@ def predict_logits(
     size = tuple(image.shape[1:])
     wanted = size if window == "whole" else window
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
+    if (x, y, z) == strides:
+        # The lowest level would be one voxel, whose instance norm is not defined.
+        x, y, z = 2 * x, 2 * y, 2 * z
     padded, corner = _pad_to(image, (x, y, z))
     try:
         logits = _blend(executor, padded, (x, y, z), overlap, batch_size)
@@ -78,7 +81,7 @@ def window_starts(size: int, window: int, overlap: float) -> list[int]:
         window: Voxels of a window.
         overlap: Least share of a window that its neighbour covers again.
     """
-    step = max(1, math.floor(window * (1 - overlap)))
+    step = max(1, math.floor(window * (1 - overlap) + 1e-6))  # 20 * (1 - 0.9) is just below 2
     num_windows = math.ceil((size - window) / step) + 1
     if num_windows == 1:
         return [0]

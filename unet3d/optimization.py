@@ -40,7 +40,10 @@ class Optimization:
             self.optimizer = torch.optim.AdamW(
                 parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
             )
-        self.scaler = torch.amp.GradScaler(enabled=precision == "float16")
+        first = parameters[0].device
+        self.scaler = torch.amp.GradScaler(first.type, enabled=precision == "float16")
+        # The executor scales the loss itself; the scaler must be told where its numbers live.
+        self.scaler.scale(torch.zeros((), device=first))
 
     @property
     def scale(self) -> float:
@@ -52,7 +55,7 @@ class Optimization:
         """Return the rate of one step.
 
         Args:
-            step: From 0.
+            step: From 0 to below ``num_steps``.
             num_steps: Of the whole training.
         """
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER

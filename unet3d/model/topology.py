@@ -102,8 +102,7 @@ def plan_topology(
         )
     strides = strides[:num_levels]
     channels = settings.channels or tuple(
-        min(settings.base_channels * 2**level, settings.max_channels)
-        for level in range(num_levels)
+        min(settings.base_channels * 2**level, settings.max_channels) for level in range(num_levels)
     )
     return Topology(
         in_channels=in_channels,

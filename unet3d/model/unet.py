@@ -154,8 +154,8 @@ class UNet3d(nn.Module):
             image: (N, C, X, Y, Z).
 
         Raises:
-            VolumeError: The channels are not the network's, or an axis is no multiple of its
-                total stride.
+            VolumeError: The channels are not the network's, an axis is no multiple of its total
+                stride, or the lowest level would be a single voxel.
         """
         channels, *size = image.shape[1:]
         if channels != self.topology.in_channels:
@@ -163,12 +163,16 @@ class UNet3d(nn.Module):
                 f"the image has {channels} channels but the network was built for "
                 f"{self.topology.in_channels}"
             )
-        if any(
-            voxels % step for voxels, step in zip(size, self.topology.total_stride, strict=True)
-        ):
+        strides = self.topology.total_stride
+        if any(voxels % step for voxels, step in zip(size, strides, strict=True)):
             raise VolumeError(
                 f"an image of {'x'.join(map(str, size))} voxels does not divide by the network's "
-                f"strides {'x'.join(map(str, self.topology.total_stride))}; pad it first"
+                f"strides {'x'.join(map(str, strides))}; pad it first"
+            )
+        if tuple(size) == strides:
+            raise VolumeError(
+                f"an image of {'x'.join(map(str, size))} voxels is one voxel at the network's "
+                "lowest level, which cannot be normalised; pad it first"
             )
 
     def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:

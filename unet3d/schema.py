@@ -1,0 +1,115 @@
+"""What a tree of settings allows, and what is wrong with one, in words for its user.
+
+Pydantic's own messages speak of its types, and name every branch of a setting that allows several.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+_NOUNS = {int: "whole number", float: "number", str: "name", Path: "path"}
+_LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
+
+
+def explain(error: ValidationError, model: type[BaseModel], tree: Any) -> list[str]:
+    """Return one phrase for each setting that was refused.
+
+    Args:
+        error: Of ``model.model_validate(tree)``.
+        model: The settings; its nested models are their sections.
+        tree: What was validated.
+    """
+    return list(dict.fromkeys(_describe(dict(item), model, tree) for item in error.errors()))
+
+
+def known_setting(model: type[BaseModel], location: Iterable[Any]) -> tuple[list[str], Any]:
+    """Follow a location as far as it names settings.
+
+    Args:
+        model: The settings.
+        location: Names of sections, of a setting, and perhaps of what lies in its value.
+
+    Returns:
+        The names that are known, and the type of the last one.
+    """
+    path: list[str] = []
+    hint: Any = model
+    for name in location:
+        if not _is_section(hint) or name not in hint.model_fields:
+            break
+        path.append(name)
+        hint = get_type_hints(hint, include_extras=True)[name]
+    return path, hint
+
+
+def _describe(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str:
+    if problem["type"] == "value_error":  # of a validator of ours
+        return str(problem["ctx"]["error"])
+    path, hint = known_setting(model, problem["loc"])
+    if problem["type"] in ("extra_forbidden", "invalid_key"):
+        name = str(problem["loc"][-1])
+        return f"unknown setting {'.'.join([*path, name])}, {_suggestion(name, path, hint, model)}"
+    for name in path:
+        tree = tree[name]
+    return f"{'.'.join(path)} is {tree!r}; give {_in_words(hint)}"
+
+
+def _suggestion(
+    name: str, path: list[str], section: type[BaseModel], model: type[BaseModel]
+) -> str:
+    elsewhere = [key for key in _settings(model) if key.split(".")[-1] == name]
+    close = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.5)
+    if elsewhere or close:
+        return f"did you mean {elsewhere[0] if elsewhere else '.'.join([*path, close[0]])}?"
+    return f"known: {', '.join(section.model_fields)}"
+
+
+def _settings(section: type[BaseModel]) -> Iterator[str]:
+    hints = get_type_hints(section, include_extras=True)
+    for name in section.model_fields:
+        if _is_section(hints[name]):
+            yield from (f"{name}.{key}" for key in _settings(hints[name]))
+        else:
+            yield name
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)
+
+
+def _in_words(hint: Any, many: bool = False) -> str:
+    """Say what the type of a setting allows."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = [
+            f"{words} {getattr(limit, name):g}"
+            for limit in arguments[1].metadata
+            for name, words in _LIMITS.items()
+            if hasattr(limit, name)
+        ]
+        return f"{_in_words(arguments[0], many)} {' and '.join(limits)}"
+    if origin is Literal:
+        return _any_of(arguments)
+    if origin in (Union, UnionType):
+        return _any_of(
+            word
+            for branch in arguments
+            for word in (get_args(branch) if get_origin(branch) is Literal else [_in_words(branch)])
+        )
+    if origin is tuple:
+        quantity = "a list of" if arguments[-1] is ... else {2: "two", 3: "three"}[len(arguments)]
+        return f"{quantity} {_in_words(arguments[0], many=True)}"
+    if _is_section(hint):
+        return f"a section with settings such as {', '.join(list(hint.model_fields)[:3])}"
+    if hint in (bool, NoneType):
+        return "true or false" if hint is bool else "null"
+    return f"{_NOUNS[hint]}s" if many else f"a {_NOUNS[hint]}"
+
+
+def _any_of(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
