@@ -1,0 +1,159 @@
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from unet3d.model.blocks import (
+    Block,
+    ConvUnit,
+    Head,
+    ResidualUnit,
+    Upsample,
+    make_norm,
+    run_blocks,
+)
+
+
+class Add(nn.Module):
+    """Adds its inputs and a number, and remembers which tensors were alive."""
+
+    def __init__(self, number: float, seen: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.number = number
+        self.seen = seen
+        self.alive: list[bool] = []
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        gc.collect()
+        self.alive = [reference() is not None for reference in self.seen]
+        out = sum(inputs) + self.number
+        self.seen.append(weakref.ref(out))
+        return out
+
+
+def test_blocks_run_in_order_and_only_what_is_kept_comes_back() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    blocks = [
+        Block("a", Add(1, seen), ("image",)),
+        Block("b", Add(10, seen), ("a",)),
+        Block("c", Add(100, seen), ("a", "b")),
+        Block("d", Add(1000, seen), ("c", "image")),
+    ]
+    result = run_blocks(blocks, {"image": torch.zeros(2)}, ["d", "b"])
+    assert {name: value.tolist() for name, value in result.items()} == {
+        "b": [11.0, 11.0],
+        "d": [1112.0, 1112.0],
+    }
+
+
+def test_a_tensor_is_freed_after_its_last_reader() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    modules = [Add(1, seen) for _ in range(5)]
+    blocks = [
+        Block("a", modules[0], ("image",)),
+        Block("b", modules[1], ("a",)),
+        Block("c", modules[2], ("b",)),
+        Block("d", modules[3], ("a", "c", "a")),  # one that reads a tensor twice
+        Block("e", modules[4], ("d",)),
+    ]
+    run_blocks(blocks, {"image": torch.zeros(2)}, ["e"])
+    assert modules[3].alive == [True, False, True]  # a is still to be read, b is not
+    assert modules[4].alive == [False, False, False, True]
+
+
+def test_the_callers_tensors_are_left_alone() -> None:
+    tensors = {"image": torch.zeros(1), "unused": torch.ones(1)}
+    run_blocks([Block("a", nn.Identity(), ("image",))], tensors, ["a"])
+    assert set(tensors) == {"image", "unused"}
+
+
+def image(channels: int = 3, size: tuple[int, int, int] = (6, 4, 8)) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, channels, *size, generator=generator, dtype=torch.float64)
+
+
+def closed_form_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    mean = x.mean((2, 3, 4), keepdim=True)
+    variance = ((x - mean) ** 2).mean((2, 3, 4), keepdim=True)
+    shape = (1, -1, 1, 1, 1)
+    return (x - mean) / (variance + 1e-5).sqrt() * weight.view(shape) + bias.view(shape)
+
+
+def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
+    unit = ConvUnit(3, 4, (2, 1, 2), "instance").double()
+    nn.init.normal_(unit.norm.weight)
+    nn.init.normal_(unit.norm.bias)
+    x = image()
+    plain = F.conv3d(x, unit.conv.weight, unit.conv.bias, (2, 1, 2), padding=1)
+    normed = closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias)
+    expected = torch.where(normed > 0, normed, 0.01 * normed)
+    assert expected.shape == (2, 4, 3, 4, 4)
+    torch.testing.assert_close(unit(x), expected)
+
+
+def test_a_conv_unit_joins_its_inputs_along_the_channels() -> None:
+    unit = ConvUnit(5, 4, (1, 1, 1), "instance").double()
+    x = image(5)
+    torch.testing.assert_close(unit(x[:, :2], x[:, 2:]), unit(x))
+
+
+def test_a_residual_unit_adds_its_input() -> None:
+    unit = ResidualUnit(3, 3, (1, 1, 1), "instance").double()
+    nn.init.zeros_(unit.norm.weight)  # what is added is then nothing
+    x = image()
+    torch.testing.assert_close(unit(x), F.leaky_relu(x, 0.01))
+
+
+def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None:
+    unit = ResidualUnit(3, 5, (2, 2, 1), "instance").double()
+    nn.init.zeros_(unit.norm.weight)
+    x = image()
+    projection, norm = unit.shortcut[1]
+    averaged = x.unfold(2, 2, 2).unfold(3, 2, 2).mean((-1, -2))
+    projected = torch.einsum("nixyz,oi->noxyz", averaged, projection.weight[:, :, 0, 0, 0])
+    expected = F.leaky_relu(closed_form_instance_norm(projected, norm.weight, norm.bias), 0.01)
+    torch.testing.assert_close(unit(x), expected)
+
+
+def test_an_input_is_not_changed_by_the_in_place_activation() -> None:
+    for unit in (ConvUnit(3, 3, (1, 1, 1), "group"), ResidualUnit(3, 3, (1, 1, 1), "instance")):
+        x = image()
+        before = x.clone()
+        unit.double()(x)
+        assert torch.equal(x, before)
+
+
+def test_upsampling_makes_each_voxel_a_small_block() -> None:
+    up = Upsample(3, 2, (2, 1, 2)).double()
+    x = image()
+    out = up(x)
+    assert out.shape == (2, 2, 12, 4, 16)
+    for i, j, k in ((0, 0, 0), (1, 0, 0), (1, 0, 1)):
+        expected = torch.einsum("nixyz,io->noxyz", x, up.weight[:, :, i, j, k])
+        expected = expected + up.bias.view(1, -1, 1, 1, 1)
+        torch.testing.assert_close(out[:, :, i::2, j::1, k::2], expected)
+
+
+def test_a_head_mixes_channels_only() -> None:
+    head = Head(3, 2).double()
+    x = image()
+    expected = torch.einsum("nixyz,oi->noxyz", x, head.weight[:, :, 0, 0, 0])
+    torch.testing.assert_close(head(x), expected + head.bias.view(1, -1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(("channels", "num_groups"), [(32, 8), (12, 4), (6, 2), (5, 1)])
+def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> None:
+    norm = make_norm("group", channels)
+    assert isinstance(norm, nn.GroupNorm)
+    assert norm.num_groups == num_groups
+
+
+def test_only_batch_norm_mixes_samples() -> None:
+    for name, mixes in (("instance", False), ("group", False), ("batch", True)):
+        unit = ConvUnit(3, 4, (1, 1, 1), name).double()
+        x = image()
+        together, alone = unit(x)[:1], unit(x[:1])
+        assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12) != mixes, name

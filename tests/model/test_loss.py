@@ -1,0 +1,190 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from monai.losses import DiceCELoss
+from torch import Tensor
+
+from unet3d.model import LossTerms, dice_cross_entropy
+
+
+def make_batch(
+    num_classes: int, num_samples: int = 3, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_classes)
+    shape = (num_samples, num_classes, 6, 5, 7)
+    logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+    target = torch.randint(0, num_classes, (num_samples, 6, 5, 7), generator=generator)
+    return logits, target
+
+
+def monai_loss(logits: Tensor, target: Tensor) -> Tensor:
+    loss = DiceCELoss(
+        include_background=False,
+        to_onehot_y=True,
+        softmax=True,
+        smooth_nr=1e-5,
+        smooth_dr=1e-5,
+    )
+    return loss(logits, target.unsqueeze(1))
+
+
+def gradient(loss: Tensor, logits: Tensor) -> Tensor:
+    (result,) = torch.autograd.grad(loss, logits)
+    return result
+
+
+@pytest.mark.parametrize("num_classes", [2, 3, 6])
+def test_loss_and_gradient_are_monais(num_classes: int) -> None:
+    logits, target = make_batch(num_classes)
+    logits.requires_grad_()
+    ours, theirs = dice_cross_entropy(logits, target).total, monai_loss(logits, target)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient(ours, logits), gradient(theirs, logits), rtol=1e-10, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("present", [(0,), (0, 2), (1,)], ids=str)
+def test_classes_without_a_voxel_are_monais_too(present: tuple[int, ...]) -> None:
+    logits, target = make_batch(4)
+    target = torch.tensor(present)[target % len(present)]
+    torch.testing.assert_close(
+        dice_cross_entropy(logits, target).total, monai_loss(logits, target), rtol=1e-12, atol=0
+    )
+
+
+def test_an_empty_class_that_is_not_predicted_costs_nothing() -> None:
+    target = torch.zeros(1, 4, 4, 4, dtype=torch.long)
+    logits = torch.zeros(1, 2, 4, 4, 4, dtype=torch.float64)
+    logits[:, 0] = 100
+    terms = dice_cross_entropy(logits, target)
+    assert terms.dice.item() == pytest.approx(0, abs=1e-12)
+    assert terms.total.item() == pytest.approx(0, abs=1e-12)
+
+
+def test_known_values() -> None:
+    """Even logits, half of the voxels labelled: p = 1/2, so 2 * n/4 over n/2 + n/2."""
+    target = torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
+    target[:, :2] = 1
+    terms = dice_cross_entropy(torch.zeros(1, 2, 4, 4, 4, dtype=torch.float64), target)
+    assert terms.cross_entropy.item() == pytest.approx(math.log(2))
+    assert terms.dice.item() == pytest.approx(0.5, abs=1e-6)
+    assert terms.total.item() == pytest.approx(math.log(2) + 0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_taken_in_float32(dtype: torch.dtype) -> None:
+    logits, target = make_batch(3, dtype=dtype)
+    logits.requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    loss, expected = dice_cross_entropy(logits, target).total, monai_loss(exact, target)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    found = gradient(loss, logits)
+    assert found.dtype == dtype
+    # One rounding, to as many bits as the type has.
+    wanted = gradient(expected, exact)
+    torch.testing.assert_close(found.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
+    logits, target = make_batch(3)
+    expected = dice_cross_entropy(logits, target).total
+    assert torch.equal(dice_cross_entropy(logits, target.to(dtype)).total, expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
+def test_weighted_micro_batches_add_up_exactly(sizes: tuple[int, ...]) -> None:
+    logits, target = make_batch(3, num_samples=5)
+    whole = dice_cross_entropy(logits, target)
+    portions = [
+        dice_cross_entropy(some, labels).weighted(len(some) / 5)
+        for some, labels in zip(logits.split(sizes), target.split(sizes), strict=True)
+    ]
+    total = sum(portions[1:], start=portions[0])
+    for name in ("total", "dice", "cross_entropy"):
+        torch.testing.assert_close(
+            getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0
+        )
+
+
+def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:
+    generator = torch.Generator().manual_seed(5)
+    target = torch.randint(0, 3, (2, 8, 8, 4), generator=generator)
+    sizes = [(8, 8, 4), (4, 4, 4), (2, 2, 2)]  # Z is not halved at first
+    steps = [(1, 1, 1), (2, 2, 1), (4, 4, 2)]
+    logits = [torch.randn(2, 3, *size, generator=generator, dtype=torch.float64) for size in sizes]
+
+    terms = dice_cross_entropy(logits, target)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for level, step, weight in zip(logits, steps, (4 / 7, 2 / 7, 1 / 7), strict=True):
+        coarse = torch.empty(level[:, 0].shape, dtype=torch.long)
+        for x in range(level.shape[2]):
+            for y in range(level.shape[3]):
+                for z in range(level.shape[4]):
+                    coarse[:, x, y, z] = target[:, x * step[0], y * step[1], z * step[2]]
+        expected += weight * monai_loss(level, coarse)
+    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(terms.total, terms.dice + terms.cross_entropy)
+
+
+def test_a_single_level_in_a_list_is_that_level() -> None:
+    logits, target = make_batch(3)
+    alone, listed = dice_cross_entropy(logits, target), dice_cross_entropy([logits], target)
+    assert torch.equal(alone.total, listed.total)
+
+
+def test_the_loss_stays_where_the_logits_are() -> None:
+    """No value is fetched: on the meta device there is none, and no other device takes part."""
+    logits = [torch.zeros(2, 3, n, n, n, device="meta", requires_grad=True) for n in (8, 4)]
+    target = torch.zeros(2, 8, 8, 8, dtype=torch.uint8, device="meta")
+    terms = dice_cross_entropy(logits, target)
+    assert {terms.total.device, terms.dice.device, terms.cross_entropy.device} == {
+        torch.device("meta")
+    }
+    assert gradient(terms.total, logits[0]).device == torch.device("meta")
+
+
+@pytest.mark.gpu
+def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it() -> None:
+    logits, target = (value.cuda() for value in make_batch(3))
+    logits.requires_grad_()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        terms = dice_cross_entropy([logits, logits[:, :, ::2]], target)
+        found = gradient(terms.total, logits)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert {terms.total.device.type, found.device.type} == {"cuda"}
+
+
+def test_descending_the_gradient_finds_the_labels() -> None:
+    _, target = make_batch(3, num_samples=1)
+    logits = torch.zeros(1, 3, 6, 5, 7, dtype=torch.float64, requires_grad=True)
+    losses = []
+    for _ in range(20):
+        loss = dice_cross_entropy(logits, target).total
+        losses.append(loss.item())
+        with torch.no_grad():
+            logits -= 50 * gradient(loss, logits)
+    assert all(after < before for before, after in pairwise(losses))
+    assert torch.equal(logits.argmax(1), target)
+
+
+def test_terms_add_weigh_and_detach() -> None:
+    def terms(value: float) -> LossTerms:
+        return LossTerms(*(torch.tensor(value * k, requires_grad=True) for k in (3.0, 1.0, 2.0)))
+
+    total = terms(1.0).weighted(0.5) + terms(10.0)
+    assert [value.item() for value in (total.total, total.dice, total.cross_entropy)] == [
+        31.5,
+        10.5,
+        21.0,
+    ]
+    assert total.total.requires_grad
+    assert not total.detached().total.requires_grad
