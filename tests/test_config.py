@@ -131,7 +131,7 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("trainig.epochs=3", "unknown setting trainig, did you mean training?"),
         ("zzz=3", "unknown setting zzz, known: data, patches, model, training, parallel"),
         ("data.phantom.zzz=3", "unknown setting data.phantom.zzz, known: num_cases, shape"),
-        ("training.accumulation_steps=3", "training.accumulation_steps is 3 but a batch has 2 "),
+        ("training.micro_batches=3", "training.micro_batches is 3 but a batch has 2 "),
         ("training.epochs", "--set training.epochs: write section.key=value"),
         ("model.channels=8,[16", "--set model.channels: the value '8,[16' is not valid YAML"),
         ("training.epochs=2024-99-99", "'2024-99-99' is not valid YAML"),
@@ -165,7 +165,7 @@ def test_every_setting_can_say_what_it_allows() -> None:
 
 
 def test_batch_norm_with_accumulation_is_refused_with_the_reason() -> None:
-    message = refusal("model.norm=batch", "training.accumulation_steps=2")
+    message = refusal("model.norm=batch", "training.micro_batches=2")
     assert "statistics" in message and "use model.norm=instance" in message
 
 

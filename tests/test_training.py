@@ -106,7 +106,7 @@ def test_two_devices_and_accumulation_train_the_same_network(
         cache,
         "parallel.mode=model",
         "parallel.devices=cpu,cpu",
-        "training.accumulation_steps=2",
+        "training.micro_batches=2",
         "training.precision=float64",
     )
     run(config, tmp_path / "spread")

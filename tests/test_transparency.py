@@ -1,5 +1,7 @@
 """Every way of spreading the network gives the plain network's loss and gradients."""
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,27 +41,31 @@ def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
 
 
-@pytest.mark.parametrize("options", [{}, {"encoder": "residual"}, {"norm": "group"}], ids=str)
-@pytest.mark.parametrize("deep_supervision", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("num_devices", "cuts"), [(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))]
 )
-@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(1, 1), (3, 1), (3, 2), (5, 3)])
+@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(1, 1), (3, 2), (5, 3), (5, 5)])
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
 def test_spreading_is_transparent(
-    options: dict[str, str],
-    deep_supervision: bool,
+    options: dict[str, object],
     num_devices: int,
     cuts: tuple[int, ...] | None,
     num_samples: int,
     num_micro_batches: int,
+    schedule: Literal["1f1b", "all-forward"],
 ) -> None:
-    topology = make_topology(deep_supervision=deep_supervision, **options)
+    topology = make_topology(**options)
     image, target = make_batch(num_samples)
     loss, gradients, plain = plain_gradients(topology, image, target)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     devices = (torch.device("cpu"),) * num_devices
-    executor = parallelize(model, Layout(devices, cuts, num_micro_batches))
+    executor = parallelize(model, Layout(devices, cuts, num_micro_batches, None, schedule))
 
     terms = executor.forward_backward(image, target, dice_cross_entropy)
 

@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from unet3d.interruption import Interrupted
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    if debug:  # taken wherever it stands, for it is added last, after an error
+        arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
         sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
     except click.exceptions.Exit as ending:
@@ -42,9 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except Unet3dError as error:
-        if "--debug" in arguments:
+        if debug:
             raise
-        click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+        _show(error)
+        sys.exit(1)
+    except OSError as error:  # such as a full disk, in the middle of a run
+        if debug:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        click.echo(f"Error: {place}{error.strerror or error}; --debug shows where", err=True)
         sys.exit(1)
     except Interrupted as interruption:
         click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
@@ -105,6 +114,12 @@ def config_options(function: Function) -> Function:
 @click.argument("dataset", type=FILE, required=False)
 @config_options
 @placement_options
+@click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
+@click.option(
+    "--micro-batches",
+    type=click.IntRange(min=1),
+    help="Portions of a batch; pipelined over the devices of --parallel model.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
 @click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
@@ -117,6 +132,8 @@ def train(
     overrides: tuple[str, ...],
     parallel: str | None,
     devices: str | None,
+    batch_size: int | None,
+    micro_batches: int | None,
     epochs: int | None,
     fold: int | None,
     output: Path | None,
@@ -142,6 +159,8 @@ def train(
                 "data.dataset": dataset and dataset.absolute(),
                 "parallel.mode": parallel,
                 "parallel.devices": devices,
+                "training.batch_size": batch_size,
+                "training.micro_batches": micro_batches,
                 "training.epochs": epochs,
                 "data.fold": fold,
                 "training.seed": seed,
@@ -165,6 +184,7 @@ def train(
     console.print(
         f"Best mean Dice {dice}. Checkpoints, metrics and pictures: {folder.path}",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 
@@ -216,13 +236,15 @@ def predict(
                 "parallel.mode": parallel or _mode_for(devices),
                 "parallel.devices": devices,
                 "inference.window": window or checkpoint.config.inference.window,
-                "inference.overlap": overlap or checkpoint.config.inference.overlap,
+                "inference.overlap": (
+                    checkpoint.config.inference.overlap if overlap is None else overlap
+                ),
                 "inference.batch_size": checkpoint.config.inference.batch_size,
             }
         ),
     )
     preprocessing = checkpoint.preprocessing
-    scans = find_scans(images, output, len(preprocessing.channels), overwrite)
+    scans = find_scans(images, output, len(preprocessing.channels), overwrite, statistics)
     predictor = Predictor(checkpoint, settings.parallel, settings.inference)
     names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
     del names[preprocessing.label_values[0]]
@@ -239,7 +261,7 @@ def predict(
             # One bad scan does not keep the others of a folder from being segmented.
             if len(scans) == 1:
                 raise
-            click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+            _show(error)
             failures.append(str(scan.images[0]))
             continue
         click.echo(f"{scan.images[0]} -> {scan.output} ({time.monotonic() - began:.1f} s)")
@@ -286,6 +308,10 @@ def check(dataset: Path, json_path: Path | None) -> None:
     if num_errors:
         raise DatasetError(f"{dataset}: {summary}; mend the errors before training")
     click.echo(summary)
+
+
+def _show(error: Unet3dError) -> None:
+    click.echo(f"Error: {' '.join(str(error).split())}", err=True)
 
 
 def _changes(values: dict[str, Any]) -> list[str]:

@@ -127,8 +127,8 @@ class TrainingSettings(Section):
 
     epochs: Positive = 100
     batch_size: Positive = 2
-    accumulation_steps: Positive = 1
-    """Equal portions of a batch that go through the network one after another."""
+    micro_batches: Positive = 1
+    """Portions of a batch: one after another on one device, pipelined over several."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
     """The start of the polynomial decay (power 0.9)."""
@@ -152,6 +152,8 @@ class ParallelSettings(Section):
     mode: Literal["none", "model"] = "none"
     devices: tuple[str, ...] | None = None
     """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
+    schedule: Literal["1f1b", "all-forward"] = "1f1b"
+    """When each micro-batch runs where; all-forward keeps all their activations."""
     cuts: tuple[Positive, ...] | None = None
     """Where the block list is cut; none: encoder | decoder for two devices, else equal work."""
 
@@ -191,15 +193,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.training.accumulation_steps > self.training.batch_size:
+        if self.training.micro_batches > self.training.batch_size:
             raise ValueError(
-                f"training.accumulation_steps is {self.training.accumulation_steps} but a batch "
-                f"has {self.training.batch_size} patches; use at most one step per patch"
+                f"training.micro_batches is {self.training.micro_batches} but a batch "
+                f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
             )
-        if self.model.norm == "batch" and self.training.accumulation_steps > 1:
+        if self.model.norm == "batch" and self.training.micro_batches > 1:
             raise ValueError(
-                "model.norm=batch with training.accumulation_steps "
-                f"{self.training.accumulation_steps} would take its statistics from portions of "
+                "model.norm=batch with training.micro_batches "
+                f"{self.training.micro_batches} would take its statistics from portions of "
                 "the batch and train another network; use model.norm=instance"
             )
         return self

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from unet3d.config import Config, Shape
 from unet3d.errors import DatasetError
 from unet3d.model import Topology, plan_topology
+from unet3d.model.topology import MIN_VOXELS
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
+from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.phantom import write_phantom_dataset
 from unet3d.volumes.preprocess import Preprocessing, plan_preprocessing, prepare_cases
 
@@ -88,7 +90,9 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
         len(preprocessing.channels),
         len(preprocessing.label_values),
     )
-    patch_size = None if whole else _multiple_of(size, topology.total_stride)
+    patch_size = None if whole else padded_shape(size, topology.total_stride)
+    if patch_size is not None and config.patches.size == "auto":
+        patch_size = _trimmed(patch_size, topology.total_stride, config.patches.max_voxels)
     return Experiment(
         config=config.with_values(
             {
@@ -150,13 +154,23 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
     if errors:
         named = "; ".join(f"{finding.case}: {finding.message}" for finding in errors[:shown])
         more = f"; and {len(errors) - shown} more" if len(errors) > shown else ""
-        raise DatasetError(f"the data set has {len(errors)} faults: {named}{more}")
+        raise DatasetError(
+            f"the data set has {len(errors)} fault(s), which unet3d check lists: {named}{more}"
+        )
 
 
-def _multiple_of(size: Shape, strides: Shape) -> Shape:
-    x, y, z = (
-        math.ceil(voxels / stride) * stride for voxels, stride in zip(size, strides, strict=True)
-    )
+def _trimmed(size: Shape, strides: Shape, max_voxels: int) -> Shape:
+    """Return a patch that padding to the strides has brought above its budget, back below it.
+
+    The budget gives way where the lowest level would be left with less than its fewest voxels.
+    """
+    trimmed = list(size)
+    while math.prod(trimmed) > max_voxels:
+        axis = max(range(3), key=lambda axis: trimmed[axis] // strides[axis])
+        if trimmed[axis] // strides[axis] <= MIN_VOXELS:
+            break
+        trimmed[axis] -= strides[axis]
+    x, y, z = trimmed
     return x, y, z
 
 

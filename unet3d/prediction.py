@@ -2,10 +2,11 @@
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import torch
 
 from unet3d.atomic import write_atomically
 from unet3d.checkpoint import Checkpoint
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import ConfigError, DoesNotFitError, VolumeError
 from unet3d.inference import predict_logits
 from unet3d.optimization import autocast_dtype, image_dtype
@@ -25,6 +26,7 @@ from unet3d.parallel import (
     resolve_devices,
 )
 from unet3d.volumes.nifti import (
+    SUFFIXES,
     Volume,
     VolumeHeader,
     is_volume_file,
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 SUFFIX = "_seg.nii.gz"
 
+CHANNEL = re.compile(r"(.+)_\d{4}")
+"""How the file of one channel is named, without its ending."""
+
 
 @dataclass(frozen=True)
 class Scan:
@@ -51,6 +56,11 @@ class Scan:
 
     images: tuple[Path, ...]
     output: Path
+
+    @property
+    def statistics(self) -> Path:
+        """Where its statistics go: beside the segmentation."""
+        return self.output.with_name(f"{volume_stem(self.output)}.json")
 
 
 class Predictor:
@@ -98,15 +108,25 @@ class Predictor:
         wanted = len(self.preprocessing.channels)
         if image.header.num_channels != wanted:
             raise VolumeError(
-                f"{image.header.path} has {image.header.num_channels} channels but the network "
+                f"{image.header.path} has {image.header.num_channels} channel(s) but the network "
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
+                f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
         prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
         tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(image_dtype(self.executor))
-        logits = restore_logits(self._logits(tensor), image.header.shape)
-        classes = logits.argmax(0).cpu().numpy()
-        values: npt.NDArray[np.integer[Any]] = np.asarray(self.preprocessing.label_values)[classes]
-        return values
+        classes = self._classes(self._logits(tensor), image.header.shape).numpy()
+        values = self.preprocessing.label_values
+        labels: npt.NDArray[np.integer[Any]] = np.array(values, np.min_scalar_type(max(values)))
+        return labels[classes]
+
+    @staticmethod
+    def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Return the strongest class of each voxel of the scan's own grid, on the CPU."""
+        try:
+            return restore_logits(logits, shape).argmax(0).cpu()
+        except torch.OutOfMemoryError:
+            # The scan's grid may be much finer than the network's.
+            return restore_logits(logits.cpu(), shape).argmax(0)
 
     def _logits(self, image: torch.Tensor) -> torch.Tensor:
         settings = self._inference
@@ -126,46 +146,57 @@ class Predictor:
                 if window[longest] <= 4 * stride:
                     raise
                 window[longest] = (window[longest] + 1) // 2
-                logger.warning("the volume does not fit; trying windows of %s", window)
+                logger.warning(
+                    "the volume does not fit; trying windows of %s", "x".join(map(str, window))
+                )
 
-    def _windows(self, image: torch.Tensor, window: Any) -> torch.Tensor:
+    def _windows(self, image: torch.Tensor, window: Shape | Literal["whole"]) -> torch.Tensor:
         settings = self._inference
         return predict_logits(self.executor, image, window, settings.overlap, settings.batch_size)
 
 
 def find_scans(
-    inputs: Sequence[Path], output: Path | None, num_channels: int, overwrite: bool
+    inputs: Sequence[Path],
+    output: Path | None,
+    num_channels: int,
+    overwrite: bool,
+    statistics: bool = False,
 ) -> list[Scan]:
     """Return what to segment and where to, after a look at all of it.
 
     Args:
-        inputs: Files and folders. In a folder, files named ``case_0000``, ``case_0001``, ... are
-            the channels of one scan where the network wants several.
+        inputs: Files and folders; a folder's own earlier segmentations are left out. Files named
+            ``case_0000``, ``case_0001``, ... are the channels of one scan where the network wants
+            several.
         output: A file for one scan, a folder for any number, None: beside each scan.
         num_channels: Of the network.
         overwrite: Whether existing files may be replaced.
+        statistics: Whether statistics will be written too.
 
     Raises:
         VolumeError: There is nothing to segment, or a channel is missing.
         ConfigError: Outputs exist already, or fall together.
     """
-    groups = [group for path in inputs for group in _groups(path, num_channels)]
-    if output is not None and len(groups) > 1 and is_volume_file(output):
+    groups = _groups(inputs, num_channels)
+    if output is not None and len(groups) > 1 and is_volume_file(output) and not output.is_dir():
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
-    scans = [Scan(images, _output_of(images, num_channels, output)) for images in groups]
+    scans = [Scan(images, _output_of(images, output)) for images in groups]
+    sources = {image.resolve() for scan in scans for image in scan.images}
     by_output: dict[Path, Scan] = {}
     for scan in scans:
+        if not scan.output.name.endswith((".nii", ".nii.gz")):
+            raise ConfigError(f"{scan.output}: name a .nii or .nii.gz file, or a folder")
+        if scan.output.resolve() in sources:
+            raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
         twin = by_output.setdefault(scan.output.resolve(), scan)
         if twin is not scan:
             raise ConfigError(
-                f"{twin.images[0]} and {scan.images[0]} would both be written to {scan.output}"
+                f"{twin.images[0]} and {scan.images[0]} would both be written to {scan.output}; "
+                "segment one of them, or one after the other"
             )
-        if scan.output.exists() and not overwrite:
-            raise ConfigError(f"{scan.output} exists; add --overwrite to replace it")
-        if scan.output.resolve() in {image.resolve() for image in scan.images}:
-            raise ConfigError(f"{scan.output} is the scan itself; choose another --output")
-        if not is_volume_file(scan.output) or not scan.output.name.endswith((".nii", ".nii.gz")):
-            raise ConfigError(f"{scan.output}: name a .nii or .nii.gz file, or a folder")
+        for path in (scan.output, scan.statistics) if statistics else (scan.output,):
+            if path.exists() and not overwrite:
+                raise ConfigError(f"{path} exists; add --overwrite to replace it")
     return scans
 
 
@@ -230,12 +261,18 @@ def label_statistics(
 
 
 def write_statistics(scan: Scan, statistics: dict[str, Any]) -> Path:
-    """Write statistics as JSON beside a segmentation; return the file."""
-    path = scan.output.with_name(volume_stem(scan.output) + ".json")
+    """Write statistics as JSON beside a segmentation; return the file.
+
+    Raises:
+        VolumeError: The file cannot be written.
+    """
     content = {"image": [str(image) for image in scan.images], "labels": statistics}
     text = json.dumps(content, indent=2) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()))
-    return path
+    try:
+        write_atomically(scan.statistics, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise VolumeError(f"cannot write {scan.statistics}: {error.strerror}") from error
+    return scan.statistics
 
 
 def _intensity(values: npt.NDArray[np.float32]) -> dict[str, float]:
@@ -248,35 +285,50 @@ def _intensity(values: npt.NDArray[np.float32]) -> dict[str, float]:
     }
 
 
-def _groups(path: Path, num_channels: int) -> Iterable[tuple[Path, ...]]:
-    if not path.is_dir():
-        return [(path,)]
+def _groups(inputs: Iterable[Path], num_channels: int) -> list[tuple[Path, ...]]:
+    """Return the files of each scan; a file that is named twice counts once."""
+    groups: dict[Path, list[Path]] = {}
+    for path in inputs:
+        for file in _volumes_in(path) if path.is_dir() else (path,):
+            match = CHANNEL.fullmatch(volume_stem(file)) if num_channels > 1 else None
+            group = groups.setdefault(file.with_name(match[1]) if match else file, [])
+            if file not in group:
+                group.append(file)
+    for case, files in groups.items():
+        files.sort()
+        wanted = [f"{case.name}_{channel:04d}" for channel in range(num_channels)]
+        # A single file may hold every channel.
+        if len(files) > 1 and [volume_stem(file) for file in files] != wanted:
+            raise VolumeError(
+                f"{case} has the files {', '.join(file.name for file in files)} but the network "
+                f"wants its {num_channels} channels as {wanted[0]} to {wanted[-1]}"
+            )
+    return [tuple(files) for files in groups.values()]
+
+
+def _volumes_in(folder: Path) -> list[Path]:
     files = sorted(
         file
-        for file in path.iterdir()
+        for file in folder.iterdir()
         if is_volume_file(file)
         and not file.name.startswith(".")
         and not file.name.endswith(SUFFIX)
-        and file.suffix != ".img"  # named by its .hdr
+        and not _has_header_file(file)
     )
     if not files:
-        raise VolumeError(f"{path} holds no volumes to segment")
-    channels: dict[str, list[Path]] = {}
-    for file in files:
-        stem = volume_stem(file)
-        is_channel = num_channels > 1 and len(stem) > 5 and stem[-5] == "_" and stem[-4:].isdigit()
-        channels.setdefault(stem[:-5] if is_channel else stem, []).append(file)
-    for stem, group in channels.items():
-        if len(group) not in (1, num_channels):
-            raise VolumeError(
-                f"{path / stem} has {len(group)} channel files but the network wants {num_channels}"
-            )
-    return [tuple(group) for group in channels.values()]
+        raise VolumeError(f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}")
+    return files
 
 
-def _output_of(images: tuple[Path, ...], num_channels: int, output: Path | None) -> Path:
-    stem = volume_stem(images[0])
-    name = (stem[:-5] if len(images) > 1 else stem) + SUFFIX
+def _has_header_file(file: Path) -> bool:
+    """Tell whether a volume of two files is counted by its other file."""
+    header = {".img": ".hdr", ".IMG": ".HDR"}.get(file.suffix)
+    return header is not None and file.with_suffix(header).exists()
+
+
+def _output_of(images: tuple[Path, ...], output: Path | None) -> Path:
+    match = CHANNEL.fullmatch(volume_stem(images[0])) if len(images) > 1 else None
+    name = (match[1] if match else volume_stem(images[0])) + SUFFIX
     if output is None:
         return images[0].with_name(name)
     if output.is_dir() or not output.suffix:

@@ -100,7 +100,7 @@ class ProgressLine:
         if self._progress.disable:
             logger.info("%s", text)
         elif scores:
-            self._progress.console.print(text, highlight=False)
+            self._progress.console.print(text, highlight=False, markup=False)
 
 
 def duration(seconds: float) -> str:

@@ -113,8 +113,9 @@ def train(
     layout = Layout(
         devices,
         config.parallel.cuts,
-        config.training.accumulation_steps,
+        config.training.micro_batches,
         autocast_dtype(precision),
+        config.parallel.schedule,
     )
     executor = parallelize(model, layout)
     training = _Training(experiment, executor, folder, precision, num_workers)
@@ -416,5 +417,5 @@ def _explain_out_of_memory(error: Exception, experiment: Experiment) -> str:
     return (
         f"a device ran out of memory with patches.size {size} and training.batch_size "
         f"{settings.batch_size} ({reason}); use smaller patches, more "
-        "training.accumulation_steps, or --parallel model with more devices"
+        "training.micro_batches, or --parallel model with more devices"
     )

@@ -15,6 +15,7 @@ from unet3d.parallel.placement import (
     default_precision,
     resolve_devices,
 )
+from unet3d.parallel.schedule import Schedule, all_forward_all_backward, one_forward_one_backward
 
 __all__ = [
     "Executor",
@@ -26,6 +27,12 @@ __all__ = [
     "parallelize",
     "resolve_devices",
 ]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": one_forward_one_backward,
+    "all-forward": all_forward_all_backward,
+}
 
 
 def parallelize(model: UNet3d, layout: Layout) -> Executor:
@@ -41,4 +48,5 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    return PipelineExecutor(model, stages, layout.num_micro_batches, layout.autocast)
+    schedule = SCHEDULES[layout.schedule]
+    return PipelineExecutor(model, stages, layout.num_micro_batches, schedule, layout.autocast)

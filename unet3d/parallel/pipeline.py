@@ -1,4 +1,4 @@
-"""Runs a network as stages, one micro-batch at a time through each.
+"""Runs a network as stages, with several micro-batches in flight.
 
 Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward
 leaves in them is sent to the stage that made them. So the graph of one micro-batch in one stage
@@ -22,8 +22,8 @@ from unet3d.model import LossTerms, UNet3d, run_blocks
 from unet3d.parallel.executor import LossFunction
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.schedule import one_after_another
-from unet3d.parallel.transfer import send
+from unet3d.parallel.schedule import Schedule
+from unet3d.parallel.transfer import Transfer
 
 
 @dataclass
@@ -32,14 +32,15 @@ class _MicroBatch:
 
     target: Tensor
     weight: float
-    tensors: dict[str, Tensor]
-    """Values that some stage will still read, each on the device of the stage that made it."""
+    """Its share of the batch's samples."""
+    arriving: dict[tuple[int, str], Transfer] = field(default_factory=dict)
+    """Per reading stage and tensor, what is on its way there."""
     leaves: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Per stage, its inputs."""
     roots: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Per stage, its outputs with their graph."""
-    gradients: dict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Per tensor, what its readers have sent back, on the device of its maker."""
+    gradients: dict[str, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
+    """Per tensor, what its readers send back to its maker."""
 
 
 class PipelineExecutor:
@@ -50,6 +51,7 @@ class PipelineExecutor:
         module: UNet3d,
         stages: Sequence[Stage],
         num_micro_batches: int,
+        schedule: Schedule,
         autocast: torch.dtype | None,
     ) -> None:
         """Move each stage's parameters to its device.
@@ -58,6 +60,7 @@ class PipelineExecutor:
             module: The network, with all its parameters in one precision.
             stages: Its blocks, divided.
             num_micro_batches: Portions of a training batch.
+            schedule: When each of them runs where.
             autocast: Lower precision on the GPU stages, or None.
 
         Raises:
@@ -74,6 +77,7 @@ class PipelineExecutor:
         self.input_device = stages[0].slot.device
         self.output_device = stages[-1].slot.device
         self.num_micro_batches = num_micro_batches
+        self.schedule = schedule
         self.autocast = autocast
         self.watch_forward: Callable[[Slot], AbstractContextManager[None]] = _watch_nothing
         self._dtype = next(module.parameters()).dtype
@@ -89,14 +93,15 @@ class PipelineExecutor:
         self.module.check_shape(image)
         num_samples = len(image)
         count = min(self.num_micro_batches, num_samples)
-        alive = {
-            index: _MicroBatch(labels, len(portion) / num_samples, {"image": portion})
-            for index, (portion, labels) in enumerate(
-                zip(image.tensor_split(count), target.tensor_split(count), strict=True)
-            )
-        }
+        alive = []
+        for portion, labels in zip(
+            image.tensor_split(count), target.tensor_split(count), strict=True
+        ):
+            micro_batch = _MicroBatch(labels, len(portion) / num_samples)
+            micro_batch.arriving[0, "image"] = Transfer(portion, self.input_device)
+            alive.append(micro_batch)
         terms: list[LossTerms] = []
-        for action in one_after_another(count, len(self.stages)):
+        for action in self.schedule(count, len(self.stages)):
             stage, micro_batch = self.stages[action.stage], alive[action.micro_batch]
             if action.kind == "forward":
                 self._forward(stage, micro_batch)
@@ -104,8 +109,6 @@ class PipelineExecutor:
                     terms.append(self._loss(stage, micro_batch, loss_fn, scale))
             else:
                 self._backward(stage, micro_batch)
-                if action.stage == 0:
-                    del alive[action.micro_batch]
         return sum(terms[1:], start=terms[0])
 
     @torch.no_grad()
@@ -114,7 +117,10 @@ class PipelineExecutor:
         self.module.check_shape(image)
         tensors = {"image": image}
         for index, stage in enumerate(self.stages):
-            received = {name: self._receive(stage, tensors[name]) for name in stage.inputs}
+            received = {
+                name: self._as_input(stage, Transfer(tensors[name], stage.slot.device))
+                for name in stage.inputs
+            }
             read_later = {name for later in self.stages[index + 1 :] for name in later.inputs}
             with self.watch_forward(stage.slot), self._autocast(stage):
                 made = run_blocks(stage.blocks, received, stage.outputs)
@@ -122,40 +128,40 @@ class PipelineExecutor:
         return tensors[self.module.outputs()[0]]
 
     def _forward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
+        number = stage.slot.index
         leaves = {}
         for name in stage.inputs:
-            leaf = self._receive(stage, micro_batch.tensors[name])
+            leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
             leaves[name] = leaf.requires_grad_(name != "image")
         with self.watch_forward(stage.slot), self._autocast(stage):
             made = run_blocks(stage.blocks, leaves, stage.outputs)
-        later = {name for after in self.stages[stage.slot.index + 1 :] for name in after.inputs}
-        micro_batch.tensors = {
-            name: tensor
-            for name, tensor in (micro_batch.tensors | made).items()
-            if name in later or name in self.module.outputs()
-        }
-        micro_batch.leaves[stage.slot.index] = leaves
-        micro_batch.roots[stage.slot.index] = made
+        for later in self.stages[number + 1 :]:
+            for name in stage.outputs:
+                if name in later.inputs:
+                    transfer = Transfer(made[name], later.slot.device)
+                    micro_batch.arriving[later.slot.index, name] = transfer
+        micro_batch.leaves[number] = leaves
+        micro_batch.roots[number] = made
 
     def _loss(
         self, stage: Stage, micro_batch: _MicroBatch, loss_fn: LossFunction, scale: float
     ) -> LossTerms:
         """Take the loss; its gradients with respect to the logits start the way back."""
-        outputs = self.module.outputs()
-        logits = []
-        for name in outputs:
+        logits = {}
+        for name in self.module.outputs():
             # A coarse head may be in an earlier stage than the loss.
-            logit = send(micro_batch.tensors.pop(name), stage.slot.device).requires_grad_()
-            logits.append(logit)
+            made = micro_batch.roots[self._maker[name].slot.index][name]
+            logits[name] = Transfer(made, stage.slot.device).wait().requires_grad_()
+        values = list(logits.values())
         with self.watch_forward(stage.slot):
-            terms = loss_fn(logits if len(logits) > 1 else logits[0], micro_batch.target)
+            terms = loss_fn(values if len(values) > 1 else values[0], micro_batch.target)
         (terms.total * (micro_batch.weight * scale)).backward()  # type: ignore[no-untyped-call]
-        self._send_back(micro_batch, dict(zip(outputs, logits, strict=True)))
+        self._send_back(micro_batch, logits)
         return terms.detached().weighted(micro_batch.weight)
 
     def _backward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
         roots = micro_batch.roots.pop(stage.slot.index)
-        gradients = [sum_of(micro_batch.gradients.pop(name)) for name in roots]
+        gradients = [_sum_of(micro_batch.gradients.pop(name)) for name in roots]
         torch.autograd.backward(list(roots.values()), gradients)
         self._send_back(micro_batch, micro_batch.leaves.pop(stage.slot.index))
 
@@ -163,10 +169,10 @@ class PipelineExecutor:
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 maker = self._maker[name].slot.device
-                micro_batch.gradients[name].append(send(leaf.grad, maker))
+                micro_batch.gradients[name].append(Transfer(leaf.grad, maker))
 
-    def _receive(self, stage: Stage, tensor: Tensor) -> Tensor:
-        received = send(tensor, stage.slot.device)
+    def _as_input(self, stage: Stage, transfer: Transfer) -> Tensor:
+        received = transfer.wait()
         # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
         return received if self._lowers(stage) else received.to(self._dtype)
 
@@ -180,11 +186,11 @@ class PipelineExecutor:
         return torch.autocast("cuda", dtype=self.autocast)
 
 
-def sum_of(gradients: Sequence[Tensor]) -> Tensor:
+def _sum_of(gradients: Sequence[Transfer]) -> Tensor:
     """Add gradients in the order in which they came, so that a run can be repeated."""
-    total = gradients[0]
+    total = gradients[0].wait()
     for gradient in gradients[1:]:
-        total = total + gradient
+        total = total + gradient.wait()
     return total
 
 

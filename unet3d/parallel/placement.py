@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -36,12 +37,14 @@ class Layout:
         cuts: Index in the block list at which each stage but the first starts; None: the default.
         num_micro_batches: Portions that a training batch is divided into, along N.
         autocast: Lower precision for the GPU stages, or None for the network's own.
+        schedule: In which order the micro-batches run.
     """
 
     devices: tuple[torch.device, ...]
     cuts: tuple[int, ...] | None = None
     num_micro_batches: int = 1
     autocast: torch.dtype | None = None
+    schedule: Literal["1f1b", "all-forward"] = "1f1b"
 
 
 def resolve_devices(settings: ParallelSettings) -> tuple[torch.device, ...]:

@@ -1,10 +1,11 @@
 """Which micro-batch runs where, and when: pure functions that know no device.
 
 A schedule is a list of actions in the order in which one process queues them. Devices work
-asynchronously, so two actions on different stages overlap as far as their data allow.
+asynchronously, so two actions on different stages overlap as far as their data allow. In the
+timetables below a column is one unit of time, F2 is micro-batch 2 forward, B2 backward.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,17 +19,82 @@ class Action:
     stage: int
 
 
-def one_after_another(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
-    """Yield each micro-batch's whole forward and backward before the next begins.
+Schedule = Callable[[int, int], Iterator[Action]]
+"""From the numbers of micro-batches and of stages to the actions, each exactly once."""
 
-    One stage works at a time, and one micro-batch's activations are kept. Two stages, two
-    micro-batches (F0 is micro-batch 0 forward)::
 
-        stage 0   F0 .. .. B0 F1 .. .. B1
-        stage 1   .. F0 B0 .. .. F1 B1 ..
+def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
+    """Yield the 1F1B schedule (PipeDream-flush, Narayanan et al., arXiv 2006.09503).
+
+    Each stage starts as many micro-batches as there are stages from it to the end, then
+    alternates: so stage 0 keeps the activations of at most ``num_stages`` micro-batches, the last
+    stage of one, however many there are::
+
+        stage 0   F0 F1 .. B0 F2 B1 F3 B2 .. B3
+        stage 1   .. F0 B0 F1 B1 F2 B2 F3 B3 ..
+
+    With one stage this is gradient accumulation: F0 B0 F1 B1 and so on.
+
+    Args:
+        num_micro_batches: At least 1.
+        num_stages: At least 1.
     """
-    for micro_batch in range(num_micro_batches):
-        for stage in range(num_stages):
-            yield Action("forward", micro_batch, stage)
-        for stage in reversed(range(num_stages)):
-            yield Action("backward", micro_batch, stage)
+    per_stage = []
+    for stage in range(num_stages):
+        ahead = min(num_micro_batches, num_stages - stage)
+        order = [Action("forward", i, stage) for i in range(ahead)]
+        for i in range(num_micro_batches):
+            order.append(Action("backward", i, stage))
+            if i + ahead < num_micro_batches:
+                order.append(Action("forward", i + ahead, stage))
+        per_stage.append(order)
+    return _as_queued(per_stage)
+
+
+def all_forward_all_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
+    """Yield the schedule of GPipe (Huang et al., arXiv 1811.06965), for comparison.
+
+    Every stage keeps the activations of every micro-batch::
+
+        stage 0   F0 F1 F2 F3 .. .. B0 B1 B2 B3
+        stage 1   .. F0 F1 F2 F3 B0 B1 B2 B3 ..
+
+    Args:
+        num_micro_batches: At least 1.
+        num_stages: At least 1.
+    """
+    kinds: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    return _as_queued(
+        [
+            [Action(kind, i, stage) for kind in kinds for i in range(num_micro_batches)]
+            for stage in range(num_stages)
+        ]
+    )
+
+
+def _as_queued(per_stage: Sequence[Sequence[Action]]) -> Iterator[Action]:
+    """Merge the stages' own orders into one, as it would happen if every action took one unit.
+
+    So no device waits for work that the process could have queued earlier.
+    """
+    next_of = [0] * len(per_stage)
+    done: set[Action] = set()
+    while len(done) < sum(map(len, per_stage)):
+        now = []
+        for stage, order in enumerate(per_stage):
+            if next_of[stage] < len(order):
+                action = order[next_of[stage]]
+                if _needs(action, len(per_stage)) <= done:
+                    now.append(action)
+                    next_of[stage] += 1
+        yield from now
+        done.update(now)
+
+
+def _needs(action: Action, num_stages: int) -> set[Action]:
+    """Return what must have been done before on other stages, or on this one."""
+    if action.kind == "forward":
+        return {Action("forward", action.micro_batch, action.stage - 1)} if action.stage else set()
+    if action.stage == num_stages - 1:
+        return {Action("forward", action.micro_batch, action.stage)}
+    return {Action("backward", action.micro_batch, action.stage + 1)}

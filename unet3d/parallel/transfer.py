@@ -1,17 +1,71 @@
-"""Copies of tensors between the devices of two stages."""
+"""Copies of tensors between the devices of two stages, on streams of their own.
+
+Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor is there,
+but the reader's stream waits for it only where the reader is queued: a wait that is queued as
+soon as the copy is issued would also hold up the work that the reader's device still does for
+other micro-batches::
+
+    GPU 0 compute   F0 ─┬─ F1 ────┬─ ...
+    GPU 0 copy          └─ copy 0 └─ copy 1
+    GPU 1 compute                 └─ (wait) F0 ─ B0 ─ (wait) F1 ...
+
+To and from a CPU the same calls are plain copies.
+"""
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor's values on another device, without its graph.
+class Transfer:
+    """One tensor on its way to a device."""
 
-    Between GPUs and onto a GPU the copy is queued, and later work on either device's current
-    stream waits for it by itself. A copy to the CPU is complete on return.
+    def __init__(self, tensor: Tensor, device: torch.device) -> None:
+        """Start the copy.
 
-    Args:
-        tensor: Any; it is returned itself, detached, where it is already on the device.
-        device: Where to.
+        Args:
+            tensor: Its values are sent, without its graph; where it is on the device already,
+                nothing is copied.
+            device: Where to.
+        """
+        self._arrived: torch.cuda.Event | None = None
+        source = tensor.detach()
+        if source.device == device:
+            self._tensor = source
+        elif source.device.type == "cuda" and device.type == "cuda":
+            self._tensor = self._between_gpus(source, device)
+        else:
+            self._tensor = source.to(device)
+
+    def wait(self) -> Tensor:
+        """Return the tensor; work queued from now on its device's current stream sees it."""
+        if self._arrived is not None:
+            stream = torch.cuda.current_stream(self._tensor.device)
+            stream.wait_event(self._arrived)
+            # Its memory belongs to the copy stream, which must not reuse it before this reader.
+            self._tensor.record_stream(stream)
+        return self._tensor
+
+    def _between_gpus(self, source: Tensor, device: torch.device) -> Tensor:
+        sending, receiving = _copy_streams(source.device, device)
+        sending.wait_stream(torch.cuda.current_stream(source.device))
+        with torch.cuda.stream(sending), torch.cuda.stream(receiving):
+            # PyTorch copies on the source's current stream and makes the target's wait for it.
+            copy = torch.empty_like(source, device=device).copy_(source, non_blocking=True)
+            self._arrived = receiving.record_event()
+        # The allocator must not hand the source's memory out again before it has been read.
+        source.record_stream(sending)
+        return copy
+
+
+@cache
+def _copy_streams(
+    source: torch.device, target: torch.device
+) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the streams of one direction between two GPUs, one on each.
+
+    Each direction has its own: on shared ones, gradients on their way back would hold up the next
+    micro-batch's activations.
     """
-    return tensor.detach().to(device, non_blocking=device.type == "cuda")
+    return torch.cuda.Stream(source), torch.cuda.Stream(target)  # type: ignore[no-untyped-call]

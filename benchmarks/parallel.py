@@ -1,0 +1,194 @@
+"""One training step of the same network and batch, spread in different ways, in one process.
+
+    python benchmarks/parallel.py --devices 0,1 --shape 192,192,192 --batch-size 8 --json out.json
+    python benchmarks/parallel.py --devices cpu,cpu --shape 32,32,32 --batch-size 2 --channels 4,8
+
+Times are medians of steps after a warm-up, each from an idle machine to an idle machine, forward,
+backward and optimizer included. ``limit`` is the time that the pipeline would take if each stage
+were always busy but for filling and draining: with a and b the measured times of one micro-batch
+through each of two stages, (a + b) + (m - 1) max(a, b).
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d.config import ModelSettings, ParallelSettings
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.parallel import Executor, Layout, default_precision, parallelize, resolve_devices
+from unet3d.parallel.partition import balanced_cuts, block_flops
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--devices", default="0,1")
+    parser.add_argument("--shape", default="192,192,192")
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--channels", default="32,64,128,256,320,320")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--cuts", action="append", default=[], help="a cut to try besides")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def synchronize() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+class Bench:
+    """One network, one batch, and ways to train on it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        names = tuple(arguments.devices.split(","))
+        self.devices = resolve_devices(ParallelSettings(mode="model", devices=names))
+        x, y, z = (int(size) for size in arguments.shape.split(","))
+        channels = tuple(int(count) for count in arguments.channels.split(","))
+        settings = ModelSettings(channels=channels)
+        self.topology = plan_topology(settings, (x, y, z), (1.0, 1.0, 1.0), 1, 3)
+        torch.manual_seed(0)
+        self.image = torch.randn(arguments.batch_size, 1, x, y, z)
+        self.target = torch.randint(3, (arguments.batch_size, x, y, z), dtype=torch.uint8)
+        self.precision = default_precision(self.devices)
+        self.autocast = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision)
+        self.rows: list[dict[str, Any]] = []
+
+    def measure(
+        self,
+        name: str,
+        devices: tuple[torch.device, ...],
+        num_micro_batches: int,
+        cuts: tuple[int, ...] | None = None,
+        schedule: Any = "1f1b",
+    ) -> dict[str, Any]:
+        """Time one way, or note that it does not fit."""
+        row: dict[str, Any] = {"name": name, "cuts": cuts, "num_micro_batches": num_micro_batches}
+        self.rows.append(row)
+        try:
+            torch.manual_seed(0)
+            layout = Layout(devices, cuts, num_micro_batches, self.autocast, schedule)
+            executor = parallelize(UNet3d(self.topology), layout)
+            row.update(self._timed(executor))
+        except torch.OutOfMemoryError:
+            row["seconds"] = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(row, file=sys.stderr)
+        return row
+
+    def _timed(self, executor: Executor) -> dict[str, Any]:
+        optimizer = torch.optim.SGD(executor.module.parameters(), lr=1e-3, momentum=0.9)
+        image = self.image.to(executor.input_device)
+        target = self.target.to(executor.output_device)
+        gpus = {slot.device for slot in executor.slots if slot.device.type == "cuda"}
+        seconds = []
+        for step in range(self.arguments.warmup + self.arguments.steps):
+            if step == self.arguments.warmup:
+                for gpu in gpus:
+                    torch.cuda.reset_peak_memory_stats(gpu)
+            synchronize()
+            began = time.perf_counter()
+            executor.forward_backward(image, target, dice_cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            synchronize()
+            if step >= self.arguments.warmup:
+                seconds.append(time.perf_counter() - began)
+        peaks = [torch.cuda.max_memory_allocated(gpu) for gpu in sorted(gpus, key=str)]
+        return {
+            "seconds": statistics.median(seconds),
+            "all_seconds": seconds,
+            "peak_gib": [
+                torch.cuda.max_memory_allocated(gpu) / 2**30 for gpu in sorted(gpus, key=str)
+            ],
+        }
+
+    def stage_seconds(self, cuts: tuple[int, ...] | None) -> list[float]:
+        """Time one micro-batch through each stage, forward and backward, nothing else running."""
+        layout = Layout(self.devices, cuts, 1, self.autocast)
+        executor: Any = parallelize(UNet3d(self.topology), layout)
+        totals = [0.0] * len(self.devices)
+        image = self.image[:1].to(executor.input_device)
+        target = self.target[:1].to(executor.output_device)
+        forward, backward = executor._forward, executor._backward
+
+        def clocked(function: Any) -> Any:
+            def run(stage: Any, micro_batch: Any) -> None:
+                synchronize()
+                began = time.perf_counter()
+                function(stage, micro_batch)
+                synchronize()
+                totals[stage.slot.index] += time.perf_counter() - began
+
+            return run
+
+        executor._forward, executor._backward = clocked(forward), clocked(backward)
+        for step in range(4):
+            if step == 1:
+                totals = [0.0] * len(self.devices)
+            executor.forward_backward(image, target, dice_cross_entropy)
+        return [total / 3 for total in totals]
+
+
+def main() -> None:
+    """Run every way and print the table."""
+    arguments = parse_arguments()
+    bench = Bench(arguments)
+    batch, devices = arguments.batch_size, bench.devices
+    one = devices[:1]
+    whole = bench.measure("one device, whole batch", one, 1)
+    accumulated = bench.measure("one device, accumulated", one, batch)
+    bench.measure("stages in turn (naive)", devices, 1)
+    model = UNet3d(bench.topology)
+    x, y, z = (4 * stride for stride in bench.topology.total_stride)
+    by_flops = balanced_cuts(block_flops(model, (x, y, z)), len(devices))
+    tried: list[tuple[str, tuple[int, ...] | None]] = [("encoder | decoder", None)]
+    tried.append((f"equal operations {by_flops}", by_flops))
+    tried += [(f"cut {cut}", tuple(map(int, cut.split(",")))) for cut in arguments.cuts]
+    for name, cuts in tried:
+        row = bench.measure(f"1F1B, {name}", devices, batch, cuts)
+        stages = bench.stage_seconds(cuts)
+        row["stage_seconds"] = stages
+        row["limit_seconds"] = sum(stages) + (batch - 1) * max(stages)
+    bench.measure("all forward, all backward", devices, batch, schedule="all-forward")
+    best = min(row["seconds"] for row in (whole, accumulated) if row["seconds"])
+    print(f"{'':44} {'ms':>8} {'best 1':>7} {'accum.':>7} {'limit':>6}  peak GiB")
+    for row in bench.rows:
+        if row["seconds"] is None:
+            print(f"{row['name']:44} does not fit")
+            continue
+        limit = f"{row['limit_seconds'] / row['seconds']:.2f}" if "limit_seconds" in row else ""
+        peaks = " ".join(f"{peak:.1f}" for peak in row["peak_gib"])
+        print(
+            f"{row['name']:44} {1000 * row['seconds']:8.1f} {best / row['seconds']:6.2f}x "
+            f"{accumulated['seconds'] / row['seconds']:6.2f}x {limit:>6}  {peaks}"
+        )
+    gpus = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
+    record = {
+        "command": " ".join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "devices": gpus,
+        "precision": bench.precision,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+        "rows": bench.rows,
+    }
+    if arguments.json:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
