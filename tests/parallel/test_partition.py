@@ -1,0 +1,135 @@
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from unet3d.config import ModelSettings
+from unet3d.errors import DeviceError
+from unet3d.model import Block, UNet3d, plan_topology
+from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.partition import balanced_cuts, block_flops, default_cuts, make_stages
+
+CPU = torch.device("cpu")
+
+
+def make_model(**options: object) -> UNet3d:
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    return UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 2))
+
+
+def dearest(costs: list[int], cuts: tuple[int, ...]) -> int:
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_balanced_cuts_are_as_good_as_the_best_of_all(seed: int) -> None:
+    generator = random.Random(seed)
+    num_blocks = generator.randint(2, 9)
+    costs = [generator.choice([0, 1, 1, 5, 40]) for _ in range(num_blocks)]
+    for num_stages in range(1, num_blocks + 1):
+        cuts = balanced_cuts(costs, num_stages)
+        assert len(cuts) == num_stages - 1
+        assert all(a < b for a, b in itertools.pairwise((0, *cuts, num_blocks)))
+        best = min(
+            dearest(costs, choice)
+            for choice in itertools.combinations(range(1, num_blocks), num_stages - 1)
+        )
+        assert dearest(costs, cuts) == best
+
+
+def test_the_default_for_two_devices_is_encoder_and_decoder() -> None:
+    model = make_model()
+    (cut,) = default_cuts(model, 2)
+    names = [block.name for block in model.blocks()]
+    assert all(name.startswith("encoder.") for name in names[:cut])
+    assert not any(name.startswith("encoder.") for name in names[cut:])
+    assert default_cuts(model, 1) == ()
+
+
+@pytest.mark.parametrize("num_stages", [3, 4, 7])
+def test_the_default_for_more_balances_multiplications(num_stages: int) -> None:
+    model = make_model()
+    costs = list(block_flops(model, (16, 16, 16)))
+    cuts = default_cuts(model, num_stages)
+    assert cuts == balanced_cuts(costs, num_stages)
+    assert len(cuts) == num_stages - 1
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    model = make_model()
+    num_blocks = len(model.blocks())
+    assert len(default_cuts(model, num_blocks)) == num_blocks - 1
+    with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices for a network of .* blocks"):
+        parallelize(model, Layout((CPU,) * (num_blocks + 1)))
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "cuts"),
+    [(2, ()), (1, (3,)), (2, (3, 5)), (3, (5, 3)), (3, (3, 3)), (2, (0,)), (2, (13,)), (2, (-1,))],
+)
+def test_cuts_that_do_not_fit_are_refused(num_devices: int, cuts: tuple[int, ...]) -> None:
+    model = make_model()
+    assert len(model.blocks()) == 13
+    with pytest.raises(DeviceError, match="do not divide 13 blocks over") as caught:
+        parallelize(model, Layout((CPU,) * num_devices, cuts))
+    assert "\n" not in str(caught.value)
+
+
+def test_stages_say_what_they_read_and_what_is_read_of_them() -> None:
+    names = {
+        "a": ("image",),
+        "b": ("a",),
+        "c": ("b", "image"),
+        "d": ("c", "a"),
+        "e": ("d", "c"),
+    }
+    blocks = [Block(name, nn.Identity(), inputs) for name, inputs in names.items()]
+    devices = [CPU, torch.device("meta"), CPU]
+    stages = make_stages(blocks, devices, [2, 4], ["e", "b"])
+    assert [stage.inputs for stage in stages] == [("image",), ("b", "image", "a"), ("d", "c")]
+    assert [stage.outputs for stage in stages] == [("a", "b"), ("c", "d"), ("e",)]
+    assert [stage.slot.blocks for stage in stages] == [("a", "b"), ("c", "d"), ("e",)]
+    assert [stage.slot.index for stage in stages] == [0, 1, 2]
+    assert [stage.slot.device for stage in stages] == devices
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"encoder": "residual"}, {"deep_supervision": True}], ids=str
+)
+def test_every_cut_lets_exactly_what_is_needed_cross(options: dict[str, object]) -> None:
+    """Checked by running each stage on what the earlier ones put out, and nothing else."""
+    model = make_model(**options)
+    blocks = model.blocks()
+    for cut in range(1, len(blocks)):
+        first, second = make_stages(blocks, [CPU, CPU], [cut], model.outputs())
+        assert first.blocks + second.blocks == blocks
+        assert first.inputs == ("image",)
+        assert set(second.inputs) - {"image"} <= set(first.outputs)
+        # Nothing leaves in vain: it is read later, or a result.
+        assert set(first.outputs) <= set(second.inputs) | set(model.outputs())
+        assert set(model.outputs()) <= set(first.outputs) | set(second.outputs)
+        available = set(second.inputs)
+        for block in second.blocks:
+            assert set(block.inputs) <= available
+            available.add(block.name)
+
+
+def test_the_flops_are_those_of_the_convolutions() -> None:
+    model = make_model()
+    flops = dict(zip((b.name for b in model.blocks()), block_flops(model, (16, 8, 8)), strict=True))
+    voxels = 16 * 8 * 8
+    assert flops["encoder.0.0"] == 2 * 27 * 1 * 4 * voxels
+    assert flops["encoder.0.1"] == 2 * 27 * 4 * 4 * voxels
+    assert flops["encoder.1.0"] == 2 * 27 * 4 * 8 * voxels // 8
+    assert flops["decoder.0.0"] == 2 * 27 * 8 * 4 * voxels
+    assert flops["decoder.0.up"] == 2 * 8 * 8 * 4 * voxels // 8
+    assert flops["head"] == 2 * 4 * 2 * voxels
+
+
+def test_counting_flops_computes_and_changes_nothing() -> None:
+    model = make_model(norm="batch")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    block_flops(model, (4096, 4096, 4096))  # far more than any machine could hold
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,0 +1,281 @@
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.memory import MemoryMeter, SlotMemory, device_bytes, memory_record
+from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.optimization import Optimization
+from unet3d.parallel import Executor, Layout, parallelize
+
+CPU = torch.device("cpu")
+
+
+def spread(
+    topology: Topology,
+    num_devices: int,
+    num_micro_batches: int = 1,
+    cuts: tuple[int, ...] | None = None,
+) -> Executor:
+    torch.manual_seed(0)
+    return parallelize(UNet3d(topology), Layout((CPU,) * num_devices, cuts, num_micro_batches))
+
+
+def small_topology(**options: object) -> Topology:
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    return plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
+
+
+def make_batch(num_samples: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(num_samples, 2, 16, 16, 16, generator=generator)
+    target = torch.randint(0, 3, (num_samples, 16, 16, 16), generator=generator)
+    return image, target.to(torch.uint8)  # as the loader gives it
+
+
+def measure(
+    executor: Executor, optimizer: str = "sgd", num_samples: int = 2
+) -> tuple[MemoryMeter, dict[int, SlotMemory]]:
+    """Run one step as training does."""
+    optimization = Optimization(executor.module, TrainingSettings(optimizer=optimizer), "float32")
+    meter = MemoryMeter(executor.slots, executor.module)
+    meter.start()
+    executor.watch_forward = meter.watch
+    executor.forward_backward(*make_batch(num_samples), dice_cross_entropy)
+    meter.note_gradients()
+    optimization.step(0.01)
+    return meter, meter.read(optimization.optimizer)
+
+
+def mean_of_squares(logits: Tensor | list[Tensor], target: Tensor) -> LossTerms:
+    """A loss of which autograd keeps one tensor only: the logits."""
+    assert isinstance(logits, Tensor)
+    loss = (logits * logits).mean()
+    return LossTerms(loss, loss, loss)
+
+
+def test_activations_are_the_tensors_that_the_layers_keep() -> None:
+    """Counted by hand for two levels, in float32, for one sample.
+
+    A convolution keeps its input. InstanceNorm keeps its input and for each channel the mean, the
+    inverse deviation and a copy of the scale. The activation works in place and keeps its output,
+    which is also what the next convolution keeps.
+    """
+    topology = Topology(1, 2, (3, 5), ((1, 1, 1), (2, 2, 2)))
+    executor = spread(topology, 2)
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.watch_forward = meter.watch
+    image = torch.randn(1, 1, 8, 8, 8)
+    executor.forward_backward(image, torch.zeros(1, 8, 8, 8), mean_of_squares)
+    optimizer = torch.optim.SGD(executor.module.parameters())
+    measured = meter.read(optimizer)
+
+    full, half = 8**3, 4**3
+
+    def unit(channels: int, voxels: int) -> int:
+        """Return what a convolution's norm and activation keep: input, statistics, output."""
+        return channels * voxels + 3 * channels + channels * voxels
+
+    encoder = 1 * full + 2 * unit(3, full) + 2 * unit(5, half)
+    # The lowest features come from the encoder (a leaf that the upsampling keeps); the upsampled
+    # ones and the skip are kept as what they are joined to.
+    decoder = 5 * half + (3 + 3) * full + 2 * unit(3, full)
+    logits = 2 * full
+    assert measured[0].activations_bytes == 4 * encoder
+    assert measured[1].activations_bytes == 4 * (decoder + logits)
+
+
+class Saved:
+    """All tensors that autograd keeps in a context, found without the meter."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        self.keep_alive: list[Tensor] = []
+
+    def __enter__(self) -> "Saved":
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.keep_alive.append(tensor)
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual"}, {"norm": "batch"}, {"norm": "group", "deep_supervision": True}],
+    ids=str,
+)
+def test_one_slot_keeps_what_the_plain_network_keeps(options: dict[str, object]) -> None:
+    topology = small_topology(**options)
+    image, target = make_batch()
+    torch.manual_seed(0)
+    model = UNet3d(topology)
+    with Saved() as saved:
+        dice_cross_entropy(model(image), target)
+    own = {v.untyped_storage().data_ptr() for v in (*model.parameters(), *model.buffers())}
+    expected = sum(size for pointer, size in saved.storages.items() if pointer not in own)
+    _, measured = measure(spread(topology, 1))
+    # The pipeline takes the loss on detached logits, which share their storage: nothing more.
+    assert measured[0].activations_bytes == expected
+
+
+def test_counting_changes_neither_loss_nor_gradients() -> None:
+    plain, watched = spread(small_topology(), 2), spread(small_topology(), 2)
+    meter = MemoryMeter(watched.slots, watched.module)
+    watched.watch_forward = meter.watch
+    losses = [
+        executor.forward_backward(*make_batch(), dice_cross_entropy).total
+        for executor in (plain, watched)
+    ]
+    assert torch.equal(*losses)
+    for a, b in zip(plain.module.parameters(), watched.module.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_everything_is_let_go_after_backward(num_devices: int) -> None:
+    """By reference counts alone: what waits for the garbage collector would fill a GPU."""
+    executor = spread(small_topology(deep_supervision=True), num_devices, num_micro_batches=2)
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.watch_forward = meter.watch
+    peaks = []
+    for _ in range(3):
+        meter.start()
+        executor.forward_backward(*make_batch(), dice_cross_entropy)
+        peaks.append([meter._kept[slot.index].peak for slot in executor.slots])
+        assert [meter._kept[slot.index].now for slot in executor.slots] == [0] * num_devices
+    assert all(peak > 16**3 * 4 for peak in peaks[0])
+    assert peaks == [peaks[0]] * 3  # nothing is added up over steps
+
+
+def test_prediction_keeps_nothing() -> None:
+    executor = spread(small_topology(), 2)
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.watch_forward = meter.watch
+    executor.predict(make_batch()[0])
+    assert [meter._kept[slot.index].peak for slot in executor.slots] == [0, 0]
+
+
+@pytest.mark.parametrize("cuts", [(1,), (6,), (12,), None], ids=str)
+def test_slots_add_up_to_the_network(cuts: tuple[int, ...] | None) -> None:
+    _, alone = measure(spread(small_topology(), 1))
+    executor = spread(small_topology(), 2, cuts=cuts)
+    _, measured = measure(executor)
+    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert sum(getattr(measured[i], kind) for i in (0, 1)) == getattr(alone[0], kind), kind
+    # What crosses the cut is kept on both sides, as copies would be on two devices.
+    total = sum(measured[i].activations_bytes for i in (0, 1))
+    assert total >= alone[0].activations_bytes
+    assert all(measured[i].activations_bytes < alone[0].activations_bytes for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "counters"), [("sgd", 1, 0), ("adamw", 2, 1)], ids=["sgd", "adamw"]
+)
+def test_parameters_gradients_and_optimizer_by_arithmetic(
+    optimizer: str, states: int, counters: int
+) -> None:
+    executor = spread(small_topology(norm="batch"), 2)
+    _, measured = measure(executor, optimizer)
+    halves = (executor.module.encoder, executor.module.decoder)
+    for slot, half in zip(executor.slots, halves, strict=True):
+        parameters = list(half.parameters())
+        numbers = 4 * sum(value.numel() for value in parameters)
+        buffers = sum(value.numel() * value.element_size() for value in half.buffers())
+        found = measured[slot.index]
+        assert buffers > 0
+        assert found.parameters_bytes == numbers + buffers
+        assert found.gradients_bytes == numbers
+        assert found.optimizer_bytes == states * numbers + counters * 4 * len(parameters)
+        assert found.peak_bytes == found.reserved_bytes
+        assert found.peak_bytes == (
+            found.parameters_bytes
+            + found.gradients_bytes
+            + found.optimizer_bytes
+            + found.activations_bytes
+        )
+
+
+def test_micro_batches_lower_the_activations_of_one_slot() -> None:
+    _, whole = measure(spread(small_topology(), 1), num_samples=4)
+    _, portions = measure(spread(small_topology(), 1, num_micro_batches=4), num_samples=4)
+    image = make_batch(4)[0].numel() * 4  # a portion of it is a view, which keeps the whole batch
+    ratio = (portions[0].activations_bytes - image) / (whole[0].activations_bytes - image)
+    assert ratio == pytest.approx(1 / 4, rel=1e-6)
+
+
+def test_a_new_start_forgets() -> None:
+    executor = spread(small_topology(), 1)
+    meter, measured = measure(executor)
+    assert measured[0].activations_bytes > 0
+    meter.start()
+    again = meter.read(torch.optim.SGD(executor.module.parameters()))[0]
+    assert (again.activations_bytes, again.gradients_bytes, again.optimizer_bytes) == (0, 0, 0)
+    assert again.parameters_bytes == measured[0].parameters_bytes
+
+
+def test_gradients_are_the_most_that_were_there() -> None:
+    executor = spread(small_topology(), 2)
+    meter, measured = measure(executor)
+    assert all(value.grad is None for value in executor.module.parameters())
+    meter.note_gradients()  # they have been cleared by now
+    optimizer = torch.optim.SGD(executor.module.parameters())
+    assert meter.read(optimizer)[0].gradients_bytes == measured[0].gradients_bytes
+
+
+def test_the_record_has_a_row_for_each_slot() -> None:
+    executor = spread(small_topology(), 2)
+    _, measured = measure(executor)
+    record = memory_record("model", executor.slots, measured)
+    assert record["parallel"] == "model"
+    assert [row["slot"] for row in record["slots"]] == [0, 1]
+    blocks = [name for row in record["slots"] for name in row["blocks"]]
+    assert blocks == [block.name for block in executor.module.blocks()]
+    for row in record["slots"]:
+        assert row["device"] == "cpu"
+        assert row["device_bytes"] == device_bytes(CPU)
+        assert row["measured"] == measured[row["slot"]].to_dict()
+
+
+def test_the_memory_of_the_machine() -> None:
+    with open("/proc/meminfo") as file:
+        kibibytes = int(next(line.split()[1] for line in file if line.startswith("MemTotal")))
+    assert device_bytes(CPU) == kibibytes * 1024
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_by_its_allocator() -> None:
+    gpu = torch.device("cuda", 0)
+    executor = parallelize(UNet3d(small_topology()), Layout((gpu,)))
+    optimization = Optimization(executor.module, TrainingSettings(), "float32")
+    meter = MemoryMeter(executor.slots, executor.module)
+    meter.start()
+    executor.watch_forward = meter.watch
+    image, target = make_batch()
+    executor.forward_backward(image.to(gpu), target.to(gpu), dice_cross_entropy)
+    meter.note_gradients()
+    optimization.step(0.01)
+    found = meter.read(optimization.optimizer)[0]
+    _, on_cpu = measure(spread(small_topology(), 1))
+    assert found.activations_bytes == pytest.approx(on_cpu[0].activations_bytes, rel=0.05)
+    assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes
+    assert found.reserved_bytes >= found.peak_bytes
+    assert device_bytes(gpu) == torch.cuda.mem_get_info(gpu)[1]
