@@ -116,8 +116,9 @@ class Predictor:
         tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(image_dtype(self.executor))
         classes = self._classes(self._logits(tensor), image.header.shape).numpy()
         values = self.preprocessing.label_values
-        labels: npt.NDArray[np.integer[Any]] = np.array(values, np.min_scalar_type(max(values)))
-        return labels[classes]
+        smallest = np.min_scalar_type(max(values))
+        labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
+        return labels
 
     @staticmethod
     def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
