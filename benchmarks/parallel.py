@@ -110,9 +110,7 @@ class Bench:
         return {
             "seconds": statistics.median(seconds),
             "all_seconds": seconds,
-            "peak_gib": [
-                torch.cuda.max_memory_allocated(gpu) / 2**30 for gpu in sorted(gpus, key=str)
-            ],
+            "peak_gib": [peak / 2**30 for peak in peaks],
         }
 
     def stage_seconds(self, cuts: tuple[int, ...] | None) -> list[float]:
