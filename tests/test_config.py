@@ -105,7 +105,10 @@ def test_with_values_replaces_some_and_checks_all() -> None:
     ("override", "message"),
     [
         ("patches.size=1,2", "patches.size is [1, 2]; give auto, whole or three whole numbers abo"),
-        ("patches.size=8,8,0", "patches.size is [8, 8, 0]; give auto, whole or three whole numbers"),
+        (
+            "patches.size=8,8,0",
+            "patches.size is [8, 8, 0]; give auto, whole or three whole numbers",
+        ),
         ("training.epochs=0", "training.epochs is 0; give a whole number above 0"),
         ("training.epochs=2.5", "training.epochs is 2.5; give a whole number above 0"),
         ("training.epochs=yes", "training.epochs is True; give a whole number above 0"),

@@ -164,9 +164,7 @@ def test_weights_are_the_closed_form() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("size", [(24, 32, 16), (20, 16, 24)])
-def test_windows_of_a_network_agree_with_monai(
-    size: tuple[int, int, int], batch_size: int
-) -> None:
+def test_windows_of_a_network_agree_with_monai(size: tuple[int, int, int], batch_size: int) -> None:
     model, executor = small_network()
     image = make_image(size, 1)
     ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)

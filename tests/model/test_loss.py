@@ -106,9 +106,7 @@ def test_weighted_micro_batches_add_up_exactly(sizes: tuple[int, ...]) -> None:
     ]
     total = sum(portions[1:], start=portions[0])
     for name in ("total", "dice", "cross_entropy"):
-        torch.testing.assert_close(
-            getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0
-        )
+        torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0)
 
 
 def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:

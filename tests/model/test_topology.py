@@ -37,7 +37,9 @@ def test_a_spacing_of_exactly_twice_the_finest_is_halved() -> None:
     assert plan((64, 64, 32), (1.0, 1.0, 2.01)).strides[1] == (2, 2, 1)
 
 
-@pytest.mark.parametrize("size", [(64, 64, 6), (40, 56, 40), (31, 40, 24), (200, 9, 30), (64, 1, 7)])
+@pytest.mark.parametrize(
+    "size", [(64, 64, 6), (40, 56, 40), (31, 40, 24), (200, 9, 30), (64, 1, 7)]
+)
 def test_no_axis_falls_below_four_voxels(size: tuple[int, int, int]) -> None:
     topology = plan(size)
     voxels = size
@@ -79,7 +81,9 @@ def test_more_levels_than_the_patch_gives_are_refused(options: dict[str, object]
 
 @pytest.mark.parametrize("options", [{}, {"num_levels": 2}], ids=str)
 def test_a_patch_that_cannot_be_halved_is_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"2 levels but a patch of 6x6x5 voxels gives 1, .*larger"):
+    with pytest.raises(
+        ConfigError, match=r"2 levels but a patch of 6x6x5 voxels gives 1, .*larger"
+    ):
         plan((6, 6, 5), **options)
 
 
