@@ -1,0 +1,52 @@
+"""Small checkpoints with random weights: what they segment is noise, but always the same noise."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d.checkpoint import Checkpoint, save_checkpoint
+from unet3d.config import load_config
+from unet3d.model import Topology, UNet3d
+from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
+
+
+def random_checkpoint(
+    num_channels: int = 1,
+    label_values: tuple[int, ...] = (0, 1, 2),
+    spacing_mm: tuple[float, float, float] | None = None,
+    patch_size: tuple[int, int, int] | None = (16, 16, 16),
+    dtype: torch.dtype = torch.float32,
+) -> Checkpoint:
+    """Return a checkpoint of a network of two levels and a stride of 2."""
+    strides: Any = ((1, 1, 1), (2, 2, 2))
+    topology = Topology(num_channels, len(label_values), (4, 8), strides)
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = UNet3d(topology).to(dtype)
+    with torch.no_grad():
+        # No class is favoured where all features are alike, so that every class occurs.
+        (head,) = model.decoder.heads
+        head.weight -= head.weight.mean(dim=1, keepdim=True)
+        head.bias.zero_()
+    return Checkpoint(
+        topology=topology,
+        preprocessing=Preprocessing(
+            spacing_mm=spacing_mm,
+            channels=(ChannelNormalization("z-score"),) * num_channels,
+            channel_names=tuple(f"channel {index}" for index in range(num_channels)),
+            label_names=tuple(f"label {value}" for value in label_values),
+            label_values=label_values,
+        ),
+        patch_size=patch_size,
+        config=load_config(),
+        model=model.state_dict(),
+        training={},
+    )
+
+
+def write_checkpoint(path: Path, **choices: Any) -> Path:
+    """Write what :func:`random_checkpoint` returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_checkpoint(random_checkpoint(**choices), path)
+    return path

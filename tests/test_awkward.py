@@ -1,0 +1,268 @@
+"""Awkward files through the command line: segmented on their own grid, or refused in one line."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.command_line import error_line, run
+from tests.networks import write_checkpoint
+from tests.volumes.samples import write_json, write_msd
+from unet3d.volumes.nifti import volume_stem
+
+# What a network with one channel cannot segment, and words of the reason. All else it can.
+CHANNELS = "but the network was trained on 1 (channel 0)"
+REFUSED = {
+    "natural/sct_mt_mtr.nii.gz": "633 voxels of 8000 that are NaN or infinite",
+    "natural/sct_dmri_dmri.nii.gz": f"7 channel(s) {CHANNELS}",
+    "natural/sct_fmri_fmri_tsnr.nii.gz": "408 voxels of 27744 that are NaN or infinite",
+    "natural/sct_fmri_fmri_r.nii.gz": f"30 channel(s) {CHANNELS}",
+    "natural/sct_qmri_venc.nii.gz": f"3 channel(s) {CHANNELS}",
+    "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
+    "natural/nib_functional.nii": f"20 channel(s) {CHANNELS}",
+    "natural/nib_resampled_anat_moved.nii": "153 voxels of 1071 that are NaN or infinite",
+    "natural/nib_example4d.nii.gz": f"2 channel(s) {CHANNELS}",
+    "natural/nib_example_nifti2.nii.gz": f"2 channel(s) {CHANNELS}",
+    "natural/nib_test.mgz": f"2 channel(s) {CHANNELS}",
+    "derived/analyze_image.hdr": "Analyze 7.5 format, which has no orientation",
+    "derived/nan_inf_image.nii.gz": "5356 voxels of 62475 that are NaN or infinite",
+    "derived/twochannel_image.nii.gz": f"2 channel(s) {CHANNELS}",
+    "derived/truncated_image.nii.gz": "ended before the end-of-stream marker",
+    "derived/notgz_image.nii.gz": "is not gzip-compressed, though its name says so",
+    "derived/empty_file.nii.gz": "is empty (0 bytes)",
+}
+
+# One scan, stored in many ways.
+SAME_SCAN = [
+    *("plain_image.nii", "pair_image.hdr", "nifti2_image.nii.gz", "mgh_image.mgz"),
+    *("bigendian_image.nii.gz", "float64_image.nii.gz", "singleton4d_image.nii.gz"),
+    *("LPS_image.nii.gz", "LAS_image.nii.gz", "ASR_image.nii.gz", "SPL_image.nii.gz"),
+    *("oblique20_image.nii.gz", "qformonly_image.nii.gz"),
+]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("segmentations")
+
+
+@pytest.fixture(scope="module")
+def predicting(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """The command with a network whose grid is coarse, which spares the tests the time."""
+    folder = tmp_path_factory.mktemp("network")
+    checkpoint = write_checkpoint(
+        folder / "random.pt", spacing_mm=(3.0, 3.0, 3.0), patch_size=(24, 24, 24)
+    )
+    return ("predict", "--checkpoint", checkpoint, "--devices", "cpu", "--overlap", 0)
+
+
+def manifest() -> list[str]:
+    """Name the files when tests are collected; without the data each test skips by itself."""
+    root = Path(__file__).resolve().parent.parent.parent
+    folder = Path(os.environ.get("UNET3D_TEST_DATA", root / "shared" / "data"))
+    try:
+        lines = (folder / "awkward" / "MANIFEST.tsv").read_text().splitlines()
+    except FileNotFoundError:
+        return sorted(REFUSED)
+    return [line.split("\t")[0] for line in lines]
+
+
+def test_the_table_names_files_of_the_manifest(test_data: Path) -> None:
+    assert set(manifest()) >= set(REFUSED)
+    assert len(manifest()) == 72
+
+
+@pytest.mark.parametrize("name", manifest())
+def test_a_file_is_segmented_or_refused(
+    test_data: Path,
+    name: str,
+    predicting: tuple[object, ...],
+    outputs: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = test_data / "awkward" / name
+    output = outputs / f"{volume_stem(path)}.nii.gz"
+    status = run(*predicting, path, "-o", output)
+    captured = capsys.readouterr()
+    if name in REFUSED:
+        assert status == 1
+        line = error_line(captured.err)
+        assert str(path) in line and REFUSED[name] in line
+        assert captured.out == ""
+        assert not output.exists()
+        return
+    assert status == 0, captured.err
+    assert captured.err == ""
+    assert captured.out.startswith(f"{path} -> {output}")
+    scan, segmentation = nib.load(path), nib.load(output)
+    assert segmentation.shape == scan.shape[:3]
+    np.testing.assert_allclose(segmentation.affine, scan.affine, atol=1e-5)
+    np.testing.assert_allclose(
+        segmentation.header.get_zooms(), scan.header.get_zooms()[:3], rtol=1e-5
+    )
+    assert segmentation.get_data_dtype() == np.uint8
+    if isinstance(scan, nib.Nifti1Pair):
+        for code in ("qform_code", "sform_code"):
+            assert segmentation.header[code] == scan.header[code]
+
+
+@pytest.mark.parametrize("name", SAME_SCAN)
+def test_one_scan_is_segmented_alike_however_it_is_stored(
+    test_data: Path,
+    name: str,
+    predicting: tuple[object, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = test_data / "awkward" / "derived"
+    segmentations = []
+    for source in ("ref_image.nii.gz", name):
+        output = tmp_path / f"of_{volume_stem(Path(source))}.nii.gz"
+        assert run(*predicting, folder / source, "-o", output) == 0, capsys.readouterr().err
+        canonical = nib.as_closest_canonical(nib.load(output))
+        segmentations.append(np.asarray(canonical.dataobj))
+    assert len(np.unique(segmentations[0])) == 3
+    np.testing.assert_array_equal(segmentations[1], segmentations[0])
+
+
+def test_bad_files_do_not_keep_the_good_ones_of_a_folder_from_being_segmented(
+    test_data: Path,
+    predicting: tuple[object, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    derived = test_data / "awkward" / "derived"
+    names = ["empty_file.nii.gz", "ref_image.nii.gz", "truncated_image.nii.gz", "tiny_image.nii.gz"]
+    (tmp_path / "scans").mkdir()
+    for name in names:
+        shutil.copyfile(derived / name, tmp_path / "scans" / name)
+    assert run(*predicting, tmp_path / "scans", "-o", tmp_path / "out") == 1
+    captured = capsys.readouterr()
+    first, second, last = captured.err.splitlines()
+    assert "empty_file.nii.gz is empty" in first
+    assert "truncated_image.nii.gz" in second
+    assert last == "Error: 2 of 4 scans could not be segmented"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "ref_image_seg.nii.gz",
+        "tiny_image_seg.nii.gz",
+    }
+
+
+# The faults of a data set: the files of each case, and words of what is found, if anything.
+CASES: dict[str, tuple[str, str, str | None]] = {
+    "sound": ("ref_image.nii.gz", "ref_label.nii.gz", None),
+    "turned": ("LPS_image.nii.gz", "ASR_label.nii.gz", None),
+    "oblique": ("oblique20_image.nii.gz", "oblique20_label.nii.gz", None),
+    "one slice": ("oneslice_image.nii.gz", "oneslice_label.nii.gz", None),
+    "doubles": ("float64_image.nii.gz", "float64_label.nii.gz", None),
+    "rounded": ("ref_image.nii.gz", "noisyfloat_label.nii.gz", None),
+    "shifted": ("ref_image.nii.gz", "shifted_affine_label.nii.gz", "corners lie up to 8.66 mm"),
+    "short": ("ref_image.nii.gz", "wrongshape_label.nii.gz", "shapes 35x51x35 and 35x51x34"),
+    "empty": ("ref_image.nii.gz", "empty_label.nii.gz", "is empty: every voxel is background"),
+    "constant": ("constant_image.nii.gz", "ref_label.nii.gz", "in every voxel of channel 0"),
+    "grey": ("ref_image.nii.gz", "label_0_255.nii.gz", "holds the value(s) 127, 255"),
+    "negative": ("ref_image.nii.gz", "neg_label.nii.gz", "holds the value(s)"),
+    "nan": ("nan_inf_image.nii.gz", "ref_label.nii.gz", "NaN or infinite"),
+    "channels": ("twochannel_image.nii.gz", "ref_label.nii.gz", "has 2 channel(s)"),
+    "truncated": ("truncated_image.nii.gz", "ref_label.nii.gz", "ended before"),
+    "unzipped": ("notgz_image.nii.gz", "ref_label.nii.gz", "is not gzip-compressed"),
+    "nothing": ("empty_file.nii.gz", "ref_label.nii.gz", "is empty (0 bytes)"),
+    "missing": ("ref_image.nii.gz", "", "is missing"),
+}
+WARNINGS = ("empty", "constant")
+BEFORE_VOXELS = ("shifted", "short", "channels", "unzipped", "nothing", "missing")
+
+
+@pytest.fixture
+def broken(test_data: Path, tmp_path: Path) -> Path:
+    """A data set with every fault there is."""
+    derived, root = test_data / "awkward" / "derived", tmp_path / "broken data"
+    training = []
+    for case, (image, label, _) in CASES.items():
+        entry = {}
+        for kind, source in (("image", image), ("label", label)):
+            entry[kind] = f"{kind}sTr/{case}.nii.gz"
+            (root / entry[kind]).parent.mkdir(parents=True, exist_ok=True)
+            if source:
+                shutil.copyfile(derived / source, root / entry[kind])
+        training.append(entry)
+    labels = {"0": "background", "1": "Anterior", "2": "Posterior"}
+    tree = {"modality": {"0": "MRI"}, "labels": labels, "training": training}
+    write_json(root / "dataset.json", tree)
+    return root
+
+
+def test_check_finds_every_fault(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", broken, "--json", tmp_path / "findings.json") == 1
+    captured = capsys.readouterr()
+    num_errors = sum(words is not None for *_, words in CASES.values()) - len(WARNINGS)
+    assert error_line(captured.err) == (
+        f"Error: {broken}: {len(CASES)} cases, {num_errors} errors, {len(WARNINGS)} warnings; "
+        "mend the errors before training"
+    )
+    findings: list[dict[str, Any]] = json.loads((tmp_path / "findings.json").read_text())[
+        "findings"
+    ]
+    found = {finding["case"]: finding for finding in findings}
+    assert len(found) == len(findings), "one finding a fault"
+    assert found.keys() == {case for case, (*_, words) in CASES.items() if words}
+    for case, finding in found.items():
+        assert CASES[case][2] in finding["message"]
+        assert f"{case}.nii.gz" in finding["message"]
+        severity = "warning" if case in WARNINGS else "error"
+        assert finding["severity"] == severity
+        assert f"{severity:7}  {case}: {finding['message']}" in captured.out.splitlines()
+
+
+def test_training_stops_at_what_headers_tell(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    cache = f"data.cache={tmp_path / 'cache'}"
+    assert run("train", broken, "--output", output, "--devices", "cpu", "--set", cache) == 1
+    line = error_line(capsys.readouterr().err)
+    assert f"has {len(BEFORE_VOXELS)} fault(s), which unet3d check lists: " in line
+    assert "and 1 more" in line
+    assert sum(f" {case}: " in line for case in BEFORE_VOXELS) == 5
+
+
+@pytest.mark.parametrize("case", ["grey", "negative", "nan", "truncated"])
+def test_training_stops_at_what_voxels_tell(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    tree = json.loads((broken / "dataset.json").read_text())
+    wanted = ("sound", "turned", case)
+    tree["training"] = [
+        entry for entry in tree["training"] if Path(entry["image"]).name[:-7] in wanted
+    ]
+    write_json(broken / "few.json", tree)
+    output = tmp_path / "run"
+    cache = f"data.cache={tmp_path / 'cache'}"
+    arguments = ("--output", output, "--devices", "cpu", "--set", cache, "--quiet")
+    assert run("train", broken / "few.json", *arguments) == 1
+    line = error_line(capsys.readouterr().err)
+    assert f"{case}.nii.gz" in line
+    assert not (output / "checkpoint-latest.pt").exists()
+
+
+@pytest.mark.parametrize("name", ["../secret.nii.gz", "/etc/secret.nii.gz", "link/secret.nii.gz"])
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_data_set_that_points_outside_its_folder_is_refused(
+    tmp_path: Path, name: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = write_msd(tmp_path / "data set")
+    (root / "link").symlink_to(tmp_path)
+    tree = json.loads((root / "dataset.json").read_text())
+    tree["training"][1]["label"] = name
+    write_json(root / "dataset.json", tree)
+    more = ("--output", tmp_path / "run", "--devices", "cpu") if command == "train" else ()
+    assert run(command, root, *more) == 1
+    line = error_line(capsys.readouterr().err)
+    assert f"training[1] points to {name}, outside the data set's folder" in line
