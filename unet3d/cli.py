@@ -120,6 +120,11 @@ def config_options(function: Function) -> Function:
     type=click.IntRange(min=1),
     help="Portions of a batch; pipelined over the devices of --parallel model.",
 )
+@click.option(
+    "--balance",
+    type=click.Choice(["encoder-decoder", "time", "memory"]),
+    help="Cut the network so that its stages take equal time, or memory, on --devices.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
 @click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
@@ -134,6 +139,7 @@ def train(
     devices: str | None,
     batch_size: int | None,
     micro_batches: int | None,
+    balance: str | None,
     epochs: int | None,
     fold: int | None,
     output: Path | None,
@@ -161,6 +167,7 @@ def train(
                 "parallel.devices": devices,
                 "training.batch_size": batch_size,
                 "training.micro_batches": micro_batches,
+                "parallel.balance": balance,
                 "training.epochs": epochs,
                 "data.fold": fold,
                 "training.seed": seed,

@@ -23,6 +23,7 @@ Spacing = tuple[
     Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
 ]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Balance = Literal["encoder-decoder", "time", "memory"]
 
 
 class Section(BaseModel):
@@ -154,8 +155,11 @@ class ParallelSettings(Section):
     """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """When each micro-batch runs where; all-forward keeps all their activations."""
+    balance: Balance = "encoder-decoder"
+    """What is level over the stages in training: time and memory move the cut; encoder-decoder
+    leaves it there for two devices, and gives more of them about equal work."""
     cuts: tuple[Positive, ...] | None = None
-    """Where the block list is cut; none: encoder | decoder for two devices, else equal work."""
+    """Where the block list is cut, such as 4,12; it overrules balance."""
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -197,6 +201,11 @@ class Config(Section):
             raise ValueError(
                 f"training.micro_batches is {self.training.micro_batches} but a batch "
                 f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
+            )
+        if self.parallel.mode == "none" and self.parallel.balance != "encoder-decoder":
+            raise ValueError(
+                f"parallel.balance is {self.parallel.balance} but parallel.mode none has one "
+                "device and nothing to balance; add --parallel model, or leave balance out"
             )
         if self.model.norm == "batch" and self.training.micro_batches > 1:
             raise ValueError(

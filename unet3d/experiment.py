@@ -38,6 +38,18 @@ class Experiment:
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
 
+    def largest_patch(self) -> Shape:
+        """Return the size of the largest patch of the training, padded to the strides."""
+        if self.patch_size is not None:
+            return self.patch_size
+        return max(
+            (
+                padded_shape((x, y, z), self.topology.total_stride)
+                for x, y, z in (case.label().shape for case in self.training)
+            ),
+            key=math.prod,
+        )
+
 
 def open_dataset(config: Config) -> Dataset:
     """Return the configured data set, or the phantom data, which is made on first use.

@@ -88,6 +88,16 @@ class Optimization:
             self.scaler.load_state_dict(state["scaler"])
 
 
+def num_states(settings: TrainingSettings) -> int:
+    """Return how many numbers the optimizer keeps for each parameter.
+
+    Args:
+        settings: Which optimizer: SGD keeps the momentum, AdamW the means of the gradient and of
+            its square.
+    """
+    return 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
+
+
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """Return the type that GPU stages lower their operations to, or None.
 

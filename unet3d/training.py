@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,11 +28,12 @@ from unet3d.inference import predict_logits
 from unet3d.interruption import InterruptionRequest, deferred_interruption
 from unet3d.memory import MemoryMeter, memory_record
 from unet3d.model import LossTerms, UNet3d, dice_cross_entropy
-from unet3d.optimization import Optimization, autocast_dtype, image_dtype
+from unet3d.optimization import Optimization, autocast_dtype, image_dtype, num_states
 from unet3d.parallel import (
     Executor,
     Layout,
     check_precision,
+    choose_cuts,
     default_precision,
     parallelize,
     resolve_devices,
@@ -40,6 +41,7 @@ from unet3d.parallel import (
 from unet3d.progress import ProgressLine
 from unet3d.report import write_memory_picture, write_progress_picture
 from unet3d.run_folder import RunFolder
+from unet3d.volumes.cache import Cache
 from unet3d.volumes.patches import Batch, PatchLoader
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,10 @@ def train(
         autocast_dtype(precision),
         config.parallel.schedule,
     )
+    try:
+        layout = _balanced(layout, model, experiment)
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFitError(_explain_out_of_memory(error, experiment)) from error
     executor = parallelize(model, layout)
     training = _Training(experiment, executor, folder, precision, num_workers)
     if resume:
@@ -380,6 +386,29 @@ class _Training:
                 "cuda": torch.version.cuda,
             },
         }
+
+
+def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
+    """Return the layout with the cuts that the settings ask for."""
+    parallel, settings = experiment.config.parallel, experiment.config.training
+    if parallel.balance == "encoder-decoder":
+        return layout
+    if parallel.cuts is not None:
+        logger.warning(
+            "parallel.cuts says where the network is cut; parallel.balance=%s is not used",
+            parallel.balance,
+        )
+        return layout
+    cuts = choose_cuts(
+        model,
+        layout,
+        parallel.balance,
+        experiment.largest_patch(),
+        settings.batch_size,
+        num_states(settings),
+        Cache(experiment.config.data.cache).folder / "timings",
+    )
+    return replace(layout, cuts=cuts)
 
 
 def _num_workers(config: Config, on_gpu: bool) -> int:

@@ -2,9 +2,11 @@
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
 says when each micro-batch runs where, ``transfer`` copies between devices, ``pipeline`` does it.
+``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
+from unet3d.parallel.balance import choose_cuts
 from unet3d.parallel.executor import Executor, LossFunction
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
@@ -15,7 +17,7 @@ from unet3d.parallel.placement import (
     default_precision,
     resolve_devices,
 )
-from unet3d.parallel.schedule import Schedule, all_forward_all_backward, one_forward_one_backward
+from unet3d.parallel.schedule import SCHEDULES
 
 __all__ = [
     "Executor",
@@ -23,16 +25,11 @@ __all__ = [
     "LossFunction",
     "Slot",
     "check_precision",
+    "choose_cuts",
     "default_precision",
     "parallelize",
     "resolve_devices",
 ]
-
-
-SCHEDULES: dict[str, Schedule] = {
-    "1f1b": one_forward_one_backward,
-    "all-forward": all_forward_all_backward,
-}
 
 
 def parallelize(model: UNet3d, layout: Layout) -> Executor:

@@ -1,6 +1,6 @@
 """Cutting the block list into stages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -11,6 +11,9 @@ from unet3d.config import Shape
 from unet3d.errors import DeviceError
 from unet3d.model import Block, UNet3d
 from unet3d.parallel.placement import Slot
+
+StageCost = Callable[[int, int, int], float]
+"""From a stage's number, its first block and the block after its last to what it costs."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ def make_stages(
     return tuple(stages)
 
 
+def check_num_stages(model: UNet3d, num_stages: int) -> None:
+    """Refuse to divide a network into more stages than it has blocks.
+
+    Args:
+        model: The network.
+        num_stages: How many devices share it.
+
+    Raises:
+        DeviceError: There are more stages than blocks.
+    """
+    num_blocks = len(model.blocks())
+    if num_stages > num_blocks:
+        raise DeviceError(
+            f"{num_stages} devices for a network of {num_blocks} blocks; "
+            f"name at most {num_blocks} devices or use a network with more levels"
+        )
+
+
 def default_cuts(model: UNet3d, num_stages: int) -> tuple[int, ...]:
     """Return the cuts that are used where none are asked for.
 
@@ -83,12 +104,7 @@ def default_cuts(model: UNet3d, num_stages: int) -> tuple[int, ...]:
     Raises:
         DeviceError: There are more stages than blocks.
     """
-    blocks = model.blocks()
-    if num_stages > len(blocks):
-        raise DeviceError(
-            f"{num_stages} devices for a network of {len(blocks)} blocks; "
-            f"name at most {len(blocks)} devices or use a network with more levels"
-        )
+    check_num_stages(model, num_stages)
     if num_stages == 1:
         return ()
     if num_stages == 2:
@@ -126,9 +142,7 @@ def block_flops(model: UNet3d, size: Shape) -> tuple[int, ...]:
 
 
 def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the cuts whose dearest stage is as cheap as can be.
-
-    The classic linear-partition problem, solved by dynamic programming over (blocks, stages).
+    """Return the cuts whose dearest stage is as cheap as can be, where the costs of blocks add up.
 
     Args:
         costs: Of each block, in any unit.
@@ -137,16 +151,29 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
+    return cheapest_cuts(lambda stage, start, end: sums[end] - sums[start], len(costs), num_stages)
+
+
+def cheapest_cuts(cost: StageCost, num_blocks: int, num_stages: int) -> tuple[int, ...]:
+    """Return the cuts whose dearest stage is as cheap as can be.
+
+    The classic linear-partition problem, solved by dynamic programming over (blocks, stages).
+
+    Args:
+        cost: Of each possible stage, in any unit; it may depend on which stage it is.
+        num_blocks: To divide.
+        num_stages: At most the number of blocks.
+    """
     # best[end] = (dearest stage, cuts) of the first `end` blocks divided into the stages so far
     best: dict[int, tuple[float, tuple[int, ...]]] = {
-        end: (sums[end], ()) for end in range(1, len(costs) + 1)
+        end: (cost(0, 0, end), ()) for end in range(1, num_blocks + 1)
     }
-    for stage in range(2, num_stages + 1):
+    for stage in range(1, num_stages):
         best = {
             end: min(
-                (max(best[cut][0], sums[end] - sums[cut]), (*best[cut][1], cut))
-                for cut in range(stage - 1, end)
+                (max(best[cut][0], cost(stage, cut, end)), (*best[cut][1], cut))
+                for cut in range(stage, end)
             )
-            for end in range(stage, len(costs) + 1)
+            for end in range(stage + 1, num_blocks + 1)
         }
-    return best[len(costs)][1]
+    return best[num_blocks][1]

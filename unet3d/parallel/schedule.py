@@ -72,6 +72,38 @@ def all_forward_all_backward(num_micro_batches: int, num_stages: int) -> Iterato
     )
 
 
+SCHEDULES: dict[str, Schedule] = {
+    "1f1b": one_forward_one_backward,
+    "all-forward": all_forward_all_backward,
+}
+
+
+def most_alive(schedule: Schedule, num_micro_batches: int, num_stages: int) -> list[list[int]]:
+    """Return how many micro-batches are at most under way between two stages at a time.
+
+    Args:
+        schedule: To look at.
+        num_micro_batches: At least 1.
+        num_stages: At least 1.
+
+    Returns:
+        ``[maker][reader]``: passed forward by the one stage, but not yet backward by the other.
+        Where both are the same stage: those whose activations it keeps.
+    """
+    stages = range(num_stages)
+    alive = [[0] * num_stages for _ in stages]
+    most = [[0] * num_stages for _ in stages]
+    for action in schedule(num_micro_batches, num_stages):
+        for other in stages:
+            if action.kind == "forward":
+                alive[action.stage][other] += 1
+                now = alive[action.stage][other]
+                most[action.stage][other] = max(most[action.stage][other], now)
+            else:
+                alive[other][action.stage] -= 1
+    return most
+
+
 def _as_queued(per_stage: Sequence[Sequence[Action]]) -> Iterator[Action]:
     """Merge the stages' own orders into one, as it would happen if every action took one unit.
 

@@ -1,0 +1,209 @@
+"""Where to cut the block list: so that every stage takes as long, or as much memory, as the others.
+
+What counts is the dearest stage. In time, because the others wait for it once the pipeline is full;
+in memory, because its device is the one that a larger volume no longer fits on.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from unet3d.config import Balance, Shape
+from unet3d.model import UNet3d
+from unet3d.parallel.costs import BlockBytes, block_bytes, block_seconds
+from unet3d.parallel.partition import StageCost, cheapest_cuts, check_num_stages, default_cuts
+from unet3d.parallel.placement import Layout
+from unet3d.parallel.schedule import SCHEDULES, most_alive
+
+logger = logging.getLogger(__name__)
+
+NUM_WORK_TENSORS = 2
+"""Of the size of a block's output, in which its backward works. Measured with CUDA's allocator for
+the plain network at 192x192x192: 2.0 to 2.5 beyond what is counted, wherever the stages are cut."""
+
+
+def choose_cuts(
+    model: UNet3d,
+    layout: Layout,
+    balance: Balance,
+    size: Shape,
+    batch_size: int,
+    num_states: int,
+    folder: Path,
+) -> tuple[int, ...]:
+    """Return where to cut the block list for training.
+
+    Args:
+        model: The network; it is neither moved nor changed.
+        layout: Devices, micro-batches, schedule and precision; its cuts are not looked at.
+        balance: What is to be level over the stages. ``encoder-decoder`` looks at neither time nor
+            memory.
+        size: Voxels of an image along X, Y, Z; multiples of the total stride.
+        batch_size: Samples of a batch.
+        num_states: Numbers that the optimizer keeps for each parameter.
+        folder: Where measured times are remembered.
+
+    Raises:
+        DeviceError: There are more devices than blocks.
+        DatasetError: The folder cannot be written to.
+    """
+    num_stages, blocks = len(layout.devices), model.blocks()
+    check_num_stages(model, num_stages)
+    if balance == "encoder-decoder" or num_stages == 1:
+        return default_cuts(model, num_stages)
+    if balance == "time":
+        cost = time_cost(model, layout, size, batch_size, folder)
+    else:
+        cost = memory_cost(model, layout, size, batch_size, num_states)
+    cuts = cheapest_cuts(cost, len(blocks), num_stages)
+    costs = [cost(i, *ends) for i, ends in enumerate(pairwise((0, *cuts, len(blocks))))]
+    logger.info(
+        "balanced by %s: cut before %s (parallel.cuts=%s); predicted for each stage %s",
+        balance,
+        " and ".join(blocks[cut].name for cut in cuts),
+        ",".join(map(str, cuts)),
+        ", ".join(f"{_amount(cost, balance)} ({cost / sum(costs):.0%})" for cost in costs),
+    )
+    return cuts
+
+
+def time_cost(
+    model: UNet3d, layout: Layout, size: Shape, batch_size: int, folder: Path
+) -> StageCost:
+    """Return the seconds that one micro-batch takes in each possible stage, on its own device.
+
+    Args:
+        model: The network.
+        layout: Devices, micro-batches and precision.
+        size: Voxels of an image along X, Y, Z.
+        batch_size: Samples of a batch.
+        folder: Where measured times are remembered.
+    """
+    num_samples = _samples_of_a_micro_batch(layout, batch_size)
+    seconds = {
+        device: block_seconds(model, device, size, num_samples, layout.autocast, folder)
+        for device in dict.fromkeys(layout.devices)
+    }
+    num_blocks = len(model.blocks())
+
+    def cost(stage: int, start: int, end: int) -> float:
+        # The loss is taken where the last block is.
+        last = end + 1 if end == num_blocks else end
+        return sum(seconds[layout.devices[stage]][start:last])
+
+    return cost
+
+
+def memory_cost(
+    model: UNet3d, layout: Layout, size: Shape, batch_size: int, num_states: int
+) -> StageCost:
+    """Return the bytes that each possible stage needs at its peak.
+
+    Args:
+        model: The network.
+        layout: Devices, micro-batches, schedule and precision.
+        size: Voxels of an image along X, Y, Z.
+        batch_size: Samples of a batch.
+        num_states: Numbers that the optimizer keeps for each parameter.
+    """
+    num_samples = _samples_of_a_micro_batch(layout, batch_size)
+    entries = {
+        kind: block_bytes(
+            model, size, num_samples, layout.autocast if kind == "cuda" else None, kind
+        )
+        for kind in {device.type for device in layout.devices}
+    }
+    num_stages, num_blocks = len(layout.devices), len(model.blocks())
+    num_micro_batches = min(layout.num_micro_batches, batch_size)
+    alive = most_alive(SCHEDULES[layout.schedule], num_micro_batches, num_stages)
+    results = frozenset(model.outputs())
+
+    def cost(stage: int, start: int, end: int) -> float:
+        mine = entries[layout.devices[stage].type]
+        loss = mine[-1] if end == num_blocks else None
+        later = {name for entry in mine[end:] for name in entry.inputs}
+        # A copy is there as soon as its maker has made it, which may be before its reader's turn.
+        # Where stages are more than two, the maker is taken to be the stage before.
+        early = alive[stage - 1][stage] - alive[stage][stage] if stage else 0
+        return stage_bytes(
+            mine[start:end], loss, later | results, _outputs(mine), alive[stage][stage], early
+        ) + (1 + 1 + num_states) * sum(entry.parameters_bytes for entry in mine[start:end])
+
+    return cost
+
+
+def stage_bytes(
+    run: Sequence[BlockBytes],
+    loss: BlockBytes | None,
+    read_elsewhere: set[str] | frozenset[str],
+    outputs: Mapping[str, BlockBytes],
+    num_alive: int,
+    num_early: int,
+) -> int:
+    """Return the most that a stage holds, parameters left out.
+
+    While one micro-batch goes backward, the others that are alive are whole. What it keeps itself
+    shrinks block by block; at each block there are the gradients of what the block writes and
+    reads, room to work in, the gradients that came from later stages, and those that wait to go to
+    earlier ones.
+
+    Args:
+        run: The stage's blocks.
+        loss: What the loss keeps, in the last stage.
+        read_elsewhere: Names of tensors that later stages or the loss read.
+        outputs: The maker of each tensor of the network.
+        num_alive: Micro-batches whose activations the stage keeps at a time.
+        num_early: Micro-batches beyond them whose inputs have already come.
+    """
+    made = {entry.name for entry in run}
+    received = {
+        outputs[name].output: outputs[name].output_bytes
+        for entry in run
+        for name in entry.inputs
+        if name not in made and name in outputs
+    }
+    sent = {entry.output: entry.output_bytes for entry in run if entry.name in read_elsewhere}
+    held = received | sent
+    whole = _sum(held | _kept(run))
+    most = whole + (_sum(loss.kept) if loss is not None else 0)
+    leaves = 0
+    for index in reversed(range(len(run))):
+        entry = run[index]
+        read = [outputs[name] for name in entry.inputs if name in outputs]
+        working = (1 + NUM_WORK_TENSORS) * entry.output_bytes
+        working += sum(maker.output_bytes for maker in read)
+        now = _sum(held | _kept(run[: index + 1])) + _sum(sent) + leaves + working
+        most = max(most, now)
+        leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
+    return (num_alive - 1) * whole + num_early * _sum(received) + most
+
+
+def kept_bytes(run: Sequence[BlockBytes]) -> int:
+    """Return what autograd keeps of one micro-batch in a stage.
+
+    Args:
+        run: The stage's blocks, and the loss if it is the last.
+    """
+    return _sum(_kept(run))
+
+
+def _kept(run: Sequence[BlockBytes]) -> dict[int, int]:
+    return {number: size for entry in run for number, size in entry.kept.items()}
+
+
+def _sum(memory: Mapping[int, int]) -> int:
+    return sum(memory.values())
+
+
+def _outputs(entries: Sequence[BlockBytes]) -> dict[str, BlockBytes]:
+    return {entry.name: entry for entry in entries}
+
+
+def _samples_of_a_micro_batch(layout: Layout, batch_size: int) -> int:
+    """Return the size of the largest."""
+    return -(-batch_size // min(layout.num_micro_batches, batch_size))
+
+
+def _amount(cost: float, balance: Balance) -> str:
+    return f"{1000 * cost:.1f} ms" if balance == "time" else f"{cost / 2**20:,.0f} MiB"

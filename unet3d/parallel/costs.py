@@ -1,0 +1,296 @@
+"""What each block of a network costs: bytes, counted on fake tensors, and seconds, measured.
+
+Fake tensors have shapes, types and devices but no memory, so a volume of any size can be counted,
+and what is counted is what the code does. Times are taken on the device itself, one block alive at
+a time, and remembered in the cache folder.
+"""
+
+import copy
+import json
+import logging
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unet3d import __version__
+from unet3d.atomic import write_atomically
+from unet3d.config import Shape
+from unet3d.errors import DatasetError
+from unet3d.model import Block, UNet3d, dice_cross_entropy
+from unet3d.volumes.cache import key_of
+
+logger = logging.getLogger(__name__)
+
+LOSS = "loss"
+"""Name of the last entry: what comes after the last block, on its device."""
+
+NUM_WARM_UP_RUNS = 2
+NUM_TIMED_RUNS = 5
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one block takes of a device for one micro-batch.
+
+    Attributes:
+        name: The block's, or ``loss``.
+        inputs: Names of the tensors that it reads.
+        shape: Of the tensor that it writes.
+        dtype: Likewise.
+        output: Number of that tensor's memory.
+        parameters_bytes: Weights and buffers.
+        kept: What autograd keeps for backward, parameters and the image left out: bytes by number
+            of the memory. Two blocks may keep the same memory, which counts once in a stage.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    output: int
+    parameters_bytes: int
+    kept: Mapping[int, int]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the tensor that it writes, and so of its gradient."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def block_bytes(
+    model: UNet3d,
+    size: Shape,
+    num_samples: int,
+    autocast: torch.dtype | None,
+    device_type: str = "cpu",
+) -> tuple[BlockBytes, ...]:
+    """Count what each block keeps for backward, by running it on fake tensors.
+
+    Args:
+        model: The network, on any device; it is not changed.
+        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+        num_samples: In one micro-batch.
+        autocast: Lower precision, or None.
+        device_type: ``cpu`` or ``cuda``, which may keep different things; this machine needs it.
+
+    Returns:
+        One entry for each block, and one for the loss.
+    """
+    dtype = next(model.parameters()).dtype
+    entries = []
+    with FakeTensorMode():
+
+        def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            empty = torch.empty(tuple(shape), dtype=dtype, device=device_type)
+            return _laid_out(empty, device_type, autocast)
+
+        image = fake((num_samples, model.topology.in_channels, *size), dtype)
+        # Nothing in here is let go before the end, so that no number is given twice.
+        tensors = {"image": image}
+        for block in model.blocks():
+            inputs = tuple(tensors[name] for name in block.inputs)
+            own = {
+                name: fake(value.shape, value.dtype).requires_grad_(value.requires_grad)
+                for name, value in (*block.module.named_parameters(), *block.module.named_buffers())
+            }
+            with _kept_bytes(image, *own.values()) as kept, _lowered(device_type, autocast):
+                made = torch.func.functional_call(block.module, own, inputs)
+            tensors[block.name] = made
+            entries.append(
+                BlockBytes(
+                    block.name,
+                    block.inputs,
+                    tuple(made.shape),
+                    made.dtype,
+                    _number(made),
+                    sum(value.numel() * value.element_size() for value in own.values()),
+                    kept,
+                )
+            )
+        logits = [tensors[name].detach().requires_grad_() for name in model.outputs()]
+        target = fake((num_samples, *size), torch.uint8)
+        with _kept_bytes(target) as kept:
+            loss = dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
+        entries.append(BlockBytes(LOSS, model.outputs(), (), loss.dtype, _number(loss), 0, kept))
+    return tuple(entries)
+
+
+def block_seconds(
+    model: UNet3d,
+    device: torch.device,
+    size: Shape,
+    num_samples: int,
+    autocast: torch.dtype | None,
+    folder: Path,
+) -> tuple[float, ...]:
+    """Measure forward and backward of each block on a device, or recall what was measured.
+
+    Args:
+        model: The network; copies of its blocks are measured.
+        device: Where; each block runs there alone.
+        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+        num_samples: In one micro-batch.
+        autocast: Lower precision, or None; a CPU does without.
+        folder: Where the times are remembered, under a key of everything that they depend on.
+
+    Returns:
+        Seconds for each block, and for the loss.
+
+    Raises:
+        DatasetError: The cache folder cannot be written to.
+    """
+    autocast = autocast if device.type == "cuda" else None
+    dtype = next(model.parameters()).dtype
+    description = {
+        "topology": asdict(model.topology),
+        "size": size,
+        "num_samples": num_samples,
+        "device": _hardware(device),
+        "precision": [str(dtype), str(autocast)],
+        "versions": [torch.__version__, torch.version.cuda, __version__],
+    }
+    path = folder / f"{key_of(description)}.json"
+    remembered = _remembered(path, len(model.blocks()) + 1)
+    if remembered is not None:
+        return remembered
+    logger.info("measuring the time of each block on %s", device)
+    entries = block_bytes(model, size, num_samples, autocast, device.type)
+    made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
+    made["image"] = ((num_samples, model.topology.in_channels, *size), dtype)
+    generator = torch.Generator(device).manual_seed(0)  # not the one that training draws from
+
+    def random(name: str) -> Tensor:
+        shape, dtype = made[name]
+        values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        return _laid_out(values, device.type, autocast)
+
+    seconds = [_seconds(_pass(block, random, device, autocast), device) for block in model.blocks()]
+    seconds.append(_seconds(_loss_pass(model, random, (num_samples, *size)), device))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    _remember(path, description, seconds)
+    return tuple(seconds)
+
+
+def _pass(
+    block: Block,
+    random: Callable[[str], Tensor],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Callable[[], None]:
+    """Return forward and backward of one block on tensors of its own."""
+    module = copy.deepcopy(block.module).to(device)
+    for parameter in module.parameters():
+        parameter.data = _laid_out(parameter.data, device.type, autocast)
+    inputs = [random(name).requires_grad_(name != "image") for name in block.inputs]
+    gradient = random(block.name)
+    wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
+
+    def run() -> None:
+        with _lowered(device.type, autocast):
+            made = module(*inputs)
+        torch.autograd.grad(made, wanted, gradient)
+
+    return run
+
+
+def _loss_pass(
+    model: UNet3d, random: Callable[[str], Tensor], shape: tuple[int, ...]
+) -> Callable[[], None]:
+    logits = [random(name).requires_grad_() for name in model.outputs()]
+    target = torch.zeros(shape, dtype=torch.uint8, device=logits[0].device)
+
+    def run() -> None:
+        loss = dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
+        torch.autograd.grad(loss, logits)
+
+    return run
+
+
+def _seconds(run: Callable[[], None], device: torch.device) -> float:
+    """Return the median time of a few runs, each from an idle device to an idle device."""
+    seconds = []
+    for _ in range(NUM_WARM_UP_RUNS + NUM_TIMED_RUNS):
+        _wait_for(device)
+        began = time.perf_counter()
+        run()
+        _wait_for(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[NUM_WARM_UP_RUNS:])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
+
+
+@contextmanager
+def _lowered(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
+    with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
+        yield
+
+
+def _laid_out(tensor: Tensor, device_type: str, autocast: torch.dtype | None) -> Tensor:
+    """Return a tensor in the memory layout that it has in a stage of such a device."""
+    lowered = device_type == "cuda" and autocast is not None and tensor.dim() == 5
+    return tensor.contiguous(memory_format=torch.channels_last_3d) if lowered else tensor
+
+
+@contextmanager
+def _kept_bytes(*given: Tensor) -> Iterator[dict[int, int]]:
+    """Note what autograd keeps in the context, except for what is given."""
+    known = {_number(value) for value in given}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _number(tensor) not in known:
+            kept[_number(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def _number(tensor: Tensor) -> int:
+    """Return what tells one memory from another; fake ones have no address."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+def _remembered(path: Path, count: int) -> tuple[float, ...] | None:
+    try:
+        seconds = json.loads(path.read_text())["seconds"]
+        known = tuple(float(value) for value in seconds)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        logger.warning("%s is damaged; the times are measured again", path)
+        return None
+    return known if len(known) == count else None
+
+
+def _remember(path: Path, description: Mapping[str, object], seconds: Sequence[float]) -> None:
+    text = json.dumps({**description, "seconds": seconds}, indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise DatasetError(
+            f"cannot write {path}: {error.strerror}; set data.cache to a folder with space that "
+            "you can write to"
+        ) from error
