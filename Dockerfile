@@ -9,6 +9,11 @@ ENV PIP_NO_CACHE_DIR=1 \
     PIP_ROOT_USER_ACTION=ignore \
     PYTHONUNBUFFERED=1
 
+# Triton compiles the launchers of its kernels with a C compiler, on the machine that runs them.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 # Dependencies first: a change of code does not download torch again. The wheels bring their own
 # libgomp and libgfortran, so nothing else is installed.
 WORKDIR /opt/unet3d

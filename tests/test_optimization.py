@@ -209,5 +209,5 @@ def test_lower_precision_learns_on_gpus(devices: tuple[str, ...], precision: str
         terms = executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
         losses.append(terms.total.item())
         optimization.step(0.05)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert {value.dtype for value in executor.module.parameters()} == {torch.float32}

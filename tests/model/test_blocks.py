@@ -146,7 +146,7 @@ def test_a_head_mixes_channels_only() -> None:
 
 @pytest.mark.parametrize(("channels", "num_groups"), [(32, 8), (12, 4), (6, 2), (5, 1)])
 def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> None:
-    norm = make_norm("group", channels)
+    norm, _ = make_norm("group", channels, activated=True)
     assert isinstance(norm, nn.GroupNorm)
     assert norm.num_groups == num_groups
 

@@ -148,12 +148,13 @@ def test_the_loss_stays_where_the_logits_are() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it() -> None:
     logits, target = (value.cuda() for value in make_batch(3))
     logits.requires_grad_()
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         terms = dice_cross_entropy([logits, logits[:, :, ::2]], target)
         found = gradient(terms.total, logits)
     finally:

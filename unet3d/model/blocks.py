@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.config import Shape
+from unet3d.kernels import instance_norm
 
 Norm = Literal["instance", "group", "batch"]
+
+NORM_EPS = 1e-5
+NEGATIVE_SLOPE = 0.01
+"""Of LeakyReLU, as in nnU-Net."""
 
 
 @dataclass(frozen=True)
@@ -56,19 +61,44 @@ def run_blocks(
     return {name: alive[name] for name in kept}
 
 
-def make_norm(norm: Norm, channels: int) -> nn.Module:
+class InstanceNorm(nn.Module):
+    """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
+
+    def __init__(self, channels: int, negative_slope: float) -> None:
+        """Start as the plain normalisation.
+
+        Args:
+            channels: Of the feature map.
+            negative_slope: Of LeakyReLU; 1 leaves the activation out.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to the same shape."""
+        return instance_norm(x, self.weight, self.bias, NORM_EPS, self.negative_slope)
+
+
+def make_norm(norm: Norm, channels: int, activated: bool) -> nn.Sequential | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
     Args:
         norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
         channels: Channels of the feature map.
+        activated: Whether LeakyReLU follows.
     """
     if norm == "instance":
-        return nn.InstanceNorm3d(channels, eps=1e-5, affine=True)
+        return InstanceNorm(channels, NEGATIVE_SLOPE if activated else 1.0)
     if norm == "group":
         num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
-        return nn.GroupNorm(num_groups, channels)
-    return nn.BatchNorm3d(channels)
+        layers: list[nn.Module] = [nn.GroupNorm(num_groups, channels, eps=NORM_EPS)]
+    else:
+        layers = [nn.BatchNorm3d(channels, eps=NORM_EPS)]
+    if activated:
+        layers.append(nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True))
+    return nn.Sequential(*layers)
 
 
 class ConvUnit(nn.Module):
@@ -80,13 +110,12 @@ class ConvUnit(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
         self.conv = nn.Conv3d(in_channels, channels, 3, stride=stride, padding=1)
-        self.norm = make_norm(norm, channels)
-        self.activation = nn.LeakyReLU(0.01, inplace=True)
+        self.norm = make_norm(norm, channels, activated=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) inputs to (N, channels, X', Y', Z')."""
         x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
-        out: Tensor = self.activation(self.norm(self.conv(x)))
+        out: Tensor = self.norm(self.conv(x))
         return out
 
 
@@ -97,13 +126,14 @@ class ResidualUnit(nn.Module):
         super().__init__()
         self.first = ConvUnit(in_channels, channels, stride, norm)
         self.conv = nn.Conv3d(channels, channels, 3, padding=1)
-        self.norm = make_norm(norm, channels)
-        self.activation = nn.LeakyReLU(0.01, inplace=True)
+        self.norm = make_norm(norm, channels, activated=False)
+        self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
         # As ResNet-D does (arXiv 1812.01187): averaging first, so that no voxel is skipped.
         pool = nn.AvgPool3d(stride, stride) if max(stride) > 1 else nn.Identity()
         project = (
             nn.Sequential(
-                nn.Conv3d(in_channels, channels, 1, bias=False), make_norm(norm, channels)
+                nn.Conv3d(in_channels, channels, 1, bias=False),
+                make_norm(norm, channels, activated=False),
             )
             if in_channels != channels
             else nn.Identity()

@@ -84,7 +84,10 @@ class PipelineExecutor:
         self._maker = {block.name: stage for stage in stages for block in stage.blocks}
         for stage in stages:
             for block in stage.blocks:
-                block.module.to(stage.slot.device)
+                if self._lowers(stage):  # the layout that tensor cores want
+                    block.module.to(stage.slot.device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+                else:
+                    block.module.to(stage.slot.device)
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0

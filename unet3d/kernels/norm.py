@@ -1,0 +1,67 @@
+"""Instance normalisation with LeakyReLU behind it, as one operation.
+
+PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
+32 of a GPU's processors busy. Here the voxels are divided over all of them.
+
+:func:`instance_norm` picks the Triton version for CUDA tensors in float32, bfloat16 or float16, and
+the reference, PyTorch's own, for everything else. Both give the same values and gradients.
+"""
+
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+_FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def instance_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slope: float
+) -> Tensor:
+    """Normalise each channel of each sample over its voxels, then apply LeakyReLU.
+
+    ``y = leaky_relu((x - mean) / sqrt(var + eps) * weight + bias)`` (Ulyanov et al., arXiv
+    1607.08022), with the biased variance, and statistics in float32 at least.
+
+    Args:
+        x: (N, C, X, Y, Z) of any floating type.
+        weight: (C,).
+        bias: (C,).
+        eps: Added to the variance.
+        negative_slope: Of LeakyReLU; 1 leaves the activation out.
+
+    Returns:
+        Of x's shape and type.
+    """
+    if x.is_cuda and x.dtype in _FAST_TYPES and _triton_works():
+        y: Tensor = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)[0]
+        return y
+    return reference(x, weight, bias, eps, negative_slope)
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slope: float) -> Tensor:
+    """Do as :func:`instance_norm` does, with PyTorch's own operations."""
+    y = F.instance_norm(x, weight=weight, bias=bias, use_input_stats=True, eps=eps)
+    return y if negative_slope == 1 else F.leaky_relu_(y, negative_slope)
+
+
+@functools.cache
+def _triton_works() -> bool:
+    """Return whether Triton can compile here; if not, say once why training is slower."""
+    if not torch.cuda.is_available():  # fake tensors, that stand for another machine's
+        return False
+    try:
+        from unet3d.kernels import norm_triton
+
+        norm_triton.probe()
+    except Exception as error:  # a missing compiler, driver or package: Triton raises anything
+        logger.warning(
+            "Triton cannot compile here, so normalisation is several times slower: %s",
+            str(error).splitlines()[0] if str(error) else type(error).__name__,
+        )
+        return False
+    return True
