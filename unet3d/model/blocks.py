@@ -1,6 +1,6 @@
 """The modules that a U-Net is made of, and the list of blocks that a cut divides."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,13 +38,14 @@ class Block:
 
 
 def run_blocks(
-    blocks: Sequence[Block], tensors: Mapping[str, Tensor], keep: Iterable[str]
+    blocks: Sequence[Block], tensors: dict[str, Tensor], keep: Iterable[str]
 ) -> dict[str, Tensor]:
     """Run blocks in order, letting go of each tensor after its last reader.
 
     Args:
         blocks: A run of a network's blocks.
-        tensors: What they need from outside, by name.
+        tensors: What they need from outside, by name; emptied, so that nothing here keeps a tensor
+            that no block reads any more.
         keep: Names of the tensors to return.
 
     Returns:
@@ -52,13 +53,12 @@ def run_blocks(
     """
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
-    alive = dict(tensors)
     for block in blocks:
-        alive[block.name] = block.module(*(alive[name] for name in block.inputs))
+        tensors[block.name] = block.module(*(tensors[name] for name in block.inputs))
         for name in set(block.inputs):
             if last_reader[name] == block.name and name not in kept:
-                del alive[name]
-    return {name: alive[name] for name in kept}
+                del tensors[name]
+    return {name: tensors.pop(name) for name in kept}
 
 
 class InstanceNorm(nn.Module):

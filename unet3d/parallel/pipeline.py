@@ -9,7 +9,7 @@ can be walked back as soon as its gradients are there, and is freed at once::
     stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
 from unet3d.parallel.transfer import Transfer
+from unet3d.stand_ins import is_gpu
 
 
 @dataclass
@@ -80,6 +81,7 @@ class PipelineExecutor:
         self.schedule = schedule
         self.autocast = autocast
         self.watch_forward: Callable[[Slot], AbstractContextManager[None]] = _watch_nothing
+        self._predictions: deque[torch.cuda.Event] = deque()
         self._dtype = next(module.parameters()).dtype
         self._maker = {block.name: stage for stage in stages for block in stage.blocks}
         for stage in stages:
@@ -116,19 +118,34 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def predict(self, image: Tensor) -> Tensor:
-        """Return logits without gradients; see the protocol."""
+        """Return logits without gradients; see the protocol.
+
+        Nothing waits for the result, so the next call's first stage overlaps with this call's
+        last; at most as many calls are under way as there are stages.
+        """
         self.module.check_shape(image)
+        result, *coarse = self.module.outputs()
         tensors = {"image": image}
         for index, stage in enumerate(self.stages):
             received = {
                 name: self._as_input(stage, Transfer(tensors[name], stage.slot.device))
                 for name in stage.inputs
             }
-            read_later = {name for later in self.stages[index + 1 :] for name in later.inputs}
+            later = {name for after in self.stages[index + 1 :] for name in after.inputs}
+            tensors = {name: value for name, value in tensors.items() if name in later}
+            blocks = [block for block in stage.blocks if block.name not in coarse]
+            outputs = [name for name in stage.outputs if name not in coarse]
             with self.watch_forward(stage.slot), self._autocast(stage):
-                made = run_blocks(stage.blocks, received, stage.outputs)
-            tensors = {k: v for k, v in tensors.items() if k in read_later} | made
-        return tensors[self.module.outputs()[0]]
+                tensors |= run_blocks(blocks, received, outputs)
+        self._hold_back()
+        return tensors[result]
+
+    def _hold_back(self) -> None:
+        """Wait for an earlier prediction: a fast first stage must not fill the others' memory."""
+        if self.output_device.type == "cuda":
+            self._predictions.append(torch.cuda.current_stream(self.output_device).record_event())
+            if len(self._predictions) > len(self.stages):
+                self._predictions.popleft().synchronize()
 
     def _forward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
         number = stage.slot.index
@@ -137,7 +154,7 @@ class PipelineExecutor:
             leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
             leaves[name] = leaf.requires_grad_(name != "image")
         with self.watch_forward(stage.slot), self._autocast(stage):
-            made = run_blocks(stage.blocks, leaves, stage.outputs)
+            made = run_blocks(stage.blocks, dict(leaves), stage.outputs)
         for later in self.stages[number + 1 :]:
             for name in stage.outputs:
                 if name in later.inputs:
@@ -180,13 +197,13 @@ class PipelineExecutor:
         return received if self._lowers(stage) else received.to(self._dtype)
 
     def _lowers(self, stage: Stage) -> bool:
-        return self.autocast is not None and stage.slot.device.type == "cuda"
+        return self.autocast is not None and is_gpu(stage.slot.device)
 
     def _autocast(self, stage: Stage) -> AbstractContextManager[None]:
         if not self._lowers(stage):
             return nullcontext()
         # Its cache of lowered weights lives until the context ends: once per micro-batch and stage.
-        return torch.autocast("cuda", dtype=self.autocast)
+        return torch.autocast(stage.slot.device.type, dtype=self.autocast)
 
 
 def _sum_of(gradients: Sequence[Transfer]) -> Tensor:
