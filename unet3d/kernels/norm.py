@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.kernels import norm_op
+from unet3d.stand_ins import is_stand_in
+
 logger = logging.getLogger(__name__)
 
 _FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,7 +40,7 @@ def instance_norm(
     Returns:
         Of x's shape and type.
     """
-    if x.is_cuda and x.dtype in _FAST_TYPES and _triton_works():
+    if x.dtype in _FAST_TYPES and _has_triton(x):
         y: Tensor = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)[0]
         return y
     return reference(x, weight, bias, eps, negative_slope)
@@ -49,15 +52,18 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slop
     return y if negative_slope == 1 else F.leaky_relu_(y, negative_slope)
 
 
+def _has_triton(x: Tensor) -> bool:
+    # What stands for a GPU that is elsewhere is taken to have what it needs.
+    return is_stand_in(x.device) or (x.is_cuda and _triton_works())
+
+
 @functools.cache
 def _triton_works() -> bool:
     """Return whether Triton can compile here; if not, say once why training is slower."""
     if not torch.cuda.is_available():  # fake tensors, that stand for another machine's
         return False
     try:
-        from unet3d.kernels import norm_triton
-
-        norm_triton.probe()
+        norm_op.probe()
     except Exception as error:  # a missing compiler, driver or package: Triton raises anything
         logger.warning(
             "Triton cannot compile here, so normalisation is several times slower: %s",

@@ -227,10 +227,10 @@ def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-@torch.library.custom_op("unet3d::instance_norm", mutates_args=(), device_types="cuda")
-def _forward(
+def forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the mean as two numbers for each channel, and 1 / deviation."""
     x = _channels_last(x)
     grid = _Grid(x)
     v, c = grid.voxels, grid.channels
@@ -246,20 +246,10 @@ def _forward(
     return y, mean, rstd
 
 
-@_forward.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.channels_last_3d)
-    samples, channels = x.shape[:2]
-    mean = x.new_empty((samples, 2 * channels), dtype=torch.float32)
-    return y, mean, x.new_empty((samples, channels), dtype=torch.float32)
-
-
-@torch.library.custom_op("unet3d::instance_norm_backward", mutates_args=(), device_types="cuda")
-def _backward(
+def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias."""
     x, dy = _channels_last(x), _channels_last(dy)
     grid = _Grid(x)
     v, c = grid.voxels, grid.channels
@@ -274,35 +264,3 @@ def _backward(
         _total[grid.over_channels](runs_g, runs_gx, sum_g, sum_gx, c, grid.runs, **grid.merge)
         _gradient[grid.over_blocks](x, dy, dx, *given, sum_g, sum_gx, v, c, slope, **grid.block)
     return dx, sum_gx.sum(0).to(weight.dtype), sum_g.sum(0).to(bias.dtype)
-
-
-@_backward.register_fake
-def _(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty_like(x, memory_format=torch.channels_last_3d)
-    return dx, torch.empty_like(weight), torch.empty_like(bias)
-
-
-def _save(ctx, inputs, output) -> None:
-    x, weight, bias, _, slope = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
-    ctx.slope = slope
-    ctx.mark_non_differentiable(mean, rstd)
-
-
-def _differentiate(ctx, dy, _mean, _rstd):
-    dx, dweight, dbias = torch.ops.unet3d.instance_norm_backward(dy, *ctx.saved_tensors, ctx.slope)
-    return dx, dweight, dbias, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def probe() -> None:
-    """Compile and run once, to find out whether this machine can."""
-    x = torch.zeros(1, 1, 1, 1, 2, device="cuda", requires_grad=True)
-    one = torch.ones(1, device="cuda")
-    torch.ops.unet3d.instance_norm(x, one, one, 1e-5, 0.01)[0].sum().backward()
-    torch.cuda.synchronize()
