@@ -129,6 +129,44 @@ def test_the_memory_report_has_both_slots(cache: Path, tmp_path: Path) -> None:
     assert all(slot["activations_bytes"] > 16**3 * 4 * 4 for slot in slots)
 
 
+@pytest.mark.parametrize("balance", ["time", "memory"])
+def test_a_balanced_cut_trains_the_same_network(
+    balance: str,
+    finished: Path,
+    cache: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    spread = ("parallel.mode=model", "parallel.devices=cpu,cpu", f"parallel.balance={balance}")
+    with caplog.at_level("INFO"):
+        run(settings(cache, *spread), tmp_path / "balanced")
+    assert f"balanced by {balance}: cut before" in caplog.text
+    for name, value in weights(tmp_path / "balanced").items():
+        torch.testing.assert_close(value, weights(finished)[name], rtol=1e-3, atol=1e-4, msg=name)
+    # The same run on one device goes on from what two devices have saved.
+    config = load_config(
+        tmp_path / "balanced" / "config.yaml",
+        [
+            "training.epochs=4",
+            "parallel.mode=none",
+            "parallel.devices=cpu",
+            "parallel.balance=encoder-decoder",
+        ],
+    )
+    run(config, tmp_path / "balanced", resume=True)
+    assert [epoch for epoch, _ in losses(tmp_path / "balanced")] == [1, 2, 3, 4]
+
+
+def test_cuts_overrule_the_balance(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spread = ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.balance=time")
+    run(settings(cache, *spread, "parallel.cuts=2", "training.epochs=1"), tmp_path / "run")
+    assert "parallel.cuts says where the network is cut" in caplog.text
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 6]
+
+
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:
     """Make training die after some steps, as a power cut would: nothing more is written."""
     from unet3d.optimization import Optimization

@@ -1,14 +1,16 @@
 """Every way of spreading the network gives the plain network's loss and gradients."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from unet3d.config import ModelSettings
+from unet3d.config import Balance, ModelSettings
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, parallelize
+from unet3d.parallel import Layout, choose_cuts, parallelize
 
 TOLERANCE = 1e-10
 
@@ -76,6 +78,29 @@ def test_spreading_is_transparent(
         if gradients[name].norm() > 1e-12:
             assert_close(parameter.grad, gradients[name], name)
     assert_close(executor.predict(image), plain.eval()(image), "logits")
+
+
+@pytest.mark.parametrize("balance", ["encoder-decoder", "time", "memory"])
+@pytest.mark.parametrize("num_devices", [2, 3, 4])
+def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
+    balance: Balance, num_devices: int, tmp_path: Path
+) -> None:
+    topology = make_topology()
+    image, target = make_batch(5)
+    loss, gradients, plain = plain_gradients(topology, image, target)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    layout = Layout((torch.device("cpu"),) * num_devices, None, 3)
+    cuts = choose_cuts(model, layout, balance, (16, 16, 8), 5, 1, tmp_path)
+    executor = parallelize(model, replace(layout, cuts=cuts))
+    terms = executor.forward_backward(image, target, dice_cross_entropy)
+    assert_close(terms.total, loss, "loss")
+    for name, parameter in model.named_parameters():
+        if gradients[name].norm() > 1e-12:
+            assert_close(parameter.grad, gradients[name], name)
+    expected = plain.state_dict()
+    assert list(model.state_dict()) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_batch_norm_is_transparent_on_two_devices() -> None:

@@ -173,6 +173,12 @@ class ParallelSettings(Section):
             return tuple(str(name).strip() for name in value)
         return value
 
+    @field_validator("cuts", mode="before")
+    @classmethod
+    def _one_cut(cls, value: Any) -> Any:
+        """Take a single number for the one cut between two devices."""
+        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
 
 class InferenceSettings(Section):
     """Prediction, in validation too."""
