@@ -7,6 +7,9 @@ Times are medians of steps after a warm-up, each from an idle machine to an idle
 backward and optimizer included. ``limit`` is the time that the pipeline would take if each stage
 were always busy but for filling and draining: with a and b the measured times of one micro-batch
 through each of two stages, (a + b) + (m - 1) max(a, b).
+
+``forward-only pipeline`` is the one of PyTorch's model-parallel tutorial: micro-batches overlap in
+forward only; their logits are gathered, and one backward of one loss goes through all of them.
 """
 
 import argparse
@@ -16,16 +19,18 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from unet3d.config import ModelSettings, ParallelSettings
-from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Executor, Layout, default_precision, parallelize, resolve_devices
-from unet3d.parallel.partition import balanced_cuts, block_flops
+from unet3d.config import Balance, ModelSettings, ParallelSettings
+from unet3d.model import LossTerms, UNet3d, dice_cross_entropy, plan_topology, run_blocks
+from unet3d.parallel import Layout, choose_cuts, default_precision, parallelize, resolve_devices
+from unet3d.parallel.executor import LossFunction
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,6 +49,38 @@ def parse_arguments() -> argparse.Namespace:
 def synchronize() -> None:
     for index in range(torch.cuda.device_count()):
         torch.cuda.synchronize(index)
+
+
+class ForwardOnlyPipeline:
+    """The tutorial's pipeline over the stages of another executor, with its kernels."""
+
+    def __init__(self, placed: Any, num_micro_batches: int) -> None:
+        self.placed = placed
+        self.num_micro_batches = num_micro_batches
+        self.module, self.slots = placed.module, placed.slots
+        self.input_device, self.output_device = placed.input_device, placed.output_device
+
+    def forward_backward(self, image: Tensor, target: Tensor, loss_fn: LossFunction) -> LossTerms:
+        """Add one batch's gradients to the module's."""
+        stages = self.placed.stages
+        alive = [{"image": portion} for portion in image.tensor_split(self.num_micro_batches)]
+        for step in range(len(alive) + len(stages) - 1):
+            # The later stage is queued first: it works while the earlier takes the next one.
+            for number in reversed(range(len(stages))):
+                if 0 <= step - number < len(alive):
+                    alive[step - number] = self._forward(number, alive[step - number])
+        terms = loss_fn(torch.cat([made["head"] for made in alive]), target)
+        terms.total.backward()
+        return terms.detached()
+
+    def _forward(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        stage, later = self.placed.stages[number], self.placed.stages[number + 1 :]
+        dtype = None if self.placed._lowers(stage) else torch.float32
+        received = {name: tensors[name].to(stage.slot.device, dtype) for name in stage.inputs}
+        with self.placed._autocast(stage):
+            made = run_blocks(stage.blocks, received, stage.outputs)
+        wanted = {name for other in later for name in other.inputs} | {"head"}
+        return {name: value for name, value in (tensors | made).items() if name in wanted}
 
 
 class Bench:
@@ -71,6 +108,7 @@ class Bench:
         num_micro_batches: int,
         cuts: tuple[int, ...] | None = None,
         schedule: Any = "1f1b",
+        forward_only: bool = False,
     ) -> dict[str, Any]:
         """Time one way, or note that it does not fit."""
         row: dict[str, Any] = {"name": name, "cuts": cuts, "num_micro_batches": num_micro_batches}
@@ -78,7 +116,9 @@ class Bench:
         try:
             torch.manual_seed(0)
             layout = Layout(devices, cuts, num_micro_batches, self.autocast, schedule)
-            executor = parallelize(UNet3d(self.topology), layout)
+            executor: Any = parallelize(UNet3d(self.topology), layout)
+            if forward_only:
+                executor = ForwardOnlyPipeline(executor, num_micro_batches)
             row.update(self._timed(executor))
         except torch.OutOfMemoryError:
             row["seconds"] = None
@@ -88,7 +128,7 @@ class Bench:
         print(row, file=sys.stderr)
         return row
 
-    def _timed(self, executor: Executor) -> dict[str, Any]:
+    def _timed(self, executor: Any) -> dict[str, Any]:
         optimizer = torch.optim.SGD(executor.module.parameters(), lr=1e-3, momentum=0.9)
         image = self.image.to(executor.input_device)
         target = self.target.to(executor.output_device)
@@ -112,6 +152,16 @@ class Bench:
             "all_seconds": seconds,
             "peak_gib": [peak / 2**30 for peak in peaks],
         }
+
+    def balanced(self, balance: Balance) -> tuple[int, ...]:
+        """Return the cut that training would choose, from fresh measurements."""
+        batch = self.arguments.batch_size
+        layout = Layout(self.devices, None, batch, self.autocast)
+        x, y, z = self.image.shape[2:]
+        with tempfile.TemporaryDirectory() as folder:
+            return choose_cuts(
+                UNet3d(self.topology), layout, balance, (x, y, z), batch, 1, Path(folder)
+            )
 
     def stage_seconds(self, cuts: tuple[int, ...] | None) -> list[float]:
         """Time one micro-batch through each stage, forward and backward, nothing else running."""
@@ -149,11 +199,12 @@ def main() -> None:
     whole = bench.measure("one device, whole batch", one, 1)
     accumulated = bench.measure("one device, accumulated", one, batch)
     bench.measure("stages in turn (naive)", devices, 1)
-    model = UNet3d(bench.topology)
-    x, y, z = (4 * stride for stride in bench.topology.total_stride)
-    by_flops = balanced_cuts(block_flops(model, (x, y, z)), len(devices))
+    bench.measure("forward-only pipeline (tutorial)", devices, batch, forward_only=True)
     tried: list[tuple[str, tuple[int, ...] | None]] = [("encoder | decoder", None)]
-    tried.append((f"equal operations {by_flops}", by_flops))
+    balances: tuple[Balance, ...] = ("time", "memory")
+    for balance in balances:
+        cuts = bench.balanced(balance)
+        tried.append((f"--balance {balance} {cuts}", cuts))
     tried += [(f"cut {cut}", tuple(map(int, cut.split(",")))) for cut in arguments.cuts]
     for name, cuts in tried:
         row = bench.measure(f"1F1B, {name}", devices, batch, cuts)
