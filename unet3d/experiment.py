@@ -2,18 +2,23 @@
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from unet3d.config import Config, Shape
-from unet3d.errors import DatasetError
+from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, plan_topology
-from unet3d.model.topology import MIN_VOXELS
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
 from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.phantom import write_phantom_dataset
-from unet3d.volumes.preprocess import Preprocessing, plan_preprocessing, prepare_cases
+from unet3d.volumes.preprocess import (
+    Fingerprint,
+    Preprocessing,
+    plan_preprocessing,
+    prepare_cases,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -88,23 +93,19 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
     )
     report_findings(check_headers(dataset))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
-    whole = config.patches.size == "whole"
-    if isinstance(config.patches.size, str):
-        size = fingerprint.shape
-        if not whole:
-            size = fitting_size(size, fingerprint.spacing_mm, config.patches.max_voxels)
+    num_channels, num_classes = len(preprocessing.channels), len(preprocessing.label_values)
+
+    def plan(size: Shape) -> Topology:
+        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
+
+    patch_size: Shape | None = None
+    if config.patches.size == "whole":
+        topology = plan(fingerprint.shape)
+    elif config.patches.size == "auto":
+        topology, patch_size = _plan_patch(plan, fingerprint, config.patches.max_voxels)
     else:
-        size = config.patches.size
-    topology = plan_topology(
-        config.model,
-        size,
-        fingerprint.spacing_mm,
-        len(preprocessing.channels),
-        len(preprocessing.label_values),
-    )
-    patch_size = None if whole else padded_shape(size, topology.total_stride)
-    if patch_size is not None and config.patches.size == "auto":
-        patch_size = _trimmed(patch_size, topology.total_stride, config.patches.max_voxels)
+        topology = plan(config.patches.size)
+        patch_size = padded_shape(config.patches.size, topology.total_stride)
     return Experiment(
         config=config.with_values(
             {
@@ -171,19 +172,26 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
         )
 
 
-def _trimmed(size: Shape, strides: Shape, max_voxels: int) -> Shape:
-    """Return a patch that padding to the strides has brought above its budget, back below it.
+def _plan_patch(
+    plan: Callable[[Shape], Topology], fingerprint: Fingerprint, max_voxels: int
+) -> tuple[Topology, Shape]:
+    """Return the network and the patch that, padded to its strides, keeps to the budget.
 
-    The budget gives way where the lowest level would be left with less than its fewest voxels.
+    The budget gives way only to a network that could not be planned for less.
     """
-    trimmed = list(size)
-    while math.prod(trimmed) > max_voxels:
-        axis = max(range(3), key=lambda axis: trimmed[axis] // strides[axis])
-        if trimmed[axis] // strides[axis] <= MIN_VOXELS:
+    size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, max_voxels)
+    topology = plan(size)
+    patch = padded_shape(size, topology.total_stride)
+    budget = max_voxels
+    while math.prod(patch) > max_voxels:
+        budget = math.floor(0.97 * budget)
+        size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, budget)
+        try:
+            topology = plan(size)
+        except ConfigError:  # fewer voxels than the levels that are asked for need
             break
-        trimmed[axis] -= strides[axis]
-    x, y, z = trimmed
-    return x, y, z
+        patch = padded_shape(size, topology.total_stride)
+    return topology, patch
 
 
 def _times(numbers: tuple[float, ...]) -> str:

@@ -77,6 +77,7 @@ class ProgressLine:
             completed=done,
             description=f"epoch {epoch + 1}/{self._num_epochs} step {step}/{self._num_steps}",
             status=f"loss {loss:.3f}  Dice {self._dice}  {left}",
+            refresh=True,
         )
 
     def epoch_done(self, metrics: dict[str, Any], seconds_left: float) -> None:

@@ -4,6 +4,7 @@ The files and their contents are public; see the README.
 """
 
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class RunFolder:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
             remove_leftovers(self.path)
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
         except OSError as error:

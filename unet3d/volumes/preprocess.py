@@ -6,6 +6,7 @@
 
 import logging
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -264,14 +265,19 @@ def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
         initargs=(1,),
     )
     with pool:
-        futures = [pool.submit(work, item) for item in items]
         try:
+            # The workers inherit this: a terminal sends Ctrl-C to them too, but it is meant for us.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                futures = [pool.submit(work, item) for item in items]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise DatasetError(
                 f"a process that prepares cases was killed, probably for want of memory; use fewer "
                 f"than {num_workers} with data.num_workers"
             ) from error
-        except Unet3dError:
+        except (Unet3dError, KeyboardInterrupt):
             pool.shutdown(cancel_futures=True)
             raise
