@@ -109,7 +109,8 @@ class ConvUnit(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(in_channels, channels, 3, stride=stride, padding=1)
+        # No bias: the normalisation takes the mean away again.
+        self.conv = nn.Conv3d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
         self.norm = make_norm(norm, channels, activated=True)
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -125,7 +126,7 @@ class ResidualUnit(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
         self.first = ConvUnit(in_channels, channels, stride, norm)
-        self.conv = nn.Conv3d(channels, channels, 3, padding=1)
+        self.conv = nn.Conv3d(channels, channels, 3, padding=1, bias=False)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
         # As ResNet-D does (arXiv 1812.01187): averaging first, so that no voxel is skipped.
