@@ -15,7 +15,9 @@ from unet3d.cli import commands
 from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md")]
+DOCUMENTS = [
+    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/parallel.md")
+]
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
 
 
