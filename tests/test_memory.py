@@ -1,5 +1,6 @@
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -244,7 +245,8 @@ def test_gradients_are_the_most_that_were_there() -> None:
 def test_the_record_has_a_row_for_each_slot() -> None:
     executor = spread(small_topology(), 2)
     _, measured = measure(executor)
-    record = memory_record("model", executor.slots, measured)
+    predicted = {index: replace(memory, peak_bytes=7) for index, memory in measured.items()}
+    record = memory_record("model", executor.slots, measured, predicted)
     assert record["parallel"] == "model"
     assert [row["slot"] for row in record["slots"]] == [0, 1]
     blocks = [name for row in record["slots"] for name in row["blocks"]]
@@ -253,6 +255,7 @@ def test_the_record_has_a_row_for_each_slot() -> None:
         assert row["device"] == "cpu"
         assert row["device_bytes"] == device_bytes(CPU)
         assert row["measured"] == measured[row["slot"]].to_dict()
+        assert row["predicted"] == row["measured"] | {"peak_bytes": 7}
 
 
 def test_the_memory_of_the_machine() -> None:

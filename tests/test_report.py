@@ -27,7 +27,7 @@ def record(devices, memories):
         Slot(index, torch.device("cpu"), DECODER if index else ENCODER)
         for index in range(len(devices))
     ]
-    made = memory_record("model", slots, dict(enumerate(memories)))
+    made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(memories)))
     for slot, device in zip(made["slots"], devices, strict=True):
         slot["device"] = device  # a GPU's record, without a GPU
         slot["device_bytes"] = 80 * 1024 * MIB

@@ -15,8 +15,10 @@ from rich.console import Console
 from unet3d.checkpoint import load_checkpoint
 from unet3d.config import Config, load_config
 from unet3d.errors import CheckpointError, ConfigError
+from unet3d.model import LossTerms
 from unet3d.run_folder import RunFolder
-from unet3d.training import TrainingResult, train
+from unet3d.training import TrainingResult, _Training, train
+from unet3d.volumes.patches import Batch
 
 SMALL = (
     "data.phantom.num_cases=5",
@@ -169,17 +171,15 @@ def test_cuts_overrule_the_balance(
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:
     """Make training die after some steps, as a power cut would: nothing more is written."""
-    from unet3d.optimization import Optimization
+    step, done = _Training._step, []
 
-    step, done = Optimization.step, []
-
-    def failing(self: Optimization, learning_rate: float) -> None:
+    def failing(self: _Training, batch: Batch) -> LossTerms:
         if len(done) == num_steps:
             raise error
-        done.append(learning_rate)
-        step(self, learning_rate)
+        done.append(batch)
+        return step(self, batch)
 
-    monkeypatch.setattr(Optimization, "step", failing)
+    monkeypatch.setattr(_Training, "_step", failing)
 
 
 @pytest.mark.parametrize("num_steps", [2, 4, 7, 11])

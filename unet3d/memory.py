@@ -99,10 +99,10 @@ class MemoryMeter:
         """
         kept = self._kept[slot.index]
         own = [*self._module.parameters(), *self._module.buffers()]
-        owned = {value.untyped_storage().data_ptr() for value in own}
+        owned = {_storage_key(value) for value in own}
 
         def pack(tensor: Tensor) -> "_Saved":
-            return _Saved(tensor, kept, tensor.untyped_storage().data_ptr() not in owned)
+            return _Saved(tensor, kept, _storage_key(tensor) not in owned)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
             yield
@@ -173,17 +173,17 @@ class _KeptBytes:
         self.peak = 0
         self._holders: dict[int, int] = {}
 
-    def add(self, pointer: int, size: int) -> None:
-        holders = self._holders.get(pointer, 0)
+    def add(self, key: int, size: int) -> None:
+        holders = self._holders.get(key, 0)
         if holders == 0:
             self.now += size
             self.peak = max(self.peak, self.now)
-        self._holders[pointer] = holders + 1
+        self._holders[key] = holders + 1
 
-    def drop(self, pointer: int, size: int) -> None:
-        self._holders[pointer] -= 1
-        if self._holders[pointer] == 0:
-            del self._holders[pointer]
+    def drop(self, key: int, size: int) -> None:
+        self._holders[key] -= 1
+        if self._holders[key] == 0:
+            del self._holders[key]
             self.now -= size
 
 
@@ -193,10 +193,9 @@ class _Saved:
     def __init__(self, tensor: Tensor, kept: _KeptBytes, counts: bool) -> None:
         self.tensor = tensor
         if counts:
-            storage = tensor.untyped_storage()
-            pointer, size = storage.data_ptr(), storage.nbytes()
-            kept.add(pointer, size)
-            weakref.finalize(self, kept.drop, pointer, size)
+            key, size = _storage_key(tensor), tensor.untyped_storage().nbytes()
+            kept.add(key, size)
+            weakref.finalize(self, kept.drop, key, size)
 
     @staticmethod
     def unpack(saved: "_Saved") -> Tensor:
@@ -215,7 +214,10 @@ def device_bytes(device: torch.device) -> int:
 
 
 def memory_record(
-    parallel: str, slots: Sequence[SlotLike], measured: dict[int, SlotMemory]
+    parallel: str,
+    slots: Sequence[SlotLike],
+    measured: dict[int, SlotMemory],
+    predicted: dict[int, SlotMemory],
 ) -> dict[str, Any]:
     """Return what ``memory.json`` holds.
 
@@ -223,6 +225,7 @@ def memory_record(
         parallel: The mode.
         slots: The slots, in order.
         measured: Per slot index.
+        predicted: Likewise, before the training started.
     """
     return {
         "parallel": parallel,
@@ -232,11 +235,18 @@ def memory_record(
                 "device": str(slot.device),
                 "blocks": list(slot.blocks),
                 "device_bytes": device_bytes(slot.device),
+                "predicted": predicted[slot.index].to_dict(),
                 "measured": measured[slot.index].to_dict(),
             }
             for slot in slots
         ],
     }
+
+
+def _storage_key(tensor: Tensor) -> int:
+    """Return what tensors of one memory share while one of them lives; fakes have no address."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

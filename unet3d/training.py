@@ -19,6 +19,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from unet3d import __version__
+from unet3d.advice import explain_out_of_memory, warn_if_too_large
 from unet3d.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, DoesNotFitError
@@ -38,6 +39,7 @@ from unet3d.parallel import (
     parallelize,
     resolve_devices,
 )
+from unet3d.planner import Prediction, Step, predict_memory
 from unet3d.progress import ProgressLine
 from unet3d.report import write_memory_picture, write_progress_picture
 from unet3d.run_folder import RunFolder
@@ -119,12 +121,15 @@ def train(
         autocast_dtype(precision),
         config.parallel.schedule,
     )
+    step = _largest_step(experiment, layout, precision)
     try:
-        layout = _balanced(layout, model, experiment)
+        step = replace(step, layout=_balanced(layout, model, experiment))
     except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(_explain_out_of_memory(error, experiment)) from error
-    executor = parallelize(model, layout)
-    training = _Training(experiment, executor, folder, precision, num_workers)
+        raise DoesNotFitError(explain_out_of_memory(error, step)) from error
+    prediction = predict_memory(step)
+    warn_if_too_large(prediction)
+    executor = parallelize(model, step.layout)
+    training = _Training(experiment, executor, folder, precision, num_workers, prediction)
     if resume:
         training.load()
     folder.write_config(experiment.config)
@@ -133,7 +138,7 @@ def train(
     try:
         return training.run(console, quiet)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(_explain_out_of_memory(error, experiment)) from error
+        raise DoesNotFitError(explain_out_of_memory(error, step)) from error
 
 
 class _Training:
@@ -146,12 +151,14 @@ class _Training:
         folder: RunFolder,
         precision: str,
         num_workers: int,
+        prediction: Prediction,
     ) -> None:
         self.experiment = experiment
         self.config = experiment.config
         self.executor = executor
         self.folder = folder
         self.precision = precision
+        self.prediction = prediction
         self.state = _State()
         self.optimization = Optimization(executor.module, self.config.training, precision)
         self.loader = PatchLoader(
@@ -366,7 +373,7 @@ class _Training:
             self.executor.watch_forward = unwatched
         measured = meter.read(self.optimization.optimizer)
         mode = self.config.parallel.mode
-        self.memory = memory_record(mode, self.executor.slots, measured)
+        self.memory = memory_record(mode, self.executor.slots, measured, self.prediction.memory)
         self.folder.write_json(self.folder.memory, self.memory)
         write_memory_picture(self.memory, self.folder.memory_picture)
 
@@ -386,6 +393,14 @@ class _Training:
                 "cuda": torch.version.cuda,
             },
         }
+
+
+def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Step:
+    config = experiment.config
+    per_case = 1 if experiment.patch_size is None else config.patches.per_case
+    batch_size = min(config.training.batch_size, per_case * len(experiment.training))
+    size = experiment.largest_patch()
+    return Step(experiment.topology, layout, size, batch_size, config.training, precision)
 
 
 def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
@@ -437,14 +452,3 @@ def _mean(values: list[float | None]) -> float | None:
 def _device_name(device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return f"{device} ({name})"
-
-
-def _explain_out_of_memory(error: Exception, experiment: Experiment) -> str:
-    size = "x".join(map(str, experiment.patch_size or ())) or "whole volumes"
-    settings = experiment.config.training
-    reason = " ".join(str(error).split(". ")[:2])
-    return (
-        f"a device ran out of memory with patches.size {size} and training.batch_size "
-        f"{settings.batch_size} ({reason}); use smaller patches, more "
-        "training.micro_batches, or --parallel model with more devices"
-    )

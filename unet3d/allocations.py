@@ -1,0 +1,125 @@
+"""Counting what a device would have to allocate, by running the real code on fake tensors.
+
+A fake tensor has a shape, a type and a device but no memory; the code that runs on it computes
+nothing and allocates nothing, and still makes and drops every tensor that it would. So the count
+follows the code by itself, and takes seconds for volumes of any size on a machine without a GPU.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROUNDING_BYTES = 512
+"""CUDA's allocator hands out multiples of this."""
+
+
+class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of every tensor that is made while it is active.
+
+    Attributes:
+        now: Bytes in use, per device.
+        peak: The most that was in use at any moment, per device.
+        largest_num_elements: Of the largest tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: dict[torch.device, int] = defaultdict(int)
+        self.peak: dict[torch.device, int] = defaultdict(int)
+        self.largest_num_elements = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation and count the memory of its results, unless they share older ones'."""
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._count(result)
+        return results
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        device = tensor.device
+        self._alive.add(key)
+        self.now[device] += size
+        self.peak[device] = max(self.peak[device], self.now[device])
+        self.largest_num_elements = max(self.largest_num_elements, tensor.numel())
+        weakref.finalize(storage, self._drop, key, device, size)
+
+    def _drop(self, key: int, device: torch.device, size: int) -> None:
+        self._alive.remove(key)
+        self.now[device] -= size
+
+
+class _AutocastOfGpu(TorchFunctionMode):
+    """Makes autocast treat stand-ins as it treats CUDA tensors.
+
+    It has one list of operations for each kind of device. Of what the networks here do, two
+    operations are on one list and not on the other: on CUDA ``group_norm`` is done in float32, on
+    a CPU ``avg_pool3d`` is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one function as autocast would run it on a GPU."""
+        kwargs = kwargs or {}
+        if func in (F.group_norm, F.avg_pool3d) and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                if func is F.group_norm:
+                    return func(args[0].float(), *args[1:], **kwargs)
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def counted_allocations() -> Iterator[AllocationRecorder]:
+    """Make every tensor in the context fake, and count them.
+
+    Tensors on real CPU devices that come from outside may be read and moved in it.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _AutocastOfGpu(),
+        AllocationRecorder() as recorder,
+    ):
+        yield recorder
+
+
+def make_parameters_fake(module: nn.Module) -> None:
+    """Replace what is still real of a module's parameters and buffers, for use in the context.
+
+    Args:
+        module: Its parts on stand-ins are fake already: they were moved there.
+    """
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not isinstance(parameter, FakeTensor):
+                part._parameters[name] = nn.Parameter(torch.empty_like(parameter))
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                part._buffers[name] = torch.empty_like(buffer)
