@@ -22,8 +22,9 @@ from tests.volumes.samples import blob_label, write_json, write_msd, write_volum
 from unet3d import __version__
 from unet3d.checkpoint import load_checkpoint
 from unet3d.config import InferenceSettings, ParallelSettings
-from unet3d.prediction import Predictor, Scan, read_scan
+from unet3d.prediction import Predictor
 from unet3d.run_folder import RunFolder
+from unet3d.scans import Scan, read_scan
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 NO_GPU = not torch.cuda.is_available()

@@ -225,8 +225,8 @@ def predict(
         checkpoint_path = _newest_checkpoint()
 
     from unet3d.checkpoint import load_checkpoint
-    from unet3d.prediction import (
-        Predictor,
+    from unet3d.prediction import Predictor
+    from unet3d.scans import (
         find_scans,
         label_statistics,
         read_scan,

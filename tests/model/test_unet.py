@@ -137,7 +137,7 @@ def test_deep_supervision_has_heads_but_at_the_two_lowest_levels(
 
 def test_the_number_of_parameters_is_that_of_the_layers() -> None:
     def conv(i: int, o: int) -> int:
-        return 27 * i * o + o + 2 * o  # weights, bias, scale and shift of the norm
+        return 27 * i * o + 2 * o  # weights; scale and shift of the norm
 
     encoder = conv(2, 4) + conv(4, 4) + conv(4, 8) + conv(8, 8)
     up = 2 * 2 * 8 * 4 + 4  # the stride is (2, 2, 1)
@@ -175,7 +175,7 @@ def test_initialisation_keeps_the_variance_of_he() -> None:
     weight = model.encoder.levels[1][0].conv.weight
     expected = (2 / (1 + 0.01**2) / (27 * 32)) ** 0.5
     assert weight.std().item() == pytest.approx(expected, rel=0.02)
-    assert not model.encoder.levels[1][0].conv.bias.any()
+    assert not model.decoder.levels["0"]["up"].bias.any()
 
 
 def test_the_decoder_names_its_skips_and_nothing_more() -> None:
