@@ -148,7 +148,6 @@ def test_nothing_is_overwritten_unless_asked(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
-    predictor = place(random_checkpoint())
     path = write_volume(tmp_path / "scan.nii", head((4, 4, 4)))
     (tmp_path / "file").touch()
     scan = Scan((path,), tmp_path / "file" / "scan_seg.nii.gz")
