@@ -2,11 +2,12 @@ import itertools
 import logging
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
-from unet3d.config import Balance, ModelSettings, load_config
+from unet3d.config import Balance, ModelSettings, TrainingSettings, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.memory import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
@@ -14,6 +15,7 @@ from unet3d.parallel import Layout, balance, choose_cuts, parallelize
 from unet3d.parallel.balance import memory_cost, time_cost
 from unet3d.parallel.partition import StageCost, cheapest_cuts, default_cuts
 from unet3d.parallel.schedule import SCHEDULES, most_alive
+from unet3d.planner import Step, predict_memory
 
 CPU, OTHER = torch.device("cpu"), torch.device("meta")
 SIZE = (32, 32, 32)
@@ -117,8 +119,11 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
-@pytest.mark.parametrize(("batch_size", "num_micro_batches"), [(1, 1), (4, 4), (5, 2)])
-@pytest.mark.parametrize("options", [{}, {"deep_supervision": True}], ids=str)
+@pytest.mark.parametrize(
+    ("batch_size", "num_micro_batches", "options"),
+    [(1, 1, {}), (4, 4, {}), (5, 2, {"deep_supervision": True})],
+    ids=str,
+)
 def test_memory_is_balanced_as_well_as_can_be(
     num_devices: int,
     batch_size: int,
@@ -154,6 +159,29 @@ def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
     default, chosen = measured_peaks(None, 1), measured_peaks(cuts, 1)
     assert max(chosen) < max(default)
     assert max(chosen) / min(chosen) < max(default) / min(default)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (6,), (9,), (4, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("num_micro_batches", "schedule"), [(1, "1f1b"), (4, "1f1b"), (4, "all-forward")]
+)
+def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
+    cuts: tuple[int, ...], num_micro_batches: int, schedule: Literal["1f1b", "all-forward"]
+) -> None:
+    """The step runs on fake tensors, so these GPUs need not exist."""
+    topology = plan_topology(
+        ModelSettings(base_channels=8, num_levels=3), (64, 64, 64), (1.0, 1.0, 1.0), 1, 3
+    )
+    gpus = tuple(torch.device("cuda", index) for index in range(len(cuts) + 1))
+    layout = Layout(gpus, cuts, num_micro_batches, torch.bfloat16, schedule)
+    step = Step(topology, layout, (64, 64, 64), 4, TrainingSettings(), "bfloat16")
+    allocated = [slot.peak_bytes for slot in predict_memory(step).memory.values()]
+    model = UNet3d(topology)
+    cost = memory_cost(model, layout, (64, 64, 64), 4, 1)
+    ends = itertools.pairwise((0, *cuts, len(model.blocks())))
+    summed = [cost(stage, *run) for stage, run in enumerate(ends)]
+    assert summed == pytest.approx(allocated, rel=0.1)
+    assert max(summed) == pytest.approx(max(allocated), rel=0.05)
 
 
 def test_micro_batches_in_flight_move_the_cut_forward(tmp_path: Path) -> None:

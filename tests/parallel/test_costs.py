@@ -1,3 +1,4 @@
+import functools
 import itertools
 import logging
 from pathlib import Path
@@ -16,7 +17,7 @@ from unet3d.parallel.balance import kept_bytes
 from unet3d.parallel.costs import block_bytes, block_seconds
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 SIZE = (16, 16, 8)
 
 
@@ -24,6 +25,11 @@ def make_model(**options: object) -> UNet3d:
     settings = ModelSettings(base_channels=4, num_levels=3, **options)
     torch.manual_seed(0)
     return UNet3d(plan_topology(settings, SIZE, (1.0, 1.0, 2.5), 2, 3))
+
+
+@functools.cache
+def counted(num_samples: int, **options: object) -> Any:
+    return block_bytes(make_model(**options), SIZE, num_samples, None, CPU)
 
 
 def measured_activations(
@@ -43,12 +49,12 @@ def measured_activations(
 def counted_activations(entries: Any, layout: Layout, cuts: tuple[int, ...]) -> list[int]:
     num_stages, num_blocks = len(layout.devices), len(entries) - 1
     alive = most_alive(SCHEDULES[layout.schedule], layout.num_micro_batches, num_stages)
-    counted = [
+    activations = [
         alive[stage][stage] * kept_bytes(entries[start:end])
         for stage, (start, end) in enumerate(itertools.pairwise((0, *cuts, num_blocks)))
     ]
-    counted[-1] += kept_bytes(entries[-1:])  # the loss goes backward before anything else
-    return counted
+    activations[-1] += kept_bytes(entries[-1:])  # the loss goes backward before anything else
+    return activations
 
 
 @pytest.mark.parametrize(
@@ -67,21 +73,21 @@ def test_what_is_counted_is_what_a_training_step_keeps(
 ) -> None:
     model, batch_size = make_model(**options), 4
     layout = Layout((CPU,) * (len(cuts) + 1), cuts, num_micro_batches, None, schedule)
-    entries = block_bytes(model, SIZE, batch_size // num_micro_batches, None)
-    counted = counted_activations(entries, layout, cuts)
+    entries = counted(batch_size // num_micro_batches, **options)
+    expected = counted_activations(entries, layout, cuts)
     # The first convolution keeps the image, a view of the batch that is there anyway.
-    counted[0] += batch_size * 2 * 16 * 16 * 8 * 4
-    assert measured_activations(model, layout, batch_size) == counted
+    expected[0] += batch_size * 2 * 16 * 16 * 8 * 4
+    assert measured_activations(model, layout, batch_size) == expected
 
 
 def test_counting_is_the_same_in_every_run_and_grows_with_the_samples() -> None:
     model = make_model()
-    one, two = (block_bytes(model, SIZE, num_samples, None) for num_samples in (1, 2))
+    one, two = (block_bytes(model, SIZE, num_samples, None, CPU) for num_samples in (1, 2))
     assert [entry.name for entry in one] == [*(b.name for b in model.blocks()), "loss"]
     assert [entry.output_bytes for entry in two[:-1]] == [2 * e.output_bytes for e in one[:-1]]
     assert sum(entry.parameters_bytes for entry in one) == sum(4 * p.numel() for p in one_of(model))
     assert [sorted(e.kept.values()) for e in one] == [
-        sorted(e.kept.values()) for e in block_bytes(model, SIZE, 1, None)
+        sorted(e.kept.values()) for e in block_bytes(model, SIZE, 1, None, CPU)
     ]
 
 
@@ -90,13 +96,15 @@ def one_of(model: UNet3d) -> list[torch.Tensor]:
 
 
 def test_a_volume_of_any_size_can_be_counted() -> None:
-    entries = block_bytes(make_model(), (4096, 4096, 4096), 1, None)
+    entries = block_bytes(make_model(), (4096, 4096, 4096), 1, None, CPU)
     assert entries[0].output_bytes == 4 * 4 * 4096**3
 
 
 def test_lower_precision_halves_what_crosses_and_keeps_lowered_weights() -> None:
     model = make_model()
-    full, lowered = (block_bytes(model, SIZE, 1, autocast) for autocast in (None, torch.bfloat16))
+    full, lowered = (
+        block_bytes(model, SIZE, 1, autocast, GPU) for autocast in (None, torch.bfloat16)
+    )
     assert [e.output_bytes for e in full[:-1]] == [2 * e.output_bytes for e in lowered[:-1]]
     assert kept_bytes(full[:-1]) > kept_bytes(lowered[:-1]) > kept_bytes(full[:-1]) / 2
 
@@ -204,7 +212,7 @@ def test_counting_and_timing_leave_no_trace(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     with caplog.at_level(logging.INFO):
-        block_bytes(model, SIZE, 2, None)
+        block_bytes(model, SIZE, 2, None, CPU)
         block_seconds(model, CPU, SIZE, 2, None, tmp_path)
     assert "measuring the time of each block on cpu" in caplog.text
     assert torch.equal(torch.get_rng_state(), random)
@@ -217,13 +225,13 @@ def test_counting_and_timing_leave_no_trace(
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> None:
     model, gpu, cuts = make_model(), torch.device("cuda:0"), (6,)
-    entries = block_bytes(model, SIZE, 2, autocast, "cuda")
+    entries = block_bytes(model, SIZE, 2, autocast, gpu)
     layout = Layout((gpu, gpu), cuts, 2, autocast)
-    counted = counted_activations(entries, layout, cuts)
+    expected = counted_activations(entries, layout, cuts)
     measured = measured_activations(model, layout, 4)
     image_bytes = 4 * 2 * 16 * 16 * 8 * 4
-    assert measured[0] == pytest.approx(counted[0], abs=image_bytes + 4096)
-    assert measured[1] == pytest.approx(counted[1], abs=4096)
+    assert measured[0] == pytest.approx(expected[0], abs=image_bytes + 4096)
+    assert measured[1] == pytest.approx(expected[1], abs=4096)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ in memory, because its device is the one that a larger volume no longer fits on.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,10 +18,6 @@ from unet3d.parallel.placement import Layout
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 
 logger = logging.getLogger(__name__)
-
-NUM_WORK_TENSORS = 2
-"""Of the size of a block's output, in which its backward works. Measured with CUDA's allocator for
-the plain network at 192x192x192: 2.0 to 2.5 beyond what is counted, wherever the stages are cut."""
 
 
 def choose_cuts(
@@ -109,26 +106,29 @@ def memory_cost(
     """
     num_samples = _samples_of_a_micro_batch(layout, batch_size)
     entries = {
-        kind: block_bytes(
-            model, size, num_samples, layout.autocast if kind == "cuda" else None, kind
-        )
-        for kind in {device.type for device in layout.devices}
+        device.type: block_bytes(model, size, num_samples, layout.autocast, device)
+        for device in layout.devices
     }
     num_stages, num_blocks = len(layout.devices), len(model.blocks())
     num_micro_batches = min(layout.num_micro_batches, batch_size)
     alive = most_alive(SCHEDULES[layout.schedule], num_micro_batches, num_stages)
     results = frozenset(model.outputs())
+    dtype = next(model.parameters()).dtype
+    voxels = batch_size * math.prod(size)
 
     def cost(stage: int, start: int, end: int) -> float:
         mine = entries[layout.devices[stage].type]
-        loss = mine[-1] if end == num_blocks else None
+        run, loss = mine[start:end], mine[-1] if end == num_blocks else None
         later = {name for entry in mine[end:] for name in entry.inputs}
         # A copy is there as soon as its maker has made it, which may be before its reader's turn.
         # Where stages are more than two, the maker is taken to be the stage before.
         early = alive[stage - 1][stage] - alive[stage][stage] if stage else 0
-        return stage_bytes(
-            mine[start:end], loss, later | results, _outputs(mine), alive[stage][stage], early
-        ) + (1 + 1 + num_states) * sum(entry.parameters_bytes for entry in mine[start:end])
+        outputs = {entry.name: entry for entry in mine}
+        moving = stage_bytes(run, loss, later | results, outputs, alive[stage][stage], early)
+        parameters = sum(entry.parameters_bytes for entry in run)
+        image = voxels * model.topology.in_channels * dtype.itemsize if stage == 0 else 0
+        target = voxels if loss is not None else 0  # class indices, one byte each
+        return moving + (1 + 1 + num_states) * parameters + image + target
 
     return cost
 
@@ -136,44 +136,42 @@ def memory_cost(
 def stage_bytes(
     run: Sequence[BlockBytes],
     loss: BlockBytes | None,
-    read_elsewhere: set[str] | frozenset[str],
+    read_elsewhere: Collection[str],
     outputs: Mapping[str, BlockBytes],
     num_alive: int,
     num_early: int,
 ) -> int:
-    """Return the most that a stage holds, parameters left out.
+    """Return the most that a stage holds beside parameters, image and target.
 
     While one micro-batch goes backward, the others that are alive are whole. What it keeps itself
-    shrinks block by block; at each block there are the gradients of what the block writes and
-    reads, room to work in, the gradients that came from later stages, and those that wait to go to
-    earlier ones.
+    shrinks block by block; at each block there are the gradients that it works with, those that
+    came from later stages, and those that wait to go to earlier ones.
 
     Args:
         run: The stage's blocks.
         loss: What the loss keeps, in the last stage.
         read_elsewhere: Names of tensors that later stages or the loss read.
-        outputs: The maker of each tensor of the network.
+        outputs: By name, the maker of each tensor of the network.
         num_alive: Micro-batches whose activations the stage keeps at a time.
         num_early: Micro-batches beyond them whose inputs have already come.
     """
     made = {entry.name for entry in run}
     received = {
-        outputs[name].output: outputs[name].output_bytes
+        name: outputs[name].output_bytes
         for entry in run
         for name in entry.inputs
         if name not in made and name in outputs
     }
-    sent = {entry.output: entry.output_bytes for entry in run if entry.name in read_elsewhere}
+    sent = {entry.name: entry.output_bytes for entry in run if entry.name in read_elsewhere}
     held = received | sent
     whole = _sum(held | _kept(run))
-    most = whole + (_sum(loss.kept) if loss is not None else 0)
+    most = whole + (_sum(loss.kept) + loss.work_bytes if loss is not None else 0)
     leaves = 0
     for index in reversed(range(len(run))):
         entry = run[index]
         read = [outputs[name] for name in entry.inputs if name in outputs]
-        working = (1 + NUM_WORK_TENSORS) * entry.output_bytes
-        working += sum(maker.output_bytes for maker in read)
-        now = _sum(held | _kept(run[: index + 1])) + _sum(sent) + leaves + working
+        waiting = _sum(sent) - sent.get(entry.name, 0) + leaves
+        now = _sum(held | _kept(run[: index + 1])) + waiting + entry.work_bytes
         most = max(most, now)
         leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
     return (num_alive - 1) * whole + num_early * _sum(received) + most
@@ -188,16 +186,12 @@ def kept_bytes(run: Sequence[BlockBytes]) -> int:
     return _sum(_kept(run))
 
 
-def _kept(run: Sequence[BlockBytes]) -> dict[int, int]:
-    return {number: size for entry in run for number, size in entry.kept.items()}
+def _kept(run: Sequence[BlockBytes]) -> dict[str, int]:
+    return {name: size for entry in run for name, size in entry.kept.items()}
 
 
-def _sum(memory: Mapping[int, int]) -> int:
+def _sum(memory: Mapping[str, int]) -> int:
     return sum(memory.values())
-
-
-def _outputs(entries: Sequence[BlockBytes]) -> dict[str, BlockBytes]:
-    return {entry.name: entry for entry in entries}
 
 
 def _samples_of_a_micro_batch(layout: Layout, batch_size: int) -> int:

@@ -12,20 +12,22 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from unet3d import __version__
+from unet3d.allocations import counted_allocations
 from unet3d.atomic import write_atomically
 from unet3d.config import Shape
 from unet3d.errors import DatasetError
 from unet3d.model import Block, UNet3d, dice_cross_entropy
+from unet3d.stand_ins import is_gpu, stand_in
 from unet3d.volumes.cache import key_of
 
 logger = logging.getLogger(__name__)
@@ -46,19 +48,21 @@ class BlockBytes:
         inputs: Names of the tensors that it reads.
         shape: Of the tensor that it writes.
         dtype: Likewise.
-        output: Number of that tensor's memory.
         parameters_bytes: Weights and buffers.
-        kept: What autograd keeps for backward, parameters and the image left out: bytes by number
-            of the memory. Two blocks may keep the same memory, which counts once in a stage.
+        kept: What autograd keeps for backward, parameters and the image left out: bytes by name.
+            What a block writes has the block's name: two blocks may keep the same tensor, which
+            counts once in a stage.
+        work_bytes: What its backward needs at most beyond that: gradients of what it writes and
+            reads, those of its parameters, and what is in between.
     """
 
     name: str
     inputs: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
-    output: int
     parameters_bytes: int
-    kept: Mapping[int, int]
+    kept: Mapping[str, int]
+    work_bytes: int
 
     @property
     def output_bytes(self) -> int:
@@ -71,7 +75,7 @@ def block_bytes(
     size: Shape,
     num_samples: int,
     autocast: torch.dtype | None,
-    device_type: str = "cpu",
+    device: torch.device,
 ) -> tuple[BlockBytes, ...]:
     """Count what each block keeps for backward, by running it on fake tensors.
 
@@ -79,48 +83,58 @@ def block_bytes(
         model: The network, on any device; it is not changed.
         size: Voxels of the image along X, Y, Z; multiples of the total stride.
         num_samples: In one micro-batch.
-        autocast: Lower precision, or None.
-        device_type: ``cpu`` or ``cuda``, which may keep different things; this machine needs it.
+        autocast: Lower precision on a GPU, or None.
+        device: A CPU and a GPU may keep different things; this machine need not have it.
 
     Returns:
         One entry for each block, and one for the loss.
     """
     dtype = next(model.parameters()).dtype
+    place = stand_in(device)
     entries = []
-    with FakeTensorMode():
+    with counted_allocations() as recorder:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            empty = torch.empty(tuple(shape), dtype=dtype, device=device_type)
-            return _laid_out(empty, device_type, autocast)
+            return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
 
-        image = fake((num_samples, model.topology.in_channels, *size), dtype)
-        # Nothing in here is let go before the end, so that no number is given twice.
-        tensors = {"image": image}
+        def entry(
+            name: str, inputs: tuple[str, ...], own: Sequence[Tensor], run: Callable[..., Tensor]
+        ) -> BlockBytes:
+            """Go forward and backward through one block; what it writes stays."""
+            leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
+            known = {_number(tensor): name for name, tensor in tensors.items()}
+            with _kept_bytes((tensors["image"], *own)) as saved:
+                made = run(*leaves)
+            tensors[name] = made.detach()
+            known[_number(made)] = name
+            kept = {
+                known.get(number, f"{name} {index}"): size
+                for index, (number, size) in enumerate(saved.items())
+            }
+            before = recorder.peak[place] = recorder.now[place]
+            wanted = [tensor for tensor in (*leaves, *own) if tensor.requires_grad]
+            gradients = torch.autograd.grad(made, wanted, torch.empty_like(made))
+            work_bytes = recorder.peak[place] - before
+            del gradients
+            own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
+            shape = tuple(made.shape)
+            return BlockBytes(name, inputs, shape, made.dtype, own_bytes, kept, work_bytes)
+
+        tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}
+        target = fake((num_samples, *size), torch.uint8)
         for block in model.blocks():
-            inputs = tuple(tensors[name] for name in block.inputs)
             own = {
                 name: fake(value.shape, value.dtype).requires_grad_(value.requires_grad)
                 for name, value in (*block.module.named_parameters(), *block.module.named_buffers())
             }
-            with _kept_bytes(image, *own.values()) as kept, _lowered(device_type, autocast):
-                made = torch.func.functional_call(block.module, own, inputs)
-            tensors[block.name] = made
-            entries.append(
-                BlockBytes(
-                    block.name,
-                    block.inputs,
-                    tuple(made.shape),
-                    made.dtype,
-                    _number(made),
-                    sum(value.numel() * value.element_size() for value in own.values()),
-                    kept,
-                )
-            )
-        logits = [tensors[name].detach().requires_grad_() for name in model.outputs()]
-        target = fake((num_samples, *size), torch.uint8)
-        with _kept_bytes(target) as kept:
-            loss = dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
-        entries.append(BlockBytes(LOSS, model.outputs(), (), loss.dtype, _number(loss), 0, kept))
+
+            def run(*inputs: Tensor, block: Block = block, own: Any = own) -> Tensor:
+                with _lowered(place, autocast):
+                    made: Tensor = torch.func.functional_call(block.module, own, inputs)
+                return made
+
+            entries.append(entry(block.name, block.inputs, tuple(own.values()), run))
+        entries.append(entry(LOSS, model.outputs(), (), lambda *logits: _loss(logits, target)))
     return tuple(entries)
 
 
@@ -148,14 +162,13 @@ def block_seconds(
     Raises:
         DatasetError: The cache folder cannot be written to.
     """
-    autocast = autocast if device.type == "cuda" else None
     dtype = next(model.parameters()).dtype
     description = {
         "topology": asdict(model.topology),
         "size": size,
         "num_samples": num_samples,
         "device": _hardware(device),
-        "precision": [str(dtype), str(autocast)],
+        "precision": [str(dtype), str(autocast if is_gpu(device) else None)],
         "versions": [torch.__version__, torch.version.cuda, __version__],
     }
     path = folder / f"{key_of(description)}.json"
@@ -163,7 +176,7 @@ def block_seconds(
     if remembered is not None:
         return remembered
     logger.info("measuring the time of each block on %s", device)
-    entries = block_bytes(model, size, num_samples, autocast, device.type)
+    entries = block_bytes(model, size, num_samples, autocast, device)
     made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
     made["image"] = ((num_samples, model.topology.in_channels, *size), dtype)
     generator = torch.Generator(device).manual_seed(0)  # not the one that training draws from
@@ -171,7 +184,7 @@ def block_seconds(
     def random(name: str) -> Tensor:
         shape, dtype = made[name]
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-        return _laid_out(values, device.type, autocast)
+        return _laid_out(values, autocast)
 
     seconds = [_seconds(_pass(block, random, device, autocast), device) for block in model.blocks()]
     seconds.append(_seconds(_loss_pass(model, random, (num_samples, *size)), device))
@@ -190,13 +203,13 @@ def _pass(
     """Return forward and backward of one block on tensors of its own."""
     module = copy.deepcopy(block.module).to(device)
     for parameter in module.parameters():
-        parameter.data = _laid_out(parameter.data, device.type, autocast)
+        parameter.data = _laid_out(parameter.data, autocast)
     inputs = [random(name).requires_grad_(name != "image") for name in block.inputs]
     gradient = random(block.name)
     wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def run() -> None:
-        with _lowered(device.type, autocast):
+        with _lowered(device, autocast):
             made = module(*inputs)
         torch.autograd.grad(made, wanted, gradient)
 
@@ -210,10 +223,13 @@ def _loss_pass(
     target = torch.zeros(shape, dtype=torch.uint8, device=logits[0].device)
 
     def run() -> None:
-        loss = dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
-        torch.autograd.grad(loss, logits)
+        torch.autograd.grad(_loss(logits, target), logits)
 
     return run
+
+
+def _loss(logits: Sequence[Tensor], target: Tensor) -> Tensor:
+    return dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
@@ -240,20 +256,24 @@ def _hardware(device: torch.device) -> str:
 
 
 @contextmanager
-def _lowered(device_type: str, autocast: torch.dtype | None) -> Iterator[None]:
-    with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
+def _lowered(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
+    """Compute as a stage on this device does."""
+    with torch.autocast(
+        device.type, dtype=autocast, enabled=autocast is not None and is_gpu(device)
+    ):
         yield
 
 
-def _laid_out(tensor: Tensor, device_type: str, autocast: torch.dtype | None) -> Tensor:
-    """Return a tensor in the memory layout that it has in a stage of such a device."""
-    lowered = device_type == "cuda" and autocast is not None and tensor.dim() == 5
-    return tensor.contiguous(memory_format=torch.channels_last_3d) if lowered else tensor
+def _laid_out(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return a tensor in the memory layout that it has in a stage on its device."""
+    if autocast is None or not is_gpu(tensor.device) or tensor.dim() != 5:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last_3d)
 
 
 @contextmanager
-def _kept_bytes(*given: Tensor) -> Iterator[dict[int, int]]:
-    """Note what autograd keeps in the context, except for what is given."""
+def _kept_bytes(given: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Note what autograd keeps in the context, except for what is given; bytes by number."""
     known = {_number(value) for value in given}
     kept: dict[int, int] = {}
 
@@ -267,7 +287,7 @@ def _kept_bytes(*given: Tensor) -> Iterator[dict[int, int]]:
 
 
 def _number(tensor: Tensor) -> int:
-    """Return what tells one memory from another; fake ones have no address."""
+    """Return what tells a tensor's memory from all others alive; fake ones have no address."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
