@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib.image
@@ -27,7 +28,8 @@ def record(devices, memories):
         Slot(index, torch.device("cpu"), DECODER if index else ENCODER)
         for index in range(len(devices))
     ]
-    made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(memories)))
+    predicted = [replace(one, peak_bytes=one.peak_bytes + MIB) for one in memories]
+    made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(predicted)))
     for slot, device in zip(made["slots"], devices, strict=True):
         slot["device"] = device  # a GPU's record, without a GPU
         slot["device_bytes"] = 80 * 1024 * MIB
@@ -67,10 +69,10 @@ def test_memory_table_has_a_row_for_each_slot_with_its_numbers():
     text = printed(memory_table(record(["cuda:0", "cuda:1"], [memory(180), memory(260)])), 120)
     assert "MiB" in text and "parallel mode model" in text
     assert numbers_of(text, ["0", "cuda:0"])[2:] == (
-        "encoder.0.0 … encoder.1.1 7.00 7.00 7.00 180 201 81,920".split()
+        "encoder.0.0 … encoder.1.1 7.00 7.00 7.00 180 201 202 81,920".split()
     )
     assert numbers_of(text, ["1", "cuda:1"])[2:] == (
-        "decoder.0.up … head 7.00 7.00 7.00 260 281 81,920".split()
+        "decoder.0.up … head 7.00 7.00 7.00 260 281 282 81,920".split()
     )
     assert "lower bound" not in text
 
@@ -78,14 +80,15 @@ def test_memory_table_has_a_row_for_each_slot_with_its_numbers():
 def test_memory_table_shows_gib_where_there_are_many():
     text = printed(memory_table(record(["cuda:0"], [memory(20480, 64, 21504)])), 120)
     assert "GiB" in text
-    assert "0.062 0.062 0.062 20.00 21.00 80.00".split() == numbers_of(text, ["0", "cuda:0"])[-6:]
+    numbers = "0.062 0.062 0.062 20.00 21.00 21.00 80.00".split()
+    assert numbers_of(text, ["0", "cuda:0"])[-7:] == numbers
 
 
 def test_memory_table_fits_a_narrow_terminal_whole():
     devices = [f"cuda:{index}" for index in range(8)]
     text = printed(memory_table(record(devices, [memory(60000)] * 8)), 80)
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("parameters", "gradients", "optimizer", "decoder.0.up", "58.59", "80.00"):
+    for word in ("para-", "gradi-", "opti-", "dicted", "decoder.0.up", "58.59", "80.00"):
         assert word in text
 
 

@@ -317,6 +317,66 @@ def check(dataset: Path, json_path: Path | None) -> None:
     click.echo(summary)
 
 
+@commands.command()
+@click.argument("dataset", type=FILE, required=False)
+@click.option("--shape", metavar="X,Y,Z", help="Voxels of a patch; default: as training chooses.")
+@config_options
+@placement_options
+@click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
+@click.option(
+    "--device-memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Of each GPU; default: as in this machine.",
+)
+@click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
+def plan(
+    dataset: Path | None,
+    shape: str | None,
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+    parallel: str | None,
+    devices: str | None,
+    batch_size: int | None,
+    micro_batches: int | None,
+    device_memory: float | None,
+    json_path: Path | None,
+) -> None:
+    """Predict the memory that training takes of each device, on DATASET or for --shape.
+
+    No GPU is needed: --device-memory 80 describes one.
+    """
+    from rich.console import Console
+
+    from unet3d.config import load_config
+
+    changes = _changes(
+        {
+            "data.dataset": dataset and dataset.absolute(),
+            "patches.size": shape,
+            "parallel.mode": parallel or _mode_for(devices),
+            "parallel.devices": devices,
+            "training.batch_size": batch_size,
+            "training.micro_batches": micro_batches,
+        }
+    )
+    config = load_config(config_path, [*overrides, *changes])
+
+    from unet3d.comparison import compare
+    from unet3d.experiment import plan_without_data
+    from unet3d.report import plan_lines, plan_table
+
+    memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
+    record = compare(config, plan_without_data(config), memory_bytes).to_dict()
+    console = Console()
+    console.print(plan_table(record))
+    for line in plan_lines(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if json_path is not None:
+        _write_json(json_path, record)
+
+
 def _show(error: Unet3dError) -> None:
     click.echo(f"Error: {' '.join(str(error).split())}", err=True)
 

@@ -12,7 +12,7 @@ from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
 from unet3d.volumes.patches import padded_shape
-from unet3d.volumes.phantom import write_phantom_dataset
+from unet3d.volumes.phantom import LABEL_NAMES, write_phantom_dataset
 from unet3d.volumes.preprocess import (
     Fingerprint,
     Preprocessing,
@@ -56,6 +56,20 @@ class Experiment:
         )
 
 
+@dataclass(frozen=True)
+class NetworkPlan:
+    """A network, and what it is trained on.
+
+    Attributes:
+        topology: The network.
+        size: Voxels of a patch, or of the median volume, along X, Y, Z; multiples of the total
+            stride.
+    """
+
+    topology: Topology
+    size: Shape
+
+
 def open_dataset(config: Config) -> Dataset:
     """Return the configured data set, or the phantom data, which is made on first use.
 
@@ -93,19 +107,11 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
     )
     report_findings(check_headers(dataset))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
-    num_channels, num_classes = len(preprocessing.channels), len(preprocessing.label_values)
-
-    def plan(size: Shape) -> Topology:
-        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
-
-    patch_size: Shape | None = None
-    if config.patches.size == "whole":
-        topology = plan(fingerprint.shape)
-    elif config.patches.size == "auto":
-        topology, patch_size = _plan_patch(plan, fingerprint, config.patches.max_voxels)
-    else:
-        topology = plan(config.patches.size)
-        patch_size = padded_shape(config.patches.size, topology.total_stride)
+    network = _plan_network(
+        config, fingerprint, len(preprocessing.channels), len(preprocessing.label_values)
+    )
+    topology = network.topology
+    patch_size = None if config.patches.size == "whole" else network.size
     return Experiment(
         config=config.with_values(
             {
@@ -120,6 +126,35 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
     )
+
+
+def plan_without_data(config: Config) -> NetworkPlan:
+    """Choose patch size and network without reading a voxel.
+
+    Where only a shape is given, there are one channel, three classes, and the spacing of the
+    settings, else 1 mm.
+
+    Args:
+        config: As the user wrote it.
+
+    Raises:
+        DatasetError: The data set cannot be understood.
+        VolumeError: A header cannot be read.
+        ConfigError: The settings do not suit the data.
+    """
+    data = config.data
+    if data.dataset is not None:
+        dataset = load_dataset(data.dataset)
+        # Statistics of intensities are not needed here.
+        headers_only = data.model_copy(update={"normalization": "none"})
+        _, fingerprint = plan_preprocessing(dataset, headers_only)
+        return _plan_network(
+            config, fingerprint, len(dataset.channel_names), len(dataset.label_values)
+        )
+    spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
+    fingerprint = Fingerprint(spacing, data.phantom.shape, spacing)
+    num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
+    return _plan_network(config, fingerprint, 1, num_classes)
 
 
 def fitting_size(shape: Shape, spacing_mm: tuple[float, float, float], max_voxels: int) -> Shape:
@@ -170,6 +205,19 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
         raise DatasetError(
             f"the data set has {len(errors)} fault(s), which unet3d check lists: {named}{more}"
         )
+
+
+def _plan_network(
+    config: Config, fingerprint: Fingerprint, num_channels: int, num_classes: int
+) -> NetworkPlan:
+    def plan(size: Shape) -> Topology:
+        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
+
+    if config.patches.size == "auto":
+        return NetworkPlan(*_plan_patch(plan, fingerprint, config.patches.max_voxels))
+    size = fingerprint.shape if config.patches.size == "whole" else config.patches.size
+    topology = plan(size)
+    return NetworkPlan(topology, padded_shape(size, topology.total_stride))
 
 
 def _plan_patch(

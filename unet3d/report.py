@@ -32,6 +32,8 @@ PARTS = (
     ("activations", ORANGE),
 )
 REST = "rest of the peak"
+PART_HEADS = ("para-\nmeters", "gradi-\nents", "opti-\nmizer", "acti-\nvations")
+"""Broken by hand, so that the tables fit a terminal of 80 characters."""
 LABEL_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
 LABEL_STYLES = ("-", "--")
 MAX_NAMED_LABELS = len(LABEL_COLOURS) * len(LABEL_STYLES)
@@ -58,17 +60,77 @@ def memory_table(record: Mapping[str, Any]) -> Table:
     table.add_column("slot", justify="right", no_wrap=True)
     table.add_column("device", no_wrap=True)
     table.add_column("blocks", min_width=len("decoder.4.up …"))
-    # Broken by hand, so that the table fits a terminal of 80 characters.
-    numbers = ("parameters", "gradients", "optimizer", "acti-\nvations", "peak", "device\ntotal")
-    for name in numbers:
+    for name in (*PART_HEADS, "peak", "pre-\ndicted", "device\ntotal"):
         table.add_column(name, justify="right", no_wrap=True)
     for slot in slots:
         measured = slot["measured"]
         values = [measured[f"{name}_bytes"] for name, _ in PARTS]
-        values += [measured["peak_bytes"], slot["device_bytes"]]
+        values += [measured["peak_bytes"], slot["predicted"]["peak_bytes"], slot["device_bytes"]]
         cells = [_amount(value, unit_bytes) for value in values]
         table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
     return table
+
+
+def plan_table(record: Mapping[str, Any]) -> Table:
+    """Return what every way of placing a training would take, as a table for the terminal.
+
+    Args:
+        record: What :meth:`unet3d.comparison.Comparison.to_dict` returns.
+    """
+    every_slot = [slot for way in record["ways"] for slot in way["slots"]]
+    unit, unit_bytes = _unit(every_slot, "predicted")
+    notes = [*record["notes"]]
+    for way in record["ways"]:
+        notes += _memory_notes(way["slots"])
+    table = Table(
+        title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
+        f"{_size(record['shape'])} voxels, {record['precision']}",
+        caption=" ".join(dict.fromkeys(notes)),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("parallel,\nmicro-batches", no_wrap=True)
+    table.add_column("slot", justify="right", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for name in (*PART_HEADS, "rest", "peak", "device\ntotal", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for way in record["ways"]:
+        mark = "*" if way["asked"] else ""
+        for slot in way["slots"]:
+            predicted = slot["predicted"]
+            bar = _bar(slot, way["slots"], "predicted")
+            values = [*bar.values(), predicted["peak_bytes"], slot["device_bytes"]]
+            is_first, is_last = slot is way["slots"][0], slot is way["slots"][-1]
+            table.add_row(
+                f"{way['parallel']}, {way['num_micro_batches']}{mark}" if is_first else "",
+                str(slot["slot"]),
+                slot["device"],
+                *(_amount(value, unit_bytes) for value in values),
+                ("yes" if way["fits"] else "NO") if is_first else "",
+                end_section=is_last,
+            )
+    return table
+
+
+def plan_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return, for each way of a plan, a line with the largest volume that fits.
+
+    Args:
+        record: What :meth:`unet3d.comparison.Comparison.to_dict` returns.
+    """
+    lines = []
+    for way in record["ways"]:
+        devices = ",".join(slot["device"] for slot in way["slots"])
+        shape = way["largest_shape"]
+        lines.append(
+            f"--parallel {way['parallel']} --devices {devices} "
+            f"--micro-batches {way['num_micro_batches']}: "
+            + (f"up to {_size(shape)} voxels" if shape else "not even the smallest volume fits")
+            + (" (slow: a tensor above 2^31 numbers)" if way["largest_is_slow"] else "")
+            + (" (asked for)" if way["asked"] else "")
+        )
+    return lines
 
 
 def evaluation_table(evaluation: Evaluation) -> Table:
@@ -206,19 +268,21 @@ def _with_last(name: str, values: Sequence[float]) -> str:
     return f"{name}  {last}".replace("$", r"\$")  # matplotlib would read a formula
 
 
-def _bar(slot: Mapping[str, Any], slots: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+def _bar(
+    slot: Mapping[str, Any], slots: Sequence[Mapping[str, Any]], kind: str = "measured"
+) -> dict[str, int]:
     """Return the bytes of each part of a slot's bar.
 
     What a GPU's peak holds beyond the counted parts is work space, shared by the slots on it.
     """
     counted = sum(
-        other["measured"][f"{part}_bytes"]
+        other[kind][f"{part}_bytes"]
         for other in slots
         if other["device"] == slot["device"]
         for part, _ in PARTS
     )
-    bar = {part: slot["measured"][f"{part}_bytes"] for part, _ in PARTS}
-    bar[REST] = max(0, slot["measured"]["peak_bytes"] - counted)
+    bar = {part: slot[kind][f"{part}_bytes"] for part, _ in PARTS}
+    bar[REST] = max(0, slot[kind]["peak_bytes"] - counted)
     return bar
 
 
@@ -232,8 +296,8 @@ def _memory_notes(slots: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
-def _unit(slots: Sequence[Mapping[str, Any]]) -> tuple[str, int]:
-    peak_bytes = max(slot["measured"]["peak_bytes"] for slot in slots)
+def _unit(slots: Sequence[Mapping[str, Any]], kind: str = "measured") -> tuple[str, int]:
+    peak_bytes = max(slot[kind]["peak_bytes"] for slot in slots)
     return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
 
 
@@ -244,6 +308,10 @@ def _amount(num_bytes: int, unit_bytes: int) -> str:
     if 0 < amount < 0.001:
         return "<0.001"
     return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _range(names: Sequence[str]) -> str:

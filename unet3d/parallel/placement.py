@@ -47,17 +47,20 @@ class Layout:
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
 
 
-def resolve_devices(settings: ParallelSettings) -> tuple[torch.device, ...]:
+def resolve_devices(
+    settings: ParallelSettings, must_exist: bool = True
+) -> tuple[torch.device, ...]:
     """Return the devices to use, after a look at what the machine has.
 
     Args:
         settings: The mode and the devices' names, such as ``0``, ``cuda:1`` or ``cpu``.
+        must_exist: Whether to refuse GPUs that are not here.
 
     Raises:
         DeviceError: A device is unknown or absent, or their number does not suit the mode.
     """
     names = settings.devices if settings.devices is not None else _default_names(settings.mode)
-    devices = tuple(_device(name) for name in names)
+    devices = tuple(_device(name, must_exist) for name in names)
     if settings.mode == "none" and len(devices) != 1:
         raise DeviceError(
             f"devices {','.join(names)} but parallel mode none uses one; "
@@ -124,14 +127,14 @@ def _cudnn_version() -> int:
     return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, must_exist: bool) -> torch.device:
     match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
     if match is None:
         raise DeviceError(f"device {name!r} is unknown; write 0, cuda:0 or cpu")
     if match[2]:
         return torch.device("cpu")
     index = int(match[1] or 0)
-    if index >= torch.cuda.device_count():
+    if must_exist and index >= torch.cuda.device_count():
         raise DeviceError(f"device {name!r} does not exist; this machine has {describe_devices()}")
     return torch.device("cuda", index)
 
