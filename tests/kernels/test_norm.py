@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d.kernels import instance_norm
+from unet3d.kernels import instance_norm, norm
 from unet3d.kernels.norm import reference
 
 
@@ -49,6 +49,11 @@ def test_the_reference_has_right_derivatives() -> None:
     assert torch.autograd.gradcheck(reference, (x, weight, bias, 1e-5, 0.01))
 
 
+@pytest.fixture
+def triton_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "MIN_ELEMENTS", 0)
+
+
 SHAPES = [
     (1, 32, 40, 48, 56),
     (2, 5, 7, 9, 11),
@@ -59,6 +64,7 @@ SHAPES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
 @pytest.mark.parametrize("slope", [0.01, 1.0])
 @pytest.mark.parametrize("mean", [0.0, 1e4])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -77,6 +83,7 @@ def test_float32_on_a_gpu_against_float64(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 def test_low_precision_on_a_gpu(
@@ -92,6 +99,7 @@ def test_low_precision_on_a_gpu(
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
 def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
     x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
     instance_norm(x, weight, bias, 1e-5, 0.01)  # registers it
@@ -100,6 +108,7 @@ def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
 def test_more_than_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -113,3 +122,13 @@ def test_more_than_two_to_the_31_elements() -> None:
         expected = closed_form(x.double(), one.double(), zero.double(), 1e-5, 0.01)
     assert relative_error(y[..., -8:, -8:, -8:], expected.cpu()) <= 4e-3
     assert relative_error(y[..., :8, :8, :8], expected.cpu()) <= 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) -> None:
+    norm._triton_works.cache_clear()
+    x, weight, bias, _ = arguments((1, 2, 3, 4, 5), 0.0, torch.float32, "cuda")
+    with torch.no_grad():
+        instance_norm(x, weight, bias, 1e-5, 0.01)
+    assert not caplog.records

@@ -63,7 +63,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def probe() -> None:
     """Compile and run once, to find out whether this machine can."""
-    x = torch.zeros(1, 1, 1, 1, 2, device="cuda", requires_grad=True)
-    one = torch.ones(1, device="cuda")
-    torch.ops.unet3d.instance_norm(x, one, one, 1e-5, 0.01)[0].sum().backward()
+    with torch.enable_grad():  # the first to ask may be a prediction
+        x = torch.zeros(1, 1, 1, 1, 2, device="cuda", requires_grad=True)
+        one = torch.ones(1, device="cuda")
+        torch.ops.unet3d.instance_norm(x, one, one, 1e-5, 0.01)[0].sum().backward()
     torch.cuda.synchronize()
