@@ -3,8 +3,8 @@
 PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
 32 of a GPU's processors busy. Here the voxels are divided over all of them.
 
-:func:`instance_norm` picks the Triton version for large CUDA tensors in float32, bfloat16 or float16,
-and the reference, PyTorch's own, for everything else. Both give the same values and gradients.
+:func:`instance_norm` picks the Triton version for large CUDA tensors of at most 32 bits, and the
+reference, PyTorch's own, for everything else. Both give the same values and gradients.
 """
 
 import functools
