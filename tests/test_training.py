@@ -15,9 +15,10 @@ from rich.console import Console
 from unet3d.checkpoint import load_checkpoint
 from unet3d.config import Config, load_config
 from unet3d.errors import CheckpointError, ConfigError
+from unet3d.loop import TrainingLoop, TrainingResult
 from unet3d.model import LossTerms
 from unet3d.run_folder import RunFolder
-from unet3d.training import TrainingResult, _Training, train
+from unet3d.training import train
 from unet3d.volumes.patches import Batch
 
 SMALL = (
@@ -171,15 +172,15 @@ def test_cuts_overrule_the_balance(
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:
     """Make training die after some steps, as a power cut would: nothing more is written."""
-    step, done = _Training._step, []
+    step, done = TrainingLoop._step, []
 
-    def failing(self: _Training, batch: Batch) -> LossTerms:
+    def failing(self: TrainingLoop, batch: Batch) -> LossTerms:
         if len(done) == num_steps:
             raise error
         done.append(batch)
         return step(self, batch)
 
-    monkeypatch.setattr(_Training, "_step", failing)
+    monkeypatch.setattr(TrainingLoop, "_step", failing)
 
 
 @pytest.mark.parametrize("num_steps", [2, 4, 7, 11])

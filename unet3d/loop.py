@@ -1,0 +1,369 @@
+"""The training loop: steps, validation, checkpoints. It knows no device and no mode.
+
+A run can be stopped at any moment and continued: batches are a pure function of (seed, epoch,
+step), the learning rate of the step, and everything else is in the checkpoint.
+"""
+
+import logging
+import math
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch.utils.tensorboard import SummaryWriter
+
+from unet3d import __version__
+from unet3d.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from unet3d.errors import CheckpointError, ConfigError
+from unet3d.evaluation import dice_per_class
+from unet3d.experiment import Experiment
+from unet3d.inference import predict_logits
+from unet3d.interruption import InterruptionRequest, deferred_interruption
+from unet3d.memory import MemoryMeter, memory_record
+from unet3d.model import LossTerms, dice_cross_entropy
+from unet3d.optimization import Optimization, image_dtype
+from unet3d.parallel import (
+    Executor,
+)
+from unet3d.planner import Prediction
+from unet3d.progress import ProgressLine
+from unet3d.report import write_memory_picture, write_progress_picture
+from unet3d.run_folder import RunFolder
+from unet3d.volumes.patches import Batch, PatchLoader
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _State:
+    """Where a training stands; what a checkpoint holds beside network and optimizer."""
+
+    epoch: int = 0
+    """Epochs that are complete, validation included."""
+    step: int = 0
+    """Steps done in the epoch after them."""
+    loss: dict[str, float] = field(
+        default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
+    )
+    """Sums over those steps, each step weighted by its share of the samples."""
+    num_samples: int = 0
+    seconds: float = 0.0
+    """Spent in those steps."""
+    total_seconds: float = 0.0
+    best_dice: float = -1.0
+    last_dice: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a finished training has to show.
+
+    Attributes:
+        folder: The run.
+        best_dice: Largest mean Dice of all validations.
+        memory: What ``memory.json`` holds; None where nothing was left to train.
+    """
+
+    folder: RunFolder
+    best_dice: float
+    memory: dict[str, Any] | None
+
+
+class TrainingLoop:
+    """One training in one process."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        executor: Executor,
+        folder: RunFolder,
+        precision: str,
+        num_workers: int,
+        prediction: Prediction,
+    ) -> None:
+        """Make ready for the first step.
+
+        Args:
+            experiment: Cases, preparation and patch size.
+            executor: The placed network.
+            folder: Where the run's files go.
+            precision: For the scaler of float16, and the summary.
+            num_workers: Processes that cut patches; 0: this one.
+            prediction: Of its memory, to stand beside what is measured.
+        """
+        self.experiment = experiment
+        self.config = experiment.config
+        self.executor = executor
+        self.folder = folder
+        self.precision = precision
+        self.prediction = prediction
+        self.state = _State()
+        self.optimization = Optimization(executor.module, self.config.training, precision)
+        self.loader = PatchLoader(
+            experiment.training,
+            self.config.patches,
+            experiment.patch_size,
+            experiment.topology.total_stride,
+            self.config.training.batch_size,
+            self.config.training.seed,
+            num_workers,
+            pin_memory=executor.input_device.type == "cuda",
+        )
+        self.num_steps = self.config.training.epochs * self.loader.num_steps
+        self.memory: dict[str, Any] | None = None
+        self._saved_at = time.monotonic()
+
+    def run(self, console: Console, quiet: bool) -> TrainingResult:
+        """Train to the last epoch.
+
+        Args:
+            console: For the live line.
+            quiet: No progress at all.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+            ConfigError: The loss is no number any more.
+        """
+        epochs = self.config.training.epochs
+        line = ProgressLine(console, epochs, self.loader.num_steps, quiet)
+        with (
+            deferred_interruption() as interruption,
+            SummaryWriter(str(self.folder.tensorboard)) as scalars,
+            line.shown(),
+        ):
+            while self.state.epoch < epochs:
+                if self.memory is None and self.state.step < self.loader.num_steps:
+                    with self._measured_memory():
+                        self._train_epoch(line, interruption)
+                else:
+                    self._train_epoch(line, interruption)
+                metrics = self._finish_epoch(interruption)
+                self.folder.append_metrics(metrics)
+                _write_scalars(scalars, metrics)
+                if "mean_dice" in metrics:
+                    write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
+                    self.save(improved=self._note_dice(metrics))
+                left = epochs - self.state.epoch
+                line.epoch_done(metrics, left * metrics["seconds"])
+        self.folder.write_json(self.folder.summary, self._summary())
+        return TrainingResult(self.folder, self.state.best_dice, self.memory)
+
+    def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
+        state = self.state
+        self.executor.module.train()
+        began = time.monotonic()
+        sums: list[tuple[int, LossTerms]] = []
+        for batch in self.loader.epoch(state.epoch, first_step=state.step):
+            sums.append((len(batch.image), self._step(batch)))
+            state.step += 1
+            if line.wants_loss():
+                line.step_done(state.epoch, state.step, sums[-1][1].total.item())
+            is_due = (
+                time.monotonic() - self._saved_at >= self.config.training.save_every_seconds
+                or interruption.signal_number is not None
+            )
+            if is_due:
+                state.seconds += time.monotonic() - began
+                began = time.monotonic()
+                self._add(sums)
+                self.save(improved=False)
+                interruption.raise_if_made()
+        self._add(sums)
+        state.seconds += time.monotonic() - began
+
+    def _step(self, batch: Batch) -> LossTerms:
+        done = self.state.epoch * self.loader.num_steps + self.state.step
+        executor = self.executor
+        image = batch.image.to(executor.input_device, image_dtype(executor), non_blocking=True)
+        target = batch.target.to(executor.output_device, non_blocking=True)
+        terms = executor.forward_backward(
+            image, target, dice_cross_entropy, self.optimization.scale
+        )
+        self.optimization.step(self.optimization.learning_rate(done, self.num_steps))
+        return terms
+
+    def _add(self, terms: list[tuple[int, LossTerms]]) -> None:
+        """Add up losses and empty the list; waits for the devices, so it is not done every step.
+
+        Raises:
+            ConfigError: Training has diverged; the last checkpoint is from before.
+        """
+        for num_samples, loss in terms:
+            self.state.num_samples += num_samples
+            for name in self.state.loss:
+                self.state.loss[name] += num_samples * getattr(loss, name).item()
+        terms.clear()
+        if not math.isfinite(self.state.loss["total"]):
+            raise ConfigError(
+                f"the loss is not finite in epoch {self.state.epoch + 1}; use a smaller "
+                f"training.learning_rate than {self.config.training.learning_rate}"
+            )
+
+    def _finish_epoch(self, interruption: InterruptionRequest) -> dict[str, Any]:
+        """Validate if it is time to, and return the epoch's line of metrics."""
+        state, settings = self.state, self.config.training
+        number = state.epoch + 1
+        scores: dict[str, Any] = {}
+        if number % settings.validate_every == 0 or number == settings.epochs:
+            scores = self._validate(interruption)
+        step = number * self.loader.num_steps
+        mean = {name: value / max(state.num_samples, 1) for name, value in state.loss.items()}
+        metrics = {
+            "epoch": number,
+            "step": step,
+            "loss": mean["total"],
+            "dice_loss": mean["dice"],
+            "cross_entropy": mean["cross_entropy"],
+            "seconds": state.seconds,
+            "learning_rate": self.optimization.learning_rate(step - 1, self.num_steps),
+            **scores,
+        }
+        self.state = _State(
+            epoch=number,
+            total_seconds=state.total_seconds + state.seconds,
+            best_dice=state.best_dice,
+            last_dice=scores.get("dice", state.last_dice),
+        )
+        return metrics
+
+    def _validate(self, interruption: InterruptionRequest) -> dict[str, Any]:
+        """Return the Dice of each label over the validation cases, each case counted once."""
+        self.executor.module.eval()
+        names = self.experiment.preprocessing.label_names
+        scores: list[list[float | None]] = []
+        for case in self.experiment.validation:
+            if interruption.signal_number is not None:
+                self.save(improved=False)
+                interruption.raise_if_made()
+            image = torch.from_numpy(case.image().copy()).to(image_dtype(self.executor))
+            logits = predict_logits(
+                self.executor,
+                image,
+                self.window,
+                self.config.inference.overlap,
+                self.config.inference.batch_size,
+            )
+            label = torch.from_numpy(case.label().copy()).to(logits.device)
+            scores.append(dice_per_class(logits.argmax(0), label, len(names)))
+        means = {name: _mean([of[index] for of in scores]) for index, name in enumerate(names)}
+        del means[names[0]]
+        return {"dice": means, "mean_dice": _mean(list(means.values()))}
+
+    @property
+    def window(self) -> Any:
+        """What validation cuts volumes into, as prediction will."""
+        window = self.config.inference.window
+        return (self.experiment.patch_size or "whole") if window == "auto" else window
+
+    def _note_dice(self, metrics: dict[str, Any]) -> bool:
+        """Return whether this is the best network so far."""
+        dice = metrics["mean_dice"]
+        if dice is None or dice <= self.state.best_dice:
+            return False
+        self.state.best_dice = dice
+        return True
+
+    def save(self, improved: bool) -> None:
+        """Write the latest checkpoint, and first the best one if this is it."""
+        checkpoint = Checkpoint(
+            topology=self.experiment.topology,
+            preprocessing=self.experiment.preprocessing,
+            patch_size=self.experiment.patch_size,
+            config=self.config,
+            model=self.executor.module.state_dict(),
+            training={
+                "state": asdict(self.state),
+                "random": torch.get_rng_state(),
+                **self.optimization.state_dict(),
+            },
+        )
+        if improved:
+            save_checkpoint(checkpoint, self.folder.best)
+        save_checkpoint(checkpoint, self.folder.latest)
+        self._saved_at = time.monotonic()
+
+    def load(self) -> None:
+        """Take up the latest checkpoint.
+
+        Raises:
+            CheckpointError: It is of another network or optimizer.
+        """
+        path = self.folder.latest
+        checkpoint = load_checkpoint(path)
+        if checkpoint.topology != self.experiment.topology:
+            raise CheckpointError(
+                f"{path} holds another network than the settings now ask for; "
+                "resume with the settings of config.yaml, or train anew in another --output"
+            )
+        self.executor.module.load_state_dict(checkpoint.model)
+        try:
+            self.optimization.load_state_dict(checkpoint.training)
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} is of another optimizer: {error}") from error
+        self.state = _State(**checkpoint.training["state"])
+        torch.set_rng_state(checkpoint.training["random"])
+        self.folder.keep_metrics(self.state.epoch)
+        logger.info("resumed after epoch %d, step %d", self.state.epoch, self.state.step)
+
+    @contextmanager
+    def _measured_memory(self) -> Iterator[None]:
+        """Measure the epoch in the context and write down what each slot held."""
+        meter = MemoryMeter(self.executor.slots, self.executor.module)
+        unwatched = self.executor.watch_forward
+        meter.start()
+        self.executor.watch_forward = meter.watch
+        before_step = self.optimization.optimizer.register_step_pre_hook(
+            lambda *_: meter.note_gradients()
+        )
+        try:
+            yield
+        finally:
+            before_step.remove()
+            self.executor.watch_forward = unwatched
+        measured = meter.read(self.optimization.optimizer)
+        mode = self.config.parallel.mode
+        self.memory = memory_record(mode, self.executor.slots, measured, self.prediction.memory)
+        self.folder.write_json(self.folder.memory, self.memory)
+        write_memory_picture(self.memory, self.folder.memory_picture)
+
+    def _summary(self) -> dict[str, Any]:
+        return {
+            "best_dice": self.state.best_dice,
+            "dice": self.state.last_dice,
+            "epochs": self.state.epoch,
+            "seconds": self.state.total_seconds,
+            "parallel": self.config.parallel.mode,
+            "devices": [_device_name(slot.device) for slot in self.executor.slots],
+            "precision": self.precision,
+            "versions": {
+                "unet3d": __version__,
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+            },
+        }
+
+
+def _write_scalars(scalars: SummaryWriter, metrics: dict[str, Any]) -> None:
+    values = {key: metrics[key] for key in ("loss", "dice_loss", "cross_entropy", "learning_rate")}
+    for name, dice in metrics.get("dice", {}).items():
+        values[f"dice/{name}"] = dice
+    values["dice/mean"] = metrics.get("mean_dice")
+    for tag, value in values.items():
+        if value is not None:
+            scalars.add_scalar(tag, value, metrics["epoch"])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _device_name(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return f"{device} ({name})"
