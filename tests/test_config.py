@@ -134,7 +134,6 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("trainig.epochs=3", "unknown setting trainig, did you mean training?"),
         ("zzz=3", "unknown setting zzz, known: data, patches, model, training, parallel"),
         ("data.phantom.zzz=3", "unknown setting data.phantom.zzz, known: num_cases, shape"),
-        ("training.micro_batches=3", "training.micro_batches is 3 but a batch has 2 "),
         ("training.epochs", "--set training.epochs: write section.key=value"),
         ("model.channels=8,[16", "--set model.channels: the value '8,[16' is not valid YAML"),
         ("training.epochs=2024-99-99", "'2024-99-99' is not valid YAML"),
@@ -231,3 +230,10 @@ def test_the_written_yaml_is_plain_and_complete() -> None:
 def test_settings_need_no_torch() -> None:
     code = "import sys, unet3d.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_batch_has_a_patch_for_each_micro_batch() -> None:
+    assert load_config(None, ["training.micro_batches=8"]).training.batch_size == 8
+    assert load_config(None, ["training.micro_batches=1"]).training.batch_size == 2
+    with pytest.raises(ConfigError, match="micro_batches is 8 but a batch has 4 patches"):
+        load_config(None, ["training.micro_batches=8", "training.batch_size=4"])

@@ -128,6 +128,7 @@ class TrainingSettings(Section):
 
     epochs: Positive = 100
     batch_size: Positive = 2
+    """Patches in a step; where only micro_batches is set, at least one for each of them."""
     micro_batches: Positive = 1
     """Portions of a batch: one after another on one device, pipelined over several."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -145,6 +146,17 @@ class TrainingSettings(Section):
     save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
     """The latest checkpoint is at most this old (and one step); each validation writes one too."""
     seed: Count = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_patch_for_each_micro_batch(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "batch_size" in values:
+            return values
+        wanted = values.get("micro_batches")
+        default = cls.model_fields["batch_size"].default
+        if isinstance(wanted, int) and wanted > default:
+            return {**values, "batch_size": wanted}
+        return values
 
 
 class ParallelSettings(Section):
