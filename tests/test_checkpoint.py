@@ -180,6 +180,9 @@ def with_number(number):
     return replace(checkpoint, model={f"w{i}": torch.full((40_000,), number) for i in range(8)})
 
 save_checkpoint(with_number(0), path)
+began = time.monotonic()
+save_checkpoint(with_number(0), path)
+took = time.monotonic() - began  # disks differ, and are shared
 generator = random.Random(5)
 last = 0
 for kill in range(40):
@@ -189,7 +192,7 @@ for kill in range(40):
         while True:
             number += 1
             save_checkpoint(with_number(number), path)
-    time.sleep(generator.uniform(0.001, 0.04))
+    time.sleep(generator.uniform(0.1, 4) * took)
     os.kill(process, signal.SIGKILL)
     os.waitpid(process, 0)
     values = {value.item() for w in load_checkpoint(path).model.values() for value in w.unique()}
@@ -212,7 +215,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 10  # it did get to write
+    assert int(done.stdout) > 5  # it did get to write
     leftovers = list(tmp_path.glob(f"{PREFIX}*"))
     assert leftovers  # and it was killed while writing
     assert any(not zipfile.is_zipfile(file) for file in leftovers)
