@@ -64,15 +64,23 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run").create()
 
 
-def test_reopening_clears_leftovers_and_the_old_end(run: RunFolder) -> None:
+def test_reopening_clears_leftovers(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match=r"has no checkpoint-latest.pt to resume from"):
         run.reopen()
     run.latest.write_bytes(b"checkpoint")
     run.append_metrics({"epoch": 1})
-    run.summary.write_text("{}")
     (run.path / f"{PREFIX}abc").write_bytes(b"half")
     run.reopen()
     assert {path.name for path in run.path.iterdir()} == {"checkpoint-latest.pt", "metrics.jsonl"}
+
+
+def test_only_an_empty_folder_is_discarded(run: RunFolder) -> None:
+    run.append_metrics({"epoch": 1})
+    run.discard_if_empty()
+    assert run.metrics.exists()
+    run.metrics.unlink()
+    run.discard_if_empty()
+    assert not run.path.exists()
 
 
 def test_the_configuration_can_be_read_back(run: RunFolder) -> None:

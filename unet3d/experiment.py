@@ -117,7 +117,6 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
             {
                 "data.spacing_mm": preprocessing.spacing_mm or "native",
                 "patches.size": patch_size or "whole",
-                "model.channels": topology.channels,
             }
         ),
         preprocessing=preprocessing,

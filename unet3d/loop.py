@@ -27,9 +27,7 @@ from unet3d.interruption import InterruptionRequest, deferred_interruption
 from unet3d.memory import MemoryMeter, memory_record
 from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.optimization import Optimization, image_dtype
-from unet3d.parallel import (
-    Executor,
-)
+from unet3d.parallel import Executor
 from unet3d.planner import Prediction
 from unet3d.progress import ProgressLine
 from unet3d.report import write_memory_picture, write_progress_picture

@@ -60,7 +60,11 @@ class RunFolder:
         if not self.latest.exists():
             raise CheckpointError(f"{self.path} has no {self.latest.name} to resume from")
         remove_leftovers(self.path)
-        self.summary.unlink(missing_ok=True)
+
+    def discard_if_empty(self) -> None:
+        """Remove the folder of a run that was refused before it wrote anything."""
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
 
     def write_config(self, config: Config) -> None:
         """Write the resolved configuration."""

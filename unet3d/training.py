@@ -9,7 +9,7 @@ from rich.console import Console
 
 from unet3d.advice import explain_out_of_memory, warn_if_too_large
 from unet3d.config import Config
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import DoesNotFitError, Unet3dError
 from unet3d.experiment import Experiment, plan_experiment
 from unet3d.loop import TrainingLoop, TrainingResult
 from unet3d.model import UNet3d
@@ -54,7 +54,11 @@ def train(
     else:
         folder.create()
     num_workers = _num_workers(config, on_gpu=any(d.type == "cuda" for d in devices))
-    experiment = plan_experiment(config, num_workers)
+    try:
+        experiment = plan_experiment(config, num_workers)
+    except Unet3dError:
+        folder.discard_if_empty()
+        raise
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
     if precision == "float64":
@@ -77,6 +81,7 @@ def train(
     loop = TrainingLoop(experiment, executor, folder, precision, num_workers, prediction)
     if resume:
         loop.load()
+        folder.summary.unlink(missing_ok=True)  # not finished any more
     folder.write_config(experiment.config)
     for slot in executor.slots:
         logger.info("slot %d on %s: %s", slot.index, slot.device, ", ".join(slot.blocks))

@@ -153,7 +153,7 @@ def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="not valid JSON"):
         load_dataset(tmp_path)
     (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="not valid JSON"):
+    with pytest.raises(DatasetError, match="is not a data set; name its folder"):
         load_dataset(tmp_path)
 
 

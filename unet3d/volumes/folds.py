@@ -119,5 +119,9 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not JSON, or not even text
+    except UnicodeDecodeError as error:
+        raise DatasetError(
+            f"{path} is not a data set; name its folder, or its dataset.json"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path} is not valid JSON: {error}") from error
