@@ -112,6 +112,42 @@ def test_names_unreadable_files(root: Path) -> None:
     assert "is empty (0 bytes)" in messages(check_headers(load_dataset(root)))
 
 
+def test_a_fault_of_the_grid_hides_no_fault_of_the_voxels(root: Path) -> None:
+    image = np.ones((*SHAPE, 2), np.float32)
+    image[0, 0, :3, 0] = np.nan
+    write_volume(root / "imagesTr/case_1.nii.gz", image)
+    label = np.resize(np.array([0, 1, 7], np.uint8), (12, 14, 9))
+    write_volume(root / "labelsTr/case_1.nii.gz", label)
+    findings = check_dataset(load_dataset(root))
+    messages(findings)
+    said = [finding.message for finding in findings]
+    assert len(said) == 4
+    assert "has 2 channel(s)" in said[0]
+    assert "not on the grid" in said[1]
+    assert "3 voxels" in said[2]
+    assert "value(s) 7, but" in said[3]
+
+
+def test_a_file_that_cannot_be_read_hides_no_fault_of_the_others(root: Path) -> None:
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    write_volume(root / "labelsTr/case_1.nii.gz", np.full(SHAPE, 7, np.uint8))
+    said = messages(check_dataset(load_dataset(root)))
+    assert said.count("error: ") == 2
+    assert "case_1.nii.gz is missing" in said and "value(s) 7, but" in said
+
+    write_msd(root, shape=SHAPE)
+    (root / "labelsTr/case_1.nii.gz").write_bytes(b"")
+    write_volume(root / "imagesTr/case_1.nii.gz", np.full(SHAPE, np.nan, np.float32))
+    said = messages(check_dataset(load_dataset(root)))
+    assert said.count("error: ") == 2
+    assert "is empty (0 bytes)" in said and "NaN" in said
+
+
+def test_a_label_map_of_four_axes_is_one_fault(root: Path) -> None:
+    write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((*SHAPE, 2), np.uint8))
+    assert messages(check_dataset(load_dataset(root))).count("error: ") == 1
+
+
 def test_names_what_is_wrong_with_the_awkward_files(test_data: Path, tmp_path: Path) -> None:
     derived = test_data / "awkward" / "derived"
     pairs = {

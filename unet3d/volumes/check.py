@@ -1,7 +1,7 @@
 """What would break training, found before it starts."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -39,10 +39,11 @@ def check_headers(dataset: Dataset) -> list[Finding]:
     Files that are missing or that no case names, unreadable headers, numbers of channels, 4-D where
     3-D is expected, images and label maps that are not on one grid.
     """
-    return [
-        *(finding for case in dataset.cases for finding in _header_findings(dataset, case)),
-        *_unnamed_files(dataset),
-    ]
+    findings = []
+    for case in dataset.cases:
+        headers, of_case = _read_headers(case)
+        findings += [*of_case, *_header_findings(dataset, case, headers)]
+    return [*findings, *_unnamed_files(dataset)]
 
 
 def check_dataset(dataset: Dataset) -> list[Finding]:
@@ -54,44 +55,53 @@ def check_dataset(dataset: Dataset) -> list[Finding]:
     findings = []
     for number, case in enumerate(dataset.cases, start=1):
         logger.debug("checking %s, %d of %d", case.name, number, len(dataset.cases))
-        of_case = list(_header_findings(dataset, case))
-        if not any(finding.severity == "error" for finding in of_case):
-            of_case += _voxel_findings(dataset, case)
-        findings += of_case
+        headers, of_case = _read_headers(case)
+        findings += [
+            *of_case,
+            *_header_findings(dataset, case, headers),
+            *_voxel_findings(dataset, case, headers),
+        ]
     return [*findings, *_unnamed_files(dataset)]
 
 
-def _header_findings(dataset: Dataset, case: Case) -> Iterator[Finding]:
-    headers = []
+def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
+    """Return the headers that can be read, and what is wrong with the others."""
+    headers, findings = {}, []
     for path in (*case.images, case.label):
         try:
-            headers.append(_header(path))
+            headers[path] = _header(path)
         except VolumeError as error:
-            yield Finding(case.name, "error", str(error))
-    if len(headers) <= len(case.images):
-        return
-    *images, label = headers
-    if label.num_channels != 1:
+            findings.append(Finding(case.name, "error", str(error)))
+    return headers, findings
+
+
+def _header_findings(
+    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
+) -> Iterator[Finding]:
+    images = [headers[path] for path in case.images if path in headers]
+    label = headers.get(case.label)
+    if label is not None and label.num_channels != 1:
         yield Finding(
             case.name,
             "error",
             f"{label.path} is 4-D with {label.num_channels} channels; a label map is 3-D",
         )
     num_channels = sum(header.num_channels for header in images)
-    if num_channels != len(dataset.channel_names):
+    if len(images) == len(case.images) and num_channels != len(dataset.channel_names):
         yield Finding(
             case.name,
             "error",
             f"{case.images[0]} has {num_channels} channel(s) but dataset.json names "
             f"{len(dataset.channel_names)}: {', '.join(dataset.channel_names)}",
         )
-    for header in (*images[1:], label):
-        disagreement = same_grid(images[0], header)
+    readable = list(headers.values())
+    for header in readable[1:]:
+        disagreement = same_grid(readable[0], header)
         if disagreement:
             yield Finding(
                 case.name,
                 "error",
-                f"{header.path} is not on the grid of {images[0].path}: {disagreement}",
+                f"{header.path} is not on the grid of {readable[0].path}: {disagreement}",
             )
 
 
@@ -115,8 +125,13 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
                 yield Finding(path.name, "warning", f"{path} belongs to no case and is not used")
 
 
-def _voxel_findings(dataset: Dataset, case: Case) -> Iterator[Finding]:
+def _voxel_findings(
+    dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
+) -> Iterator[Finding]:
+    """Look at the voxels of the files whose headers can be read, whatever else is wrong."""
     for path in case.images:
+        if path not in headers:
+            continue
         try:
             image = read_image(path).array
         except VolumeError as error:  # NaN and infinity too
@@ -126,6 +141,8 @@ def _voxel_findings(dataset: Dataset, case: Case) -> Iterator[Finding]:
             if array.min() == array.max():
                 message = f"{path} is {array.min():g} in every voxel of channel {channel}"
                 yield Finding(case.name, "warning", message)
+    if case.label not in headers or headers[case.label].num_channels != 1:
+        return  # said already; what is 4-D has no label for a voxel
     try:
         values = [int(value) for value in np.unique(read_label(case.label).array)]
     except VolumeError as error:
