@@ -1,5 +1,9 @@
+import errno
+import fcntl
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +76,62 @@ def test_reopening_clears_leftovers(run: RunFolder) -> None:
     (run.path / f"{PREFIX}abc").write_bytes(b"half")
     run.reopen()
     assert {path.name for path in run.path.iterdir()} == {"checkpoint-latest.pt", "metrics.jsonl"}
+
+
+def test_a_folder_is_one_trainings_at_a_time(run: RunFolder) -> None:
+    with run.locked():
+        run.append_metrics({"epoch": 1})
+        with (
+            pytest.raises(ConfigError, match=r"first is in use by a running training; .*--output"),
+            RunFolder(run.path).locked(),
+        ):
+            pass
+        assert [path.name for path in run.path.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(MemoryError), run.locked():
+        raise MemoryError
+    with RunFolder(run.path).locked():
+        pass
+
+
+def test_a_killed_training_lets_go_of_its_folder(run: RunFolder) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from unet3d.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(run.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match="in use by a running training"), run.locked():
+            pass
+        process.kill()
+        process.wait()
+        with run.locked():
+            assert not list(run.path.iterdir())
+
+
+def test_a_folder_is_made_before_it_is_locked(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "new" / "run")
+    with run.locked():
+        assert run.path.is_dir()
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match="cannot write to .*file"), RunFolder(path).locked():
+            pass
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run.locked():
+        assert "start no second training in it" in caplog.text
 
 
 def test_only_an_empty_folder_is_discarded(run: RunFolder) -> None:

@@ -3,15 +3,21 @@
 The files and their contents are public; see the README.
 """
 
+import fcntl
 import json
+import logging
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from unet3d.atomic import remove_leftovers, write_atomically
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 """Where runs go, and are looked for, below the current folder."""
@@ -31,6 +37,39 @@ class RunFolder:
         self.progress_picture = path / "progress.png"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder where there is none, and keep every other training out of it.
+
+        The lock is on the folder itself, so it leaves no file, and the kernel takes it away when
+        the process ends, however it ends.
+
+        Raises:
+            ConfigError: Another training runs in it, or it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.path}: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"{self.path} is in use by a running training; wait for its end, or choose "
+                    "another --output"
+                ) from error
+            except OSError as error:  # a file system without locks
+                logger.warning(
+                    "cannot lock %s (%s); start no second training in it",
+                    self.path,
+                    error.strerror,
+                )
+            yield
+        finally:
+            os.close(descriptor)
 
     def create(self) -> None:
         """Make the folder for a new run.

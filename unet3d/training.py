@@ -49,12 +49,26 @@ def train(
     wanted = config.training.precision
     precision = default_precision(devices) if wanted == "auto" else wanted
     check_precision(precision, devices)
-    if resume:
-        folder.reopen()
-    else:
-        folder.create()
+    with folder.locked():
+        return _train(config, folder, resume, console, quiet, devices, precision)
+
+
+def _train(
+    config: Config,
+    folder: RunFolder,
+    resume: bool,
+    console: Console,
+    quiet: bool,
+    devices: tuple[torch.device, ...],
+    precision: str,
+) -> TrainingResult:
+    """Train in a folder that is this process's own."""
     num_workers = _num_workers(config, on_gpu=any(d.type == "cuda" for d in devices))
     try:
+        if resume:
+            folder.reopen()
+        else:
+            folder.create()
         experiment = plan_experiment(config, num_workers)
     except Unet3dError:
         folder.discard_if_empty()
