@@ -499,6 +499,22 @@ def test_scans_that_are_not_there_are_named(
     assert "scan.dcm is not named like a volume" in refusal(capsys, *predicting, "scan.dcm")
 
 
+def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(
+    folder: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("first", "last"):
+        write_volume(folder / f"scans/{name}.nii.gz", scan_array())
+    (folder / "scans/middle.nii.gz").touch()
+    predicting = ("predict", "--checkpoint", checkpoint, "--devices", "cpu")
+    assert run(*predicting, "scans") == 1
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 2
+    skipped, error = captured.err.splitlines()
+    assert skipped.startswith("Skipped: scans/middle.nii.gz is empty")
+    assert error == "Error: 1 of 3 scans could not be segmented"
+    assert "middle.nii.gz is empty" in refusal(capsys, *predicting, "scans/middle.nii.gz")
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -268,7 +268,7 @@ def predict(
             # One bad scan does not keep the others of a folder from being segmented.
             if len(scans) == 1:
                 raise
-            _show(error)
+            _show(error, "Skipped")
             failures.append(str(scan.images[0]))
             continue
         click.echo(f"{scan.images[0]} -> {scan.output} ({time.monotonic() - began:.1f} s)")
@@ -377,8 +377,8 @@ def plan(
         _write_json(json_path, record)
 
 
-def _show(error: Unet3dError) -> None:
-    click.echo(f"Error: {' '.join(str(error).split())}", err=True)
+def _show(error: Unet3dError, what: str = "Error") -> None:
+    click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
 
 
 def _changes(values: dict[str, Any]) -> list[str]:
