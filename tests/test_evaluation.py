@@ -193,6 +193,31 @@ def test_other_grids_are_refused(tmp_path, shape, origin_mm, message):
         evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz")
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (np.float32, r"image\.nii\.gz has \d+ voxels that are no integer labels.*is it an image\?"),
+        (np.int16, r"image\.nii\.gz is an image, not a label map: it holds \d{3} different values"),
+    ],
+)
+def test_an_image_in_place_of_a_label_map_is_refused(tmp_path, dtype, message, swapped):
+    grey = np.random.default_rng(0).normal(200, 60, (20, 20, 20)).astype(dtype)
+    pair = (
+        write(tmp_path / "image.nii.gz", grey),
+        write(tmp_path / "l.nii.gz", cube((1, 1, 1), (5, 5, 5))),
+    )
+    with pytest.raises(VolumeError, match=message) as caught:
+        evaluate(*(reversed(pair) if swapped else pair))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_atlas_of_many_labels_is_no_image(tmp_path):
+    atlas = np.arange(6**3, dtype=np.uint8).reshape(6, 6, 6)
+    prediction, label = (write(tmp_path / name, atlas) for name in ("p.nii", "l.nii"))
+    assert len(evaluate(prediction, label).label_values) == 215
+
+
 def test_nothing_but_background_is_refused(tmp_path):
     empty = np.zeros((8, 8, 8), dtype=np.uint8)
     write(tmp_path / "p.nii.gz", empty)

@@ -23,6 +23,9 @@ BACKGROUND = 0
 MAX_NAMES_IN_MESSAGE = 3
 CUBIC_MM_PER_ML = 1000.0
 
+MAX_VALUES_OF_ONE_SIDE = 100
+"""Values that only one of two label maps has: more are the grey values of an image."""
+
 Mask = npt.NDArray[np.bool_]
 
 
@@ -147,7 +150,7 @@ def evaluate(predictions: Path, labels: Path) -> Evaluation:
 
     Raises:
         DatasetError: A file has no partner, or there is nothing to compare.
-        VolumeError: A file cannot be read, or two partners do not lie on one grid.
+        VolumeError: A file cannot be read or is an image, or two partners do not lie on one grid.
     """
     cases = [_compare(*pair) for pair in _pairs(predictions, labels)]
     values = sorted({value for case in cases for value in case.scores})
@@ -239,13 +242,26 @@ def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
             "compare a prediction with the label map of its own image"
         )
     spacing_mm = label.header.spacing_mm
-    values = np.union1d(np.unique(prediction.array), np.unique(label.array))
+    predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
+    _refuse_image(prediction_path, predicted_values, label_path, label_values)
+    _refuse_image(label_path, label_values, prediction_path, predicted_values)
     scores = {
         int(value): _score(prediction.array == value, label.array == value, spacing_mm)
-        for value in values
+        for value in np.union1d(predicted_values, label_values)
         if value != BACKGROUND
     }
     return CaseScores(volume_stem(label_path), prediction_path, label_path, scores)
+
+
+def _refuse_image(
+    path: Path, values: npt.NDArray[Any], partner: Path, partner_values: npt.NDArray[Any]
+) -> None:
+    num_unknown = len(np.setdiff1d(values, partner_values))
+    if num_unknown > MAX_VALUES_OF_ONE_SIDE:
+        raise VolumeError(
+            f"{path} is an image, not a label map: it holds {len(values)} different values, of "
+            f"which {partner} lacks {num_unknown}; name label maps"
+        )
 
 
 def _score(prediction: Mask, label: Mask, spacing_mm: Sequence[float]) -> LabelScore:

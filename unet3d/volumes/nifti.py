@@ -144,7 +144,7 @@ def read_label(path: Path | str) -> Volume:
         if wrong.any():
             raise VolumeError(
                 f"{path} has {np.count_nonzero(wrong)} voxels that are no integer labels, such as "
-                f"{stored[wrong][0]:.7g}; write the label map with whole numbers"
+                f"{stored[wrong][0]:.7g}; is it an image? a label map holds whole numbers"
             )
         stored = rounded
     canonical = nib.apply_orientation(stored, header.stored_orientation)
