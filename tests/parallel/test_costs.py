@@ -1,6 +1,7 @@
 import functools
 import itertools
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,8 +14,7 @@ from unet3d.errors import DatasetError
 from unet3d.memory import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, costs, parallelize
-from unet3d.parallel.balance import kept_bytes
-from unet3d.parallel.costs import block_bytes, block_seconds
+from unet3d.parallel.costs import BlockBytes, block_bytes, block_seconds
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -44,6 +44,11 @@ def measured_activations(
     executor.forward_backward(image, target, dice_cross_entropy)
     measured = meter.read(torch.optim.SGD(model.parameters()))
     return [measured[slot.index].activations_bytes for slot in executor.slots]
+
+
+def kept_bytes(run: Sequence[BlockBytes]) -> int:
+    """Return what autograd keeps of one micro-batch; what two blocks keep counts once."""
+    return sum({name: size for entry in run for name, size in entry.kept.items()}.values())
 
 
 def counted_activations(entries: Any, layout: Layout, cuts: tuple[int, ...]) -> list[int]:

@@ -177,15 +177,6 @@ def stage_bytes(
     return (num_alive - 1) * whole + num_early * _sum(received) + most
 
 
-def kept_bytes(run: Sequence[BlockBytes]) -> int:
-    """Return what autograd keeps of one micro-batch in a stage.
-
-    Args:
-        run: The stage's blocks, and the loss if it is the last.
-    """
-    return _sum(_kept(run))
-
-
 def _kept(run: Sequence[BlockBytes]) -> dict[str, int]:
     return {name: size for entry in run for name, size in entry.kept.items()}
 
