@@ -169,6 +169,19 @@ def test_progress_picture_leaves_gaps_where_a_label_was_in_no_case(tmp_path):
     assert share_of(image_of(tmp_path / "progress.png"), "#0072B2") > 1e-5
 
 
+@pytest.mark.parametrize("dice", [0.0, 1.0])
+def test_progress_picture_shows_a_line_at_the_end_of_the_scale_whole(tmp_path, dice):
+    metrics = lines(8, ["a"], every=1)
+    widths = []
+    for value in (dice, 0.5):
+        for line in metrics:
+            line |= {"dice": {"a": None}, "mean_dice": value}
+        write_progress_picture(metrics, tmp_path / "progress.png")
+        black = image_of(tmp_path / "progress.png")[370:790].max(-1) < 0.05  # Dice and its frame
+        widths.append(np.count_nonzero(black.sum(1) > 300))
+    assert widths[0] == widths[1] > 3
+
+
 def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path):
     path = tmp_path / "progress.png"
     path.write_bytes(b"the picture of the epoch before")

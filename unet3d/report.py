@@ -228,7 +228,7 @@ def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> 
 
 def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylabel("Dice in validation")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.02, 1.02)  # so that lines at 0 and 1 are seen whole
     if not validations:
         axes.text(0.5, 0.5, "no validation yet", ha="center", va="center", transform=axes.transAxes)
         return
