@@ -58,6 +58,10 @@ def assert_same_weights(a: Path, b: Path) -> None:
         assert torch.equal(value, expected[name]), name
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def losses(folder: Path) -> list[tuple[int, float]]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(line["epoch"], line["loss"]) for line in map(json.loads, lines)]
@@ -213,10 +217,33 @@ def test_resuming_in_another_mode(cache: Path, tmp_path: Path) -> None:
     assert json.loads((folder / "memory.json").read_text())["parallel"] == "model"
 
 
-def test_resuming_with_another_network_is_refused(cache: Path, tmp_path: Path) -> None:
-    run(settings(cache, "training.epochs=1"), tmp_path)
+@pytest.mark.parametrize(
+    "change", ["model.base_channels=8", "model.base_channels=6", "model.num_levels=3"]
+)
+def test_resuming_with_another_network_is_refused_and_changes_nothing(
+    finished: Path, cache: Path, change: str
+) -> None:
+    before = contents(finished)
     with pytest.raises(CheckpointError, match="another network"):
-        run(settings(cache, "model.base_channels=6"), tmp_path, resume=True)
+        run(settings(cache, change, "training.epochs=5"), finished, resume=True)
+    assert contents(finished) == before
+
+
+def test_a_run_with_a_patch_size_of_its_own_choice_resumes(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ("patches.size=auto", "patches.per_case=1", "training.save_every_seconds=0")
+    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
+    run(settings(cache, *chosen), undisturbed)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        interrupt_after(patch, 3, MemoryError)
+        run(settings(cache, *chosen), folder)
+    before = load_checkpoint(folder / "checkpoint-latest.pt")
+    assert before.patch_size is not None and before.patch_size != (16, 16, 16)
+    run(load_config(folder / "config.yaml"), folder, resume=True)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").patch_size == before.patch_size
+    assert_same_weights(folder, undisturbed)
+    assert losses(folder) == losses(undisturbed)
 
 
 def test_a_run_is_not_overwritten(finished: Path, cache: Path) -> None:
@@ -269,6 +296,24 @@ def test_a_killed_process_leaves_a_good_checkpoint(
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert_same_weights(folder, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_training_leaves_the_folder_to_the_first(
+    cache: Path, tmp_path: Path, resume: bool
+) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, cache, "training.epochs=1000")
+    wait_for(folder / "checkpoint-latest.pt", process)
+    os.kill(process.pid, signal.SIGSTOP)  # so that nothing but the second could change a file
+    before = contents(folder)
+    with pytest.raises(ConfigError, match="run is in use by a running training"):
+        run(settings(cache), folder, resume)
+    assert contents(folder) == before
+    process.kill()
+    process.communicate()
+    run(settings(cache, "training.epochs=1"), folder, resume=True)
 
 
 @pytest.mark.slow
