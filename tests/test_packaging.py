@@ -16,8 +16,10 @@ from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    ROOT / name for name in ("README.md", "CONTRIBUTING.md", "docs/design.md", "docs/parallel.md")
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
 ]
+PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\{\{.*?\}\}|\b(?:TODO|FIXME|TBD|XXX)\b")
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
 
 
@@ -135,6 +137,39 @@ def test_links_lead_to_files(document):
     for link in links:
         if not link.startswith("http"):
             assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_no_placeholder_was_left_unfilled(document):
+    assert PLACEHOLDER.findall(document.read_text()) == []
+
+
+@pytest.mark.parametrize("left", ["in @DEMO_TIME@ on", "is {{ dice }} after", "Dice: TBD.", "@X@"])
+def test_placeholders_are_recognised(left):
+    assert PLACEHOLDER.search(left)
+    assert not PLACEHOLDER.search("mail me@home.org or you@WORK, {1: 2}, TBDX")
+
+
+def test_every_result_is_linked():
+    text = (ROOT / "docs" / "results.md").read_text()
+    for result in (ROOT / "benchmarks" / "results").glob("*.json"):
+        assert f"](../benchmarks/results/{result.name})" in text, result.name
+
+
+def test_the_rooms_of_the_design_are_those_that_the_imports_are_checked_by():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = project["tool"]["importlinter"]["contracts"]
+    floors = [
+        {name.strip().removeprefix("unet3d.").removeprefix("volumes.") for name in floor.split("|")}
+        for floor in contract["layers"]
+    ]
+    table = (ROOT / "docs" / "design.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
+    shown = [
+        {name.removeprefix("volumes.").removeprefix(".") for name in re.findall(r"`(.*?)`", row)}
+        for row in rows
+    ]
+    assert shown == floors
 
 
 def test_the_python_of_the_readme_runs():
