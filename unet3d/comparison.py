@@ -114,6 +114,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 count,
                 autocast_dtype(precision),
                 config.parallel.schedule,
+                config.memory.recompute,
             )
             step = Step(
                 network.topology,

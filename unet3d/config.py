@@ -24,6 +24,7 @@ Spacing = tuple[
 ]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
+Recompute = Literal["norm", "level", "off"]
 
 
 class Section(BaseModel):
@@ -192,6 +193,14 @@ class ParallelSettings(Section):
         return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
+class MemorySettings(Section):
+    """What is kept for backward."""
+
+    recompute: Recompute = "norm"
+    """norm: normalised features are made again, not kept; level: everything within a level is;
+    off: all is kept."""
+
+
 class InferenceSettings(Section):
     """Prediction, in validation too."""
 
@@ -211,6 +220,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     parallel: ParallelSettings = ParallelSettings()
+    memory: MemorySettings = MemorySettings()
     inference: InferenceSettings = InferenceSettings()
 
     @model_validator(mode="after")

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from unet3d.saved_tensors import handling, storage_key
+
 
 class SlotLike(Protocol):
     """What this module needs to know of a slot."""
@@ -99,12 +101,9 @@ class MemoryMeter:
         """
         kept = self._kept[slot.index]
         own = [*self._module.parameters(), *self._module.buffers()]
-        owned = {_storage_key(value) for value in own}
+        owned = {storage_key(value) for value in own}
 
-        def pack(tensor: Tensor) -> "_Saved":
-            return _Saved(tensor, kept, _storage_key(tensor) not in owned)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, _Saved.unpack):
+        with handling(lambda tensor: _Saved(tensor, kept, storage_key(tensor) not in owned)):
             yield
 
     def note_gradients(self) -> None:
@@ -193,13 +192,12 @@ class _Saved:
     def __init__(self, tensor: Tensor, kept: _KeptBytes, counts: bool) -> None:
         self.tensor = tensor
         if counts:
-            key, size = _storage_key(tensor), tensor.untyped_storage().nbytes()
+            key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
             kept.add(key, size)
             weakref.finalize(self, kept.drop, key, size)
 
-    @staticmethod
-    def unpack(saved: "_Saved") -> Tensor:
-        return saved.tensor
+    def restore(self) -> Tensor:
+        return self.tensor
 
 
 def device_bytes(device: torch.device) -> int:
@@ -241,12 +239,6 @@ def memory_record(
             for slot in slots
         ],
     }
-
-
-def _storage_key(tensor: Tensor) -> int:
-    """Return what tensors of one memory share while one of them lives; fakes have no address."""
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

@@ -83,6 +83,7 @@ def _train(
         config.training.micro_batches,
         autocast_dtype(precision),
         config.parallel.schedule,
+        config.memory.recompute,
     )
     step = _largest_step(experiment, layout, precision)
     try:

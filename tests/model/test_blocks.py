@@ -1,5 +1,6 @@
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor, nn
 
 from unet3d.model.blocks import (
     Block,
+    Conv3x3x3,
     ConvUnit,
     Head,
     ResidualUnit,
     Upsample,
     make_norm,
     run_blocks,
+    run_levels,
 )
 
 
@@ -64,9 +67,10 @@ def test_a_tensor_is_freed_after_its_last_reader() -> None:
     assert modules[4].alive == [False, False, False, True]
 
 
-def test_the_caller_keeps_no_tensor_alive() -> None:
+@pytest.mark.parametrize("run", [run_blocks, run_levels])
+def test_the_caller_keeps_no_tensor_alive(run: Callable[..., dict[str, Tensor]]) -> None:
     tensors = {"image": torch.zeros(1)}
-    made = run_blocks([Block("a", nn.Identity(), ("image",))], tensors, ["a"])
+    made = run([Block("a", nn.Identity(), ("image",))], tensors, ["a"])
     assert set(made) == {"a"}
     assert not tensors
 
@@ -95,10 +99,13 @@ def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
     torch.testing.assert_close(unit(x), expected)
 
 
-def test_a_conv_unit_joins_its_inputs_along_the_channels() -> None:
-    unit = ConvUnit(5, 4, (1, 1, 1), "instance").double()
+def test_two_convolutions_that_are_added_are_one_over_both_inputs() -> None:
+    skip, unit = Conv3x3x3(2, 4).double(), ConvUnit(3, 4, (1, 1, 1), "instance").double()
     x = image(5)
-    torch.testing.assert_close(unit(x[:, :2], x[:, 2:]), unit(x))
+    weight = torch.cat([skip.weight, unit.conv.weight], dim=1)
+    plain = F.conv3d(x, weight, padding=1)
+    expected = F.leaky_relu(closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias), 0.01)
+    torch.testing.assert_close(unit(x[:, 2:], skip(x[:, :2])), expected)
 
 
 def test_a_residual_unit_adds_its_input() -> None:
@@ -134,7 +141,6 @@ def test_upsampling_makes_each_voxel_a_small_block() -> None:
     assert out.shape == (2, 2, 12, 4, 16)
     for i, j, k in ((0, 0, 0), (1, 0, 0), (1, 0, 1)):
         expected = torch.einsum("nixyz,io->noxyz", x, up.weight[:, :, i, j, k])
-        expected = expected + up.bias.view(1, -1, 1, 1, 1)
         torch.testing.assert_close(out[:, :, i::2, j::1, k::2], expected)
 
 

@@ -105,8 +105,9 @@ def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
         ("encoder.0.1", ("encoder.0.0",)),
         ("encoder.1.0", ("encoder.0.1",)),
         ("encoder.1.1", ("encoder.1.0",)),
+        ("decoder.0.skip", ("encoder.0.1",)),
         ("decoder.0.up", ("encoder.1.1",)),
-        ("decoder.0.0", ("decoder.0.up", "encoder.0.1")),
+        ("decoder.0.0", ("decoder.0.up", "decoder.0.skip")),
         ("decoder.0.1", ("decoder.0.0",)),
         ("head", ("decoder.0.1",)),
     ]
@@ -117,6 +118,7 @@ def test_the_residual_encoder_has_nnunets_units_and_one_decoder_convolution() ->
     per_level = [sum(name.startswith(f"encoder.{i}.") for name in names) for i in range(4)]
     assert per_level == [1 + 1, 3, 4, 6]  # the stem, and nnU-Net's 1, 3, 4, 6
     assert [name for name in names if name.startswith("decoder.0")] == [
+        "decoder.0.skip",
         "decoder.0.up",
         "decoder.0.0",
     ]
@@ -140,7 +142,7 @@ def test_the_number_of_parameters_is_that_of_the_layers() -> None:
         return 27 * i * o + 2 * o  # weights; scale and shift of the norm
 
     encoder = conv(2, 4) + conv(4, 4) + conv(4, 8) + conv(8, 8)
-    up = 2 * 2 * 8 * 4 + 4  # the stride is (2, 2, 1)
+    up = 2 * 2 * 8 * 4  # the stride is (2, 2, 1)
     decoder = up + conv(8, 4) + conv(4, 4) + (4 * 3 + 3)
     model = UNet3d(make_topology(2))
     assert sum(value.numel() for value in model.parameters()) == encoder + decoder
@@ -175,7 +177,11 @@ def test_initialisation_keeps_the_variance_of_he() -> None:
     weight = model.encoder.levels[1][0].conv.weight
     expected = (2 / (1 + 0.01**2) / (27 * 32)) ** 0.5
     assert weight.std().item() == pytest.approx(expected, rel=0.02)
-    assert not model.decoder.levels["0"]["up"].bias.any()
+    assert not model.decoder.heads[0].bias.any()
+    # Two convolutions that are added start as the one over both inputs would.
+    expected = (2 / (1 + 0.01**2) / (27 * 64)) ** 0.5
+    for conv in (model.decoder.levels["0"]["skip"], model.decoder.levels["0"]["units"][0].conv):
+        assert conv.weight.std().item() == pytest.approx(expected, rel=0.02)
 
 
 def test_the_decoder_names_its_skips_and_nothing_more() -> None:

@@ -9,12 +9,14 @@ reference, PyTorch's own, for everything else. Both give the same values and gra
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels import norm_op
+from unet3d.kernels.remake import offer
 from unet3d.stand_ins import is_stand_in
 
 logger = logging.getLogger(__name__)
@@ -44,15 +46,64 @@ def instance_norm(
         Of x's shape and type.
     """
     if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and _has_triton(x):
-        y: Tensor = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)[0]
-        return y
-    return reference(x, weight, bias, eps, negative_slope)
+        y, mean, rstd = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)
+        kept = [value.detach() for value in (x, weight, bias, mean, rstd)]
+        offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope))
+        return y  # type: ignore[no-any-return]
+    y = reference(x, weight, bias, eps, negative_slope)
+    x, weight, bias = (value.detach() for value in (x, weight, bias))
+    offer(y, lambda: _normalized(x, weight, bias, eps, negative_slope)[0])
+    return y
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slope: float) -> Tensor:
     """Do as :func:`instance_norm` does, with PyTorch's own operations."""
-    y = F.instance_norm(x, weight=weight, bias=bias, use_input_stats=True, eps=eps)
-    return y if negative_slope == 1 else F.leaky_relu_(y, negative_slope)
+    y: Tensor = _Reference.apply(x, weight, bias, eps, negative_slope)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Reference(torch.autograd.Function):
+    """Keeps its input and not its result, unlike PyTorch's LeakyReLU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+    ) -> Tensor:
+        y, mean, rstd = _normalized(x, weight, bias, eps, slope)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.eps, ctx.slope = eps, slope
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        n, c, *space = x.shape
+        rows = x.reshape(1, n * c, *space)
+        scale = weight.repeat(n)
+        g = dy.reshape(rows.shape)
+        if ctx.slope != 1:
+            shape = (1, -1, 1, 1, 1)
+            before = (rows - mean.view(shape)) * (rstd * scale).view(shape)
+            before += bias.repeat(n).view(shape)
+            g = torch.where(before > 0, g, g * ctx.slope)
+        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            g, rows, scale, None, None, mean, rstd, True, ctx.eps, [True, True, True]
+        )
+        return dx.reshape(x.shape), dweight.view(n, c).sum(0), dbias.view(n, c).sum(0), None, None
+
+
+def _normalized(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, and mean and 1 / deviation of each channel of each sample."""
+    n, c, *space = x.shape
+    rows = x.reshape(1, n * c, *space)
+    y, mean, rstd = torch.native_batch_norm(
+        rows, weight.repeat(n), bias.repeat(n), None, None, True, 0.0, eps
+    )
+    if slope != 1:
+        F.leaky_relu_(y, slope)
+    return y.reshape(x.shape), mean, rstd
 
 
 def _has_triton(x: Tensor) -> bool:

@@ -45,6 +45,20 @@ def _(
     return dx, torch.empty_like(weight), torch.empty_like(bias)
 
 
+@torch.library.custom_op("unet3d::normalize", mutates_args=(), device_types="cuda")
+def _normalize(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
+) -> Tensor:
+    from unet3d.kernels import norm_triton
+
+    return norm_triton.normalize(x, weight, bias, mean, rstd, slope)
+
+
+@_normalize.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.channels_last_3d)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, slope = inputs
     _, mean, rstd = output

@@ -234,7 +234,6 @@ def forward(
     x = _channels_last(x)
     grid = _Grid(x)
     v, c = grid.voxels, grid.channels
-    y = torch.empty_like(x)
     runs = (grid.per_run(x), grid.per_run(x), grid.per_run(x))
     mean, rstd = grid.per_channel(x, 2), grid.per_channel(x)
     with torch.cuda.device(x.device):
@@ -242,8 +241,20 @@ def forward(
         _combine[grid.over_channels](
             *runs, mean, rstd, v, c, grid.run, grid.runs, eps, **grid.merge
         )
-        _normalize[grid.over_blocks](x, y, weight, bias, mean, rstd, v, c, slope, **grid.block)
-    return y, mean, rstd
+    return normalize(x, weight, bias, mean, rstd, slope), mean, rstd
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
+) -> Tensor:
+    """Return y once more, from what forward returned."""
+    x = _channels_last(x)
+    grid = _Grid(x)
+    y = torch.empty_like(x)
+    given = (weight, bias, mean, rstd)
+    with torch.cuda.device(x.device):
+        _normalize[grid.over_blocks](x, y, *given, grid.voxels, grid.channels, slope, **grid.block)
+    return y
 
 
 def backward(

@@ -1,6 +1,6 @@
 """The network: topology, blocks, U-Net and loss. Nothing here names a device."""
 
-from unet3d.model.blocks import Block, run_blocks
+from unet3d.model.blocks import Block, run_blocks, run_levels
 from unet3d.model.loss import LossTerms, dice_cross_entropy
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
@@ -15,4 +15,5 @@ __all__ = [
     "dice_cross_entropy",
     "plan_topology",
     "run_blocks",
+    "run_levels",
 ]

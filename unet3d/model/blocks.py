@@ -1,14 +1,16 @@
 """The modules that a U-Net is made of, and the list of blocks that a cut divides."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from unet3d.config import Shape
-from unet3d.kernels import instance_norm
+from unet3d.kernels import conv1x1x1, conv3x3x3, instance_norm
 
 Norm = Literal["instance", "group", "batch"]
 
@@ -36,6 +38,11 @@ class Block:
     module: nn.Module
     inputs: tuple[str, ...]
 
+    @property
+    def level(self) -> str:
+        """Path and level that it belongs to, such as ``encoder.0``; heads are by themselves."""
+        return self.name.rpartition(".")[0] if self.name.count(".") == 2 else self.name
+
 
 def run_blocks(
     blocks: Sequence[Block], tensors: dict[str, Tensor], keep: Iterable[str]
@@ -58,6 +65,46 @@ def run_blocks(
         for name in set(block.inputs):
             if last_reader[name] == block.name and name not in kept:
                 del tensors[name]
+    return {name: tensors.pop(name) for name in kept}
+
+
+def run_levels(
+    blocks: Sequence[Block], tensors: dict[str, Tensor], keep: Iterable[str]
+) -> dict[str, Tensor]:
+    """Run blocks as :func:`run_blocks` does, but keep only what enters each level for backward.
+
+    The rest is made again when backward comes to the level (Chen et al., arXiv 1604.06174): a
+    second forward pass buys most of the activations' memory.
+
+    Args:
+        blocks: A run of a network's blocks.
+        tensors: What they need from outside, by name; emptied.
+        keep: Names of the tensors to return.
+    """
+    levels = [tuple(group) for _, group in itertools.groupby(blocks, lambda block: block.level)]
+    kept = set(keep)
+    for index, level in enumerate(levels):
+        later = {name for after in levels[index + 1 :] for block in after for name in block.inputs}
+        made = {block.name for block in level}
+        inputs = list(dict.fromkeys(n for block in level for n in block.inputs if n not in made))
+        outputs = [name for name in made if name in later or name in kept]
+
+        def run(
+            *values: Tensor,
+            level: tuple[Block, ...] = level,
+            inputs: list[str] = inputs,
+            outputs: list[str] = outputs,
+        ) -> tuple[Tensor, ...]:
+            results = run_blocks(level, dict(zip(inputs, values, strict=True)), outputs)
+            return tuple(results[name] for name in outputs)
+
+        values = [tensors[name] for name in inputs]
+        results = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
+        tensors.update(zip(outputs, results, strict=True))
+        for name in inputs:
+            if name not in later and name not in kept:
+                del tensors[name]
+        del values, results
     return {name: tensors.pop(name) for name in kept}
 
 
@@ -101,22 +148,43 @@ def make_norm(norm: Norm, channels: int, activated: bool) -> nn.Sequential | Ins
     return nn.Sequential(*layers)
 
 
-class ConvUnit(nn.Module):
-    """3x3x3 convolution, normalisation, LeakyReLU.
+class Conv3x3x3(nn.Conv3d):
+    """3x3x3 convolution with zero padding.
 
-    Several inputs are joined along the channels first.
+    No bias: a normalisation follows, which takes the mean away again.
     """
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape = (1, 1, 1)) -> None:
+        super().__init__(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        Args:
+            x: The features.
+            added: To be added to the result, of its shape, or None; only where the stride is 1.
+        """
+        if self.stride == (1, 1, 1):
+            return conv3x3x3(x, self.weight, added)
+        return super().forward(x)
+
+
+class ConvUnit(nn.Module):
+    """3x3x3 convolution, normalisation, LeakyReLU."""
 
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
-        # No bias: the normalisation takes the mean away again.
-        self.conv = nn.Conv3d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.conv = Conv3x3x3(in_channels, channels, stride)
         self.norm = make_norm(norm, channels, activated=True)
 
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) inputs to (N, channels, X', Y', Z')."""
-        x = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
-        out: Tensor = self.norm(self.conv(x))
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        Args:
+            x: The features.
+            added: To be added behind the convolution, of its result's shape, or None.
+        """
+        out: Tensor = self.norm(self.conv(x, added))
         return out
 
 
@@ -126,7 +194,7 @@ class ResidualUnit(nn.Module):
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
         self.first = ConvUnit(in_channels, channels, stride, norm)
-        self.conv = nn.Conv3d(channels, channels, 3, padding=1, bias=False)
+        self.conv = Conv3x3x3(channels, channels)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
         # As ResNet-D does (arXiv 1812.01187): averaging first, so that no voxel is skipped.
@@ -148,10 +216,14 @@ class ResidualUnit(nn.Module):
 
 
 class Upsample(nn.ConvTranspose3d):
-    """Transposed convolution whose kernel is its stride: each voxel becomes a small block."""
+    """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
+
+    No bias: but for the edge of the volume, the normalisation behind the next convolution would
+    take it away again.
+    """
 
     def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
-        super().__init__(in_channels, channels, kernel_size=stride, stride=stride)
+        super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=False)
 
 
 class Head(nn.Conv3d):
@@ -159,3 +231,8 @@ class Head(nn.Conv3d):
 
     def __init__(self, in_channels: int, num_classes: int) -> None:
         super().__init__(in_channels, num_classes, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, num_classes, X, Y, Z)."""
+        assert self.bias is not None  # it was asked for
+        return conv1x1x1(x, self.weight, self.bias)

@@ -3,20 +3,34 @@
 In the style of nnU-Net's plain network (arXiv 1904.08128): two 3x3x3 convolutions a level, each
 with normalisation and LeakyReLU, strided convolution down, transposed convolution up::
 
-    image ─ encoder.0.0 ─ encoder.0.1 ───────── skip ───────── decoder.0.0 ─ decoder.0.1 ─ head
+    image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ decoder.0.1 ─ head
                                │                                    │
-                          encoder.1.0 ─ encoder.1.1 ─ skip ─ …  decoder.0.up
+                          encoder.1.0 ─ encoder.1.1 ─ …        decoder.0.up
                                              │                      │
                                              …  ───────────────  decoder.1.1
+
+Where nnU-Net joins skip and upsampled features along the channels before a convolution, here each
+has its own half of that convolution and the results are added: the same function, but the joined
+tensor, the largest of the network, never exists, and a cut may fall between the halves.
 
 This module never names a device. Which block runs where is decided by :mod:`unet3d.parallel`,
 from :meth:`UNet3d.blocks`.
 """
 
+import torch
 from torch import Tensor, nn
 
 from unet3d.errors import VolumeError
-from unet3d.model.blocks import Block, ConvUnit, Head, ResidualUnit, Upsample, run_blocks
+from unet3d.model.blocks import (
+    NEGATIVE_SLOPE,
+    Block,
+    Conv3x3x3,
+    ConvUnit,
+    Head,
+    ResidualUnit,
+    Upsample,
+    run_blocks,
+)
 from unet3d.model.topology import Topology
 
 RESIDUAL_UNITS = (1, 3, 4, 6, 6, 6, 6, 6)
@@ -81,12 +95,18 @@ class Decoder(nn.Module):
         num_units = 2 if topology.encoder == "plain" else 1
         for level in reversed(range(topology.num_levels - 1)):
             channels = topology.channels[level]
-            up = Upsample(topology.channels[level + 1], channels, topology.strides[level + 1])
-            units = nn.ModuleList(
-                ConvUnit(2 * channels if i == 0 else channels, channels, (1, 1, 1), topology.norm)
-                for i in range(num_units)
+            self.levels[str(level)] = nn.ModuleDict(
+                {
+                    "skip": Conv3x3x3(channels, channels),
+                    "up": Upsample(
+                        topology.channels[level + 1], channels, topology.strides[level + 1]
+                    ),
+                    "units": nn.ModuleList(
+                        ConvUnit(channels, channels, (1, 1, 1), topology.norm)
+                        for _ in range(num_units)
+                    ),
+                }
             )
-            self.levels[str(level)] = nn.ModuleDict({"up": up, "units": units})
         # nnU-Net gives no head to the two lowest levels: their logits are too coarse to teach.
         supervised = max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
         self.heads = nn.ModuleList(
@@ -99,8 +119,10 @@ class Decoder(nn.Module):
         source = self.skips[-1]
         for name, parts in self.levels.items():
             level = int(name)
-            blocks.append(Block(f"decoder.{level}.up", parts["up"], (source,)))  # type: ignore[index]
-            inputs = (blocks[-1].name, self.skips[level])
+            skip, up = f"decoder.{level}.skip", f"decoder.{level}.up"
+            blocks.append(Block(skip, parts["skip"], (self.skips[level],)))  # type: ignore[index]
+            blocks.append(Block(up, parts["up"], (source,)))  # type: ignore[index]
+            inputs = (up, skip)
             for index, unit in enumerate(parts["units"]):  # type: ignore[index]
                 blocks.append(Block(f"decoder.{level}.{index}", unit, inputs))
                 inputs = (blocks[-1].name,)  # type: ignore[assignment]
@@ -108,6 +130,13 @@ class Decoder(nn.Module):
             if level < len(self.heads):
                 blocks.append(Block(_head_name(level), self.heads[level], (source,)))
         return tuple(blocks)
+
+    @torch.no_grad()
+    def share_variance(self) -> None:
+        """Make two convolutions that are added start as the one over both inputs would."""
+        for parts in self.levels.values():
+            for conv in (parts["skip"], parts["units"][0].conv):  # type: ignore[index]
+                conv.weight.mul_(0.5**0.5)
 
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the logits, full resolution first."""
@@ -135,9 +164,10 @@ class UNet3d(nn.Module):
         self.decoder = Decoder(topology, self.encoder.outputs())
         for module in self.modules():
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
-                nn.init.kaiming_normal_(module.weight, a=0.01)
+                nn.init.kaiming_normal_(module.weight, a=NEGATIVE_SLOPE)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        self.decoder.share_variance()
 
     def blocks(self) -> tuple[Block, ...]:
         """Return every block in an order in which they can run: encoder, decoder, heads."""

@@ -46,4 +46,6 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
     schedule = SCHEDULES[layout.schedule]
-    return PipelineExecutor(model, stages, layout.num_micro_batches, schedule, layout.autocast)
+    return PipelineExecutor(
+        model, stages, layout.num_micro_batches, schedule, layout.autocast, layout.recompute
+    )

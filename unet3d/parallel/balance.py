@@ -106,7 +106,9 @@ def memory_cost(
     """
     num_samples = _samples_of_a_micro_batch(layout, batch_size)
     entries = {
-        device.type: block_bytes(model, size, num_samples, layout.autocast, device)
+        device.type: block_bytes(
+            model, size, num_samples, layout.autocast, device, layout.recompute
+        )
         for device in layout.devices
     }
     num_stages, num_blocks = len(layout.devices), len(model.blocks())

@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from torch import Tensor
 from unet3d import __version__
 from unet3d.allocations import counted_allocations
 from unet3d.atomic import write_atomically
-from unet3d.config import Shape
+from unet3d.config import Recompute, Shape
 from unet3d.errors import DatasetError
+from unet3d.kernels import remade_in_backward
 from unet3d.model import Block, UNet3d, dice_cross_entropy
+from unet3d.saved_tensors import handling, storage_key
 from unet3d.stand_ins import is_gpu, stand_in
 from unet3d.volumes.cache import key_of
 
@@ -76,6 +78,7 @@ def block_bytes(
     num_samples: int,
     autocast: torch.dtype | None,
     device: torch.device,
+    recompute: Recompute = "off",
 ) -> tuple[BlockBytes, ...]:
     """Count what each block keeps for backward, by running it on fake tensors.
 
@@ -85,6 +88,8 @@ def block_bytes(
         num_samples: In one micro-batch.
         autocast: Lower precision on a GPU, or None.
         device: A CPU and a GPU may keep different things; this machine need not have it.
+        recompute: ``norm`` leaves out what is made again; ``level`` is counted likewise, though it
+            keeps less.
 
     Returns:
         One entry for each block, and one for the loss.
@@ -92,7 +97,9 @@ def block_bytes(
     dtype = next(model.parameters()).dtype
     place = stand_in(device)
     entries = []
-    with counted_allocations() as recorder:
+    remaking = nullcontext() if recompute == "off" else remade_in_backward()
+    alive: list[Tensor] = []  # what is made again must live while others read it
+    with counted_allocations() as recorder, remaking:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
@@ -102,11 +109,12 @@ def block_bytes(
         ) -> BlockBytes:
             """Go forward and backward through one block; what it writes stays."""
             leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
-            known = {_number(tensor): name for name, tensor in tensors.items()}
+            known = {storage_key(tensor): name for name, tensor in tensors.items()}
             with _kept_bytes((tensors["image"], *own)) as saved:
                 made = run(*leaves)
+            alive.append(made)
             tensors[name] = made.detach()
-            known[_number(made)] = name
+            known[storage_key(made)] = name
             kept = {
                 known.get(number, f"{name} {index}"): size
                 for index, (number, size) in enumerate(saved.items())
@@ -274,22 +282,15 @@ def _laid_out(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
 @contextmanager
 def _kept_bytes(given: Iterable[Tensor]) -> Iterator[dict[int, int]]:
     """Note what autograd keeps in the context, except for what is given; bytes by number."""
-    known = {_number(value) for value in given}
+    known = {storage_key(value) for value in given}
     kept: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
-        if _number(tensor) not in known:
-            kept[_number(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+    def note(tensor: Tensor) -> None:
+        if storage_key(tensor) not in known:
+            kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with handling(note):
         yield kept
-
-
-def _number(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from all others alive; fake ones have no address."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def _remembered(path: Path, count: int) -> tuple[float, ...] | None:

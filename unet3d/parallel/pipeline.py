@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from unet3d.config import Recompute
 from unet3d.errors import ConfigError
-from unet3d.model import LossTerms, UNet3d, run_blocks
+from unet3d.kernels import remade_in_backward
+from unet3d.model import LossTerms, UNet3d, run_blocks, run_levels
 from unet3d.parallel.executor import LossFunction
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
@@ -54,6 +56,7 @@ class PipelineExecutor:
         num_micro_batches: int,
         schedule: Schedule,
         autocast: torch.dtype | None,
+        recompute: Recompute,
     ) -> None:
         """Move each stage's parameters to its device.
 
@@ -63,6 +66,7 @@ class PipelineExecutor:
             num_micro_batches: Portions of a training batch.
             schedule: When each of them runs where.
             autocast: Lower precision on the GPU stages, or None.
+            recompute: What is made again in backward instead of being kept.
 
         Raises:
             ConfigError: Batch normalisation with more than one micro-batch.
@@ -80,6 +84,7 @@ class PipelineExecutor:
         self.num_micro_batches = num_micro_batches
         self.schedule = schedule
         self.autocast = autocast
+        self.recompute = recompute
         self.watch_forward: Callable[[Slot], AbstractContextManager[None]] = _watch_nothing
         self._predictions: deque[torch.cuda.Event] = deque()
         self._dtype = next(module.parameters()).dtype
@@ -153,8 +158,10 @@ class PipelineExecutor:
         for name in stage.inputs:
             leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
             leaves[name] = leaf.requires_grad_(name != "image")
-        with self.watch_forward(stage.slot), self._autocast(stage):
-            made = run_blocks(stage.blocks, dict(leaves), stage.outputs)
+        run = run_levels if self.recompute == "level" else run_blocks
+        remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
+        with self.watch_forward(stage.slot), self._autocast(stage), remaking:
+            made = run(stage.blocks, dict(leaves), stage.outputs)
         for later in self.stages[number + 1 :]:
             for name in stage.outputs:
                 if name in later.inputs:

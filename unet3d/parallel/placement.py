@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from unet3d.config import ParallelSettings
+from unet3d.config import ParallelSettings, Recompute
 from unet3d.errors import DeviceError
 
 
@@ -38,6 +38,7 @@ class Layout:
         num_micro_batches: Portions that a training batch is divided into, along N.
         autocast: Lower precision for the GPU stages, or None for the network's own.
         schedule: In which order the micro-batches run.
+        recompute: What is made again in backward instead of being kept.
     """
 
     devices: tuple[torch.device, ...]
@@ -45,6 +46,7 @@ class Layout:
     num_micro_batches: int = 1
     autocast: torch.dtype | None = None
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
+    recompute: Recompute = "norm"
 
 
 def resolve_devices(
