@@ -104,7 +104,9 @@ def test_two_convolutions_that_are_added_are_one_over_both_inputs() -> None:
     x = image(5)
     weight = torch.cat([skip.weight, unit.conv.weight], dim=1)
     plain = F.conv3d(x, weight, padding=1)
-    expected = F.leaky_relu(closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias), 0.01)
+    expected = F.leaky_relu(
+        closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias), 0.01
+    )
     torch.testing.assert_close(unit(x[:, 2:], skip(x[:, :2])), expected)
 
 

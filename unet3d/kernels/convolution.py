@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import unet3d.kernels.stem_op  # noqa: F401 - registers the operation
+from unet3d.kernels.triton_here import has_triton
 from unet3d.stand_ins import is_gpu
 
 MAX_CHANNELS = 32
@@ -29,6 +31,10 @@ MIN_ELEMENTS = 2**23
 """Of the input; below, the launches that fold the weights cost as much as is gained."""
 MAX_HEAD_COLUMNS = 128
 """Of eight voxels together; with more than sixteen classes too much of the matrix is zero."""
+
+MAX_STEM_ROWS = 128
+"""Neighbours of a voxel times channels of the image."""
+MAX_STEM_CHANNELS = 64
 
 _PLAIN = [1, 1, 1]
 _NONE = [0, 0, 0]
@@ -45,8 +51,12 @@ def conv3x3x3(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
     Returns:
         (N, O, X, Y, Z).
     """
+    if _is_stem(x, weight) and added is None:
+        x = x.to(_lowered(x))
+        y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype))
+        return y
     if worth_folding(x, weight):
-        y: Tensor = FoldedConvolution.apply(x, weight.to(x.dtype), added)  # type: ignore[no-untyped-call]
+        y = FoldedConvolution.apply(x, weight.to(x.dtype), added)  # type: ignore[no-untyped-call]
         return y
     y = F.conv3d(x, weight, padding=1)
     return y if added is None else y.add_(added)  # nothing else reads y
@@ -94,6 +104,24 @@ def worth_folding(x: Tensor, weight: Tensor) -> bool:
         and 8 <= min(weight.shape[:2]) <= MAX_CHANNELS
         and x.shape[-1] % 2 == 0
     )
+
+
+def _is_stem(x: Tensor, weight: Tensor) -> bool:
+    """Return whether x is an image: of few channels, and without need of a gradient."""
+    return (
+        is_gpu(x.device)
+        and 27 * x.shape[1] <= MAX_STEM_ROWS
+        and weight.shape[0] <= MAX_STEM_CHANNELS
+        and _lowered(x) in (torch.bfloat16, torch.float16)
+        and not x.requires_grad
+        and has_triton(x)
+    )
+
+
+def _lowered(x: Tensor) -> torch.dtype:
+    """Return the type in which autocast would convolve x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _is_low_channels_last(x: Tensor) -> bool:

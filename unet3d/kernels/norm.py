@@ -7,19 +7,14 @@ PyTorch normalises each (sample, channel) in one thread block: a single sample o
 reference, PyTorch's own, for everything else. Both give the same values and gradients.
 """
 
-import functools
-import logging
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels import norm_op
 from unet3d.kernels.remake import offer
-from unet3d.stand_ins import is_stand_in
-
-logger = logging.getLogger(__name__)
+from unet3d.kernels.triton_here import has_triton
 
 MIN_ELEMENTS = 2**21
 """Below, launching Triton's kernels takes longer than PyTorch's two take to run."""
@@ -45,7 +40,7 @@ def instance_norm(
     Returns:
         Of x's shape and type.
     """
-    if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and _has_triton(x):
+    if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and has_triton(x):
         y, mean, rstd = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)
         kept = [value.detach() for value in (x, weight, bias, mean, rstd)]
         offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope))
@@ -104,22 +99,3 @@ def _normalized(
     if slope != 1:
         F.leaky_relu_(y, slope)
     return y.reshape(x.shape), mean, rstd
-
-
-def _has_triton(x: Tensor) -> bool:
-    # What stands for a GPU that is elsewhere is taken to have what it needs.
-    return is_stand_in(x.device) or (x.is_cuda and _triton_works())
-
-
-@functools.cache
-def _triton_works() -> bool:
-    """Return whether Triton can compile here; if not, say once why training is slower."""
-    try:
-        norm_op.probe()
-    except Exception as error:  # a missing compiler, driver or package: Triton raises anything
-        logger.warning(
-            "Triton cannot compile here, so normalisation is several times slower: %s",
-            str(error).splitlines()[0] if str(error) else type(error).__name__,
-        )
-        return False
-    return True

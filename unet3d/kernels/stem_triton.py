@@ -1,0 +1,110 @@
+"""The first convolution of a network, from very few channels, in Triton.
+
+cuDNN has no tensor-core kernel for one input channel. Here the 27 neighbours of a voxel are the
+rows of a matrix product that is never stored: each program gathers them for a run of voxels, which
+stay in the cache, so that what is left is to write the result once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_VOXELS = 128
+WANTED_PROGRAMS = 1056
+
+
+@triton.jit
+def _offsets(voxel, k, X, Y, Z, CI: tl.constexpr):
+    """Return for voxels and neighbours, which broadcast, where they are and whether inside."""
+    tap = k // CI
+    dx = tap // 9 - 1
+    dy = tap // 3 % 3 - 1
+    dz = tap % 3 - 1
+    z = voxel % Z + dz
+    y = voxel // Z % Y + dy
+    x = voxel // (Y * Z) + dx
+    inside = (x >= 0) & (x < X) & (y >= 0) & (y < Y) & (z >= 0) & (z < Z) & (k < 27 * CI)
+    return (voxel + (dx * Y + dy) * Z + dz) * CI + k % CI, inside
+
+
+@triton.jit
+def _forward(
+    x, w, y, X, Y, Z, V, CO,
+    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(1).to(tl.int64)
+    voxel = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
+    k = tl.arange(0, K)
+    o = tl.arange(0, BO)
+    at, inside = _offsets(voxel[:, None], k[None, :], X, Y, Z, CI)
+    values = tl.load(x + sample * V * CI + at, mask=inside & (voxel < V)[:, None], other=0.0)
+    known = (k < 27 * CI)[:, None] & (o < CO)[None, :]
+    matrix = tl.load(w + k[:, None] * CO + o[None, :], mask=known, other=0.0)
+    out = tl.dot(values, matrix)
+    place = (sample * V + voxel)[:, None] * CO + o[None, :]
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=(voxel < V)[:, None] & (o < CO)[None, :])
+
+
+@triton.jit
+def _weights(
+    x, dy, partial, X, Y, Z, V, CO, RUN, S,
+    CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    run = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
+    k = tl.arange(0, K)
+    o = tl.arange(0, BO)
+    total = tl.zeros((K, BO), tl.float32)
+    first = run * RUN
+    last = tl.minimum(first + RUN, V)
+    for start in range(first, last, BV):
+        voxel = start + tl.arange(0, BV)
+        at, inside = _offsets(voxel[None, :], k[:, None], X, Y, Z, CI)
+        values = tl.load(x + sample * V * CI + at, mask=inside & (voxel < last)[None, :], other=0.0)
+        place = (sample * V + voxel)[:, None] * CO + o[None, :]
+        given = (voxel < last)[:, None] & (o < CO)[None, :]
+        total += tl.dot(values, tl.load(dy + place, mask=given, other=0.0))
+    out = ((sample * S + run) * K + k)[:, None] * BO + o[None, :]
+    tl.store(partial + out, total)
+
+
+def forward(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the convolution of (N, I, X, Y, Z) with (O, I, 3, 3, 3), zero-padded."""
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    n, i, *space = x.shape
+    o = weight.shape[0]
+    matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
+    y = torch.empty(
+        (n, o, *space), dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d
+    )
+    voxels = space[0] * space[1] * space[2]
+    grid = (triton.cdiv(voxels, BLOCK_VOXELS), n)
+    with torch.cuda.device(x.device):
+        _forward[grid](x, matrix, y, *space, voxels, o, **_sizes(i, o))
+    return y
+
+
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of the weights."""
+    x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
+    n, i, *space = x.shape
+    o = weight.shape[0]
+    sizes = _sizes(i, o)
+    voxels = space[0] * space[1] * space[2]
+    run = triton.cdiv(triton.cdiv(voxels, WANTED_PROGRAMS), BLOCK_VOXELS) * BLOCK_VOXELS
+    runs = triton.cdiv(voxels, run)
+    partial = torch.empty((n * runs, sizes["K"], sizes["BO"]), device=x.device)
+    with torch.cuda.device(x.device):
+        _weights[(runs, n)](x, dy, partial, *space, voxels, o, run, runs, **sizes)
+    matrix = partial.sum(0)[: 27 * i, :o]
+    return matrix.view(3, 3, 3, i, o).permute(4, 3, 0, 1, 2).to(weight.dtype).contiguous()
+
+
+def _sizes(inputs: int, outputs: int) -> dict[str, int]:
+    return {
+        "CI": inputs,
+        "K": triton.next_power_of_2(27 * inputs),
+        "BV": BLOCK_VOXELS,
+        "BO": max(16, triton.next_power_of_2(outputs)),
+    }
