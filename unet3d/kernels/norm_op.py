@@ -1,6 +1,8 @@
 """The Triton normalisation as an operation of PyTorch's: its gradient, and its shapes.
 
-This module needs no Triton, so the memory of a network can be predicted where there is none.
+This module needs no Triton, so the memory of a network can be predicted where there is none. The
+operations are defined one by one because ``torch.library.custom_op`` adds checks to every call that
+take longer than a small kernel.
 """
 
 from typing import Any
@@ -8,8 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+torch.library.define(
+    "unet3d::instance_norm",
+    "(Tensor x, Tensor weight, Tensor bias, float eps, float slope) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "unet3d::normalize",
+    "(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope) -> Tensor",
+)
+torch.library.define(
+    "unet3d::instance_norm_backward",
+    "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope)"
+    " -> (Tensor, Tensor, Tensor)",
+)
 
-@torch.library.custom_op("unet3d::instance_norm", mutates_args=(), device_types="cuda")
+
+@torch.library.impl("unet3d::instance_norm", "cuda")
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,7 +34,7 @@ def _forward(
     return norm_triton.forward(x, weight, bias, eps, slope)
 
 
-@_forward.register_fake
+@torch.library.register_fake("unet3d::instance_norm")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,7 +44,7 @@ def _(
     return y, mean, x.new_empty((samples, channels), dtype=torch.float32)
 
 
-@torch.library.custom_op("unet3d::instance_norm_backward", mutates_args=(), device_types="cuda")
+@torch.library.impl("unet3d::instance_norm_backward", "cuda")
 def _backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +53,7 @@ def _backward(
     return norm_triton.backward(dy, x, weight, bias, mean, rstd, slope)
 
 
-@_backward.register_fake
+@torch.library.register_fake("unet3d::instance_norm_backward")  # type: ignore[untyped-decorator]
 def _(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -45,7 +61,7 @@ def _(
     return dx, torch.empty_like(weight), torch.empty_like(bias)
 
 
-@torch.library.custom_op("unet3d::normalize", mutates_args=(), device_types="cuda")
+@torch.library.impl("unet3d::normalize", "cuda")
 def _normalize(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
 ) -> Tensor:
@@ -54,7 +70,7 @@ def _normalize(
     return norm_triton.normalize(x, weight, bias, mean, rstd, slope)
 
 
-@_normalize.register_fake
+@torch.library.register_fake("unet3d::normalize")  # type: ignore[untyped-decorator]
 def _(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last_3d)
 
@@ -72,7 +88,7 @@ def _differentiate(ctx: Any, dy: Tensor, _mean: None, _rstd: None) -> tuple[Tens
     return dx, dweight, dbias, None, None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("unet3d::instance_norm", _differentiate, setup_context=_save)
 
 
 def probe() -> None:

@@ -5,27 +5,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+torch.library.define("unet3d::overlap", "(Tensor logits, Tensor target) -> Tensor")
+torch.library.define(
+    "unet3d::overlap_backward", "(Tensor gradient, Tensor logits, Tensor target) -> Tensor"
+)
 
-@torch.library.custom_op("unet3d::overlap", mutates_args=(), device_types="cuda")
+
+@torch.library.impl("unet3d::overlap", "cuda")
 def _forward(logits: Tensor, target: Tensor) -> Tensor:
     from unet3d.kernels import overlap_triton
 
     return overlap_triton.forward(logits, target)
 
 
-@_forward.register_fake
+@torch.library.register_fake("unet3d::overlap")  # type: ignore[untyped-decorator]
 def _(logits: Tensor, target: Tensor) -> Tensor:
     return logits.new_empty((4, *logits.shape[:2]), dtype=torch.float32)
 
 
-@torch.library.custom_op("unet3d::overlap_backward", mutates_args=(), device_types="cuda")
+@torch.library.impl("unet3d::overlap_backward", "cuda")
 def _backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     from unet3d.kernels import overlap_triton
 
     return overlap_triton.backward(gradient, logits, target)
 
 
-@_backward.register_fake
+@torch.library.register_fake("unet3d::overlap_backward")  # type: ignore[untyped-decorator]
 def _(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.channels_last_3d)
 
@@ -38,4 +43,4 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return torch.ops.unet3d.overlap_backward(gradient, *ctx.saved_tensors), None
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("unet3d::overlap", _differentiate, setup_context=_save)

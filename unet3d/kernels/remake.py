@@ -60,6 +60,17 @@ def offer(tensor: Tensor, recipe: Recipe) -> None:
     weakref.finalize(tensor, recipes.pop, key)
 
 
+def source(tensor: Tensor) -> Recipe:
+    """Return what gives a tensor in backward: its recipe, where there is one, or itself.
+
+    Args:
+        tensor: What another recipe needs.
+    """
+    recipes = _recipes.get()
+    held = tensor.detach()
+    return (recipes or {}).get(storage_key(tensor)) or (lambda: held)
+
+
 @dataclass(frozen=True)
 class _Remade:
     """Stands for a tensor, or a view of one, until backward asks for it."""

@@ -5,28 +5,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+torch.library.define("unet3d::stem", "(Tensor x, Tensor weight) -> Tensor")
+torch.library.define("unet3d::stem_backward", "(Tensor dy, Tensor x, Tensor weight) -> Tensor")
 
-@torch.library.custom_op("unet3d::stem", mutates_args=(), device_types="cuda")
+
+@torch.library.impl("unet3d::stem", "cuda")
 def _forward(x: Tensor, weight: Tensor) -> Tensor:
     from unet3d.kernels import stem_triton
 
     return stem_triton.forward(x, weight)
 
 
-@_forward.register_fake
+@torch.library.register_fake("unet3d::stem")  # type: ignore[untyped-decorator]
 def _(x: Tensor, weight: Tensor) -> Tensor:
     shape = (x.shape[0], weight.shape[0], *x.shape[2:])
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d)
 
 
-@torch.library.custom_op("unet3d::stem_backward", mutates_args=(), device_types="cuda")
+@torch.library.impl("unet3d::stem_backward", "cuda")
 def _backward(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     from unet3d.kernels import stem_triton
 
     return stem_triton.weight_gradient(dy, x, weight)
 
 
-@_backward.register_fake
+@torch.library.register_fake("unet3d::stem_backward")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
@@ -39,4 +42,4 @@ def _differentiate(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
     return None, torch.ops.unet3d.stem_backward(dy, *ctx.saved_tensors)
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+torch.library.register_autograd("unet3d::stem", _differentiate, setup_context=_save)

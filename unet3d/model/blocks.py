@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unet3d.config import Shape
-from unet3d.kernels import conv1x1x1, conv3x3x3, instance_norm
+from unet3d.kernels import conv1x1x1, conv3x3x3, instance_norm, upsample
 
 Norm = Literal["instance", "group", "batch"]
 
@@ -224,6 +224,10 @@ class Upsample(nn.ConvTranspose3d):
 
     def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
         super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=False)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        return upsample(x, self.weight, self.stride)
 
 
 class Head(nn.Conv3d):
