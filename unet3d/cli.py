@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from unet3d import __version__
-from unet3d.errors import ConfigError, DatasetError, Unet3dError
+from unet3d.errors import ConfigError, DatasetError, DoesNotFitError, Unet3dError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unet3d.config import Config
     from unet3d.run_folder import RunFolder
 
@@ -94,6 +96,13 @@ def placement_options(function: Function) -> Function:
     return function
 
 
+balance_option = click.option(
+    "--balance",
+    type=click.Choice(["encoder-decoder", "time", "memory"]),
+    help="Cut the network so that its stages take equal time, or memory, on --devices.",
+)
+
+
 def config_options(function: Function) -> Function:
     """Add the options that name a configuration."""
     for option in (
@@ -120,11 +129,7 @@ def config_options(function: Function) -> Function:
     type=click.IntRange(min=1),
     help="Portions of a batch; pipelined over the devices of --parallel model.",
 )
-@click.option(
-    "--balance",
-    type=click.Choice(["encoder-decoder", "time", "memory"]),
-    help="Cut the network so that its stages take equal time, or memory, on --devices.",
-)
+@balance_option
 @click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
 @click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
@@ -324,6 +329,18 @@ def check(dataset: Path, json_path: Path | None) -> None:
 @placement_options
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
+@balance_option
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Time steps on --devices instead, for every cut and number of micro-batches that may be "
+    "best; training then takes the best.",
+)
+@click.option(
+    "--picture",
+    type=FILE,
+    help="With --measure: PNG of time against micro-batches; default: tuning.png.",
+)
 @click.option(
     "--device-memory",
     type=click.FloatRange(min=0, min_open=True),
@@ -340,13 +357,21 @@ def plan(
     devices: str | None,
     batch_size: int | None,
     micro_batches: int | None,
+    balance: str | None,
+    measure: bool,
+    picture: Path | None,
     device_memory: float | None,
     json_path: Path | None,
 ) -> None:
     """Predict the memory that training takes of each device, on DATASET or for --shape.
 
-    No GPU is needed: --device-memory 80 describes one.
+    No GPU is needed: --device-memory 80 describes one. With --measure, times are taken on the
+    devices that are here.
     """
+    if measure and device_memory is not None:
+        raise click.UsageError("--measure is of the devices that are here; drop --device-memory")
+    if picture is not None and not measure:
+        raise click.UsageError("--picture shows measured times; add --measure")
     from rich.console import Console
 
     from unet3d.config import load_config
@@ -359,9 +384,14 @@ def plan(
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
+            "parallel.balance": balance,
         }
     )
     config = load_config(config_path, [*overrides, *changes])
+    console = Console()
+    if measure:
+        _measure(config, console, picture or Path("tuning.png"), json_path)
+        return
 
     from unet3d.comparison import compare
     from unet3d.experiment import plan_without_data
@@ -369,12 +399,41 @@ def plan(
 
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     record = compare(config, plan_without_data(config), memory_bytes).to_dict()
-    console = Console()
     console.print(plan_table(record))
     for line in plan_lines(record):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     if json_path is not None:
         _write_json(json_path, record)
+
+
+def _measure(config: "Config", console: "Console", picture: Path, json_path: Path | None) -> None:
+    """Measure every setting, show what they took, and leave the best for training to find."""
+    from unet3d.choices import remember_choice
+    from unet3d.experiment import plan_without_data
+    from unet3d.tuning import tune
+    from unet3d.tuning_report import tuning_table, write_tuning_picture
+
+    tuning = tune(config, plan_without_data(config))
+    record = tuning.to_dict()
+    console.print(tuning_table(record))
+    if json_path is not None:
+        _write_json(json_path, record)
+    if tuning.choice is None:
+        raise DoesNotFitError(
+            "every setting ran out of memory; use smaller patches (--shape), a smaller network "
+            "(model.base_channels) or more devices"
+        )
+    path = remember_choice(tuning.circumstances, tuning.choice)
+    try:
+        write_tuning_picture(record, picture)
+    except OSError as error:
+        raise ConfigError(f"cannot write {picture}: {error.strerror}") from error
+    for line in (
+        f"Time against micro-batches: {picture}",
+        f"The best is in {path}, where training finds it: for the same network, patch, batch and "
+        "devices, unless micro-batches, balance or cuts are set.",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(error: Unet3dError, what: str = "Error") -> None:

@@ -2,18 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from unet3d.choices import Circumstances, settle
 from unet3d.config import Config, Shape
 from unet3d.errors import ConfigError
 from unet3d.experiment import NetworkPlan
 from unet3d.memory import device_bytes
-from unet3d.optimization import autocast_dtype
-from unet3d.parallel import Layout, default_precision, resolve_devices
+from unet3d.model import UNet3d
+from unet3d.optimization import autocast_dtype, num_states
+from unet3d.parallel import Layout, choose_cuts, default_precision, resolve_devices
 from unet3d.planner import MAX_ELEMENTS, Prediction, Step, largest_size, predict_memory
+from unet3d.volumes.cache import Cache
 
 CPU = torch.device("cpu")
 
@@ -104,18 +107,22 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
     several = asked if len(asked) > 1 else (asked[0], _next(asked[0]))
     precision = _precision(config, several)
     memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
-    counts = sorted({1, config.training.micro_batches})
+    if memory_bytes is None and all(_is_here(device) for device in asked):
+        config = settle(Circumstances(config, network.topology, network.size, asked, precision))
+    counts = sorted({1, config.training.num_micro_batches})
     ways = []
     for mode, devices in (("none", asked[:1]), ("model", several)):
         for count in counts:
             layout = Layout(
                 devices,
-                config.parallel.cuts if mode == config.parallel.mode else None,
+                None,
                 count,
                 autocast_dtype(precision),
                 config.parallel.schedule,
                 config.memory.recompute,
             )
+            if mode == config.parallel.mode:
+                layout = replace(layout, cuts=_cuts(config, network, layout, precision))
             step = Step(
                 network.topology,
                 layout,
@@ -135,18 +142,13 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                     largest=largest,
                     largest_is_slow=_is_slow(devices, prediction.largest_num_elements * growth),
                     is_asked=mode == config.parallel.mode
-                    and count == config.training.micro_batches,
+                    and count == config.training.num_micro_batches,
                 )
             )
     if any(_is_slow(several, way.prediction.largest_num_elements) for way in ways):
         notes.append(
             "A tensor has more than 2^31 numbers in some of these: there cuDNN may fall back to "
             "algorithms that are slow and take more memory than is predicted."
-        )
-    if config.parallel.balance != "encoder-decoder" and config.parallel.cuts is None:
-        notes.append(
-            f"The cut of parallel.balance={config.parallel.balance} is found when training starts; "
-            "predicted is the default cut."
         )
     return Comparison(tuple(ways), memory, tuple(notes))
 
@@ -167,6 +169,37 @@ def _devices(
         num_devices = 1 if settings.mode == "none" else 2
         settings = settings.model_copy(update={"devices": names[:num_devices]})
     return resolve_devices(settings, must_exist=False), notes
+
+
+def _cuts(
+    config: Config, network: NetworkPlan, layout: Layout, precision: str
+) -> tuple[int, ...] | None:
+    """Return where training would cut the network; None: at the default place.
+
+    Raises:
+        ConfigError: That depends on measurements on a device that is not here.
+    """
+    balance = config.parallel.wanted_balance
+    if config.parallel.cuts is not None or balance == "encoder-decoder":
+        return config.parallel.cuts
+    for device in layout.devices:
+        if balance == "time" and not _is_here(device):
+            raise ConfigError(
+                f"parallel.balance is time, which is measured on the devices, but {device} is not "
+                "on this machine; use --balance memory, which is counted"
+            )
+    model = UNet3d(network.topology)
+    if precision == "float64":
+        model.double()
+    return choose_cuts(
+        model,
+        layout,
+        balance,
+        network.size,
+        config.training.batch_size,
+        num_states(config.training),
+        Cache(config.data.cache).folder / "timings",
+    )
 
 
 def _is_slow(devices: tuple[torch.device, ...], num_elements: float) -> bool:

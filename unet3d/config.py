@@ -130,8 +130,9 @@ class TrainingSettings(Section):
     epochs: Positive = 100
     batch_size: Positive = 2
     """Patches in a step; where only micro_batches is set, at least one for each of them."""
-    micro_batches: Positive = 1
-    """Portions of a batch: one after another on one device, pipelined over several."""
+    micro_batches: Positive | Literal["auto"] = "auto"
+    """Portions of a batch: one after another on one device, pipelined over several; auto: as
+    ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
     """The start of the polynomial decay (power 0.9)."""
@@ -147,6 +148,11 @@ class TrainingSettings(Section):
     save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
     """The latest checkpoint is at most this old (and one step); each validation writes one too."""
     seed: Count = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number that is set, or where none is, one."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
 
     @model_validator(mode="before")
     @classmethod
@@ -168,11 +174,17 @@ class ParallelSettings(Section):
     """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """When each micro-batch runs where; all-forward keeps all their activations."""
-    balance: Balance = "encoder-decoder"
+    balance: Balance | Literal["auto"] = "auto"
     """What is level over the stages in training: time and memory move the cut; encoder-decoder
-    leaves it there for two devices, and gives more of them about equal work."""
+    leaves it there for two devices, and gives more of them about equal work; auto: the cut that
+    ``plan --measure`` found best, else encoder-decoder."""
     cuts: tuple[Positive, ...] | None = None
     """Where the block list is cut, such as 4,12; it overrules balance."""
+
+    @property
+    def wanted_balance(self) -> Balance:
+        """The balance that is set, or where none is, encoder-decoder."""
+        return "encoder-decoder" if self.balance == "auto" else self.balance
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -225,17 +237,17 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.training.micro_batches > self.training.batch_size:
+        if self.training.num_micro_batches > self.training.batch_size:
             raise ValueError(
                 f"training.micro_batches is {self.training.micro_batches} but a batch "
                 f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
             )
-        if self.parallel.mode == "none" and self.parallel.balance != "encoder-decoder":
+        if self.parallel.mode == "none" and self.parallel.wanted_balance != "encoder-decoder":
             raise ValueError(
                 f"parallel.balance is {self.parallel.balance} but parallel.mode none has one "
                 "device and nothing to balance; add --parallel model, or leave balance out"
             )
-        if self.model.norm == "batch" and self.training.micro_batches > 1:
+        if self.model.norm == "batch" and self.training.num_micro_batches > 1:
             raise ValueError(
                 "model.norm=batch with training.micro_batches "
                 f"{self.training.micro_batches} would take its statistics from portions of "

@@ -32,6 +32,7 @@ class Experiment:
         preprocessing: How images are prepared.
         topology: The network.
         patch_size: Voxels along X, Y, Z, multiples of the total stride; None: whole volumes.
+        planned_size: The patch size, or that of the median volume where whole ones are trained on.
         training: Prepared cases to learn from.
         validation: Prepared cases to score on.
     """
@@ -40,6 +41,7 @@ class Experiment:
     preprocessing: Preprocessing
     topology: Topology
     patch_size: Shape | None
+    planned_size: Shape
     training: tuple[PreparedCase, ...]
     validation: tuple[PreparedCase, ...]
 
@@ -122,6 +124,7 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
         preprocessing=preprocessing,
         topology=topology,
         patch_size=patch_size,
+        planned_size=network.size,
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
     )

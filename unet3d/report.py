@@ -66,7 +66,7 @@ def memory_table(record: Mapping[str, Any]) -> Table:
         measured = slot["measured"]
         values = [measured[f"{name}_bytes"] for name, _ in PARTS]
         values += [measured["peak_bytes"], slot["predicted"]["peak_bytes"], slot["device_bytes"]]
-        cells = [_amount(value, unit_bytes) for value in values]
+        cells = [amount(value, unit_bytes) for value in values]
         table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
     return table
 
@@ -84,7 +84,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
         notes += _memory_notes(way["slots"])
     table = Table(
         title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
-        f"{_size(record['shape'])} voxels, {record['precision']}",
+        f"{size_text(record['shape'])} voxels, {record['precision']}",
         caption=" ".join(dict.fromkeys(notes)),
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -106,7 +106,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
                 f"{way['parallel']}, {way['num_micro_batches']}{mark}" if is_first else "",
                 str(slot["slot"]),
                 slot["device"],
-                *(_amount(value, unit_bytes) for value in values),
+                *(amount(value, unit_bytes) for value in values),
                 ("yes" if way["fits"] else "NO") if is_first else "",
                 end_section=is_last,
             )
@@ -126,7 +126,7 @@ def plan_lines(record: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"--parallel {way['parallel']} --devices {devices} "
             f"--micro-batches {way['num_micro_batches']}: "
-            + (f"up to {_size(shape)} voxels" if shape else "not even the smallest volume fits")
+            + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
             + (" (slow: a tensor above 2^31 numbers)" if way["largest_is_slow"] else "")
             + (" (asked for)" if way["asked"] else "")
         )
@@ -175,9 +175,9 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     peaks = [slot["measured"]["peak_bytes"] / unit_bytes for slot in slots]
     axes.scatter(peaks, range(len(slots)), s=420, marker="|", color="black", label="peak")
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-        numbers = [f"{part} {_amount(row[part], unit_bytes)}" for part, _ in PARTS]
-        peak = _amount(slot["measured"]["peak_bytes"], unit_bytes)
-        total = _amount(slot["device_bytes"], unit_bytes)
+        numbers = [f"{part} {amount(row[part], unit_bytes)}" for part, _ in PARTS]
+        peak = amount(slot["measured"]["peak_bytes"], unit_bytes)
+        total = amount(slot["device_bytes"], unit_bytes)
         axes.annotate(
             f"{',  '.join(numbers)};  peak {peak} of {total} {unit}",
             (0, index + 0.29),
@@ -194,7 +194,7 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -223,7 +223,7 @@ def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> 
         axes.grid(color="#E5E5E5", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    _write(figure, path)
+    write_figure(figure, path)
 
 
 def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
@@ -301,7 +301,13 @@ def _unit(slots: Sequence[Mapping[str, Any]], kind: str = "measured") -> tuple[s
     return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
 
 
-def _amount(num_bytes: int, unit_bytes: int) -> str:
+def amount(num_bytes: int, unit_bytes: int) -> str:
+    """Return a number of bytes in a unit, with the digits that matter.
+
+    Args:
+        num_bytes: The number.
+        unit_bytes: Such as :data:`GIB`.
+    """
     amount = num_bytes / unit_bytes
     if amount >= 100:
         return f"{amount:,.0f}"
@@ -310,7 +316,12 @@ def _amount(num_bytes: int, unit_bytes: int) -> str:
     return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
 
 
-def _size(shape: Sequence[int]) -> str:
+def size_text(shape: Sequence[int]) -> str:
+    """Return voxels along X, Y, Z as people write them.
+
+    Args:
+        shape: Such as (192, 192, 160).
+    """
     return "x".join(map(str, shape))
 
 
@@ -335,6 +346,12 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _write(figure: Figure, path: Path) -> None:
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG file.
+
+    Args:
+        figure: What was drawn.
+        path: One of that name is replaced.
+    """
     FigureCanvasAgg(figure)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))

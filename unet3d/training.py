@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from unet3d.advice import explain_out_of_memory, warn_if_too_large
+from unet3d.choices import Circumstances, settle
 from unet3d.config import Config
 from unet3d.errors import DoesNotFitError, Unet3dError
 from unet3d.experiment import Experiment, plan_experiment
@@ -73,6 +74,9 @@ def _train(
     except Unet3dError:
         folder.discard_if_empty()
         raise
+    topology, size = experiment.topology, experiment.planned_size
+    config = settle(Circumstances(experiment.config, topology, size, devices, precision))
+    experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
     if precision == "float64":
@@ -80,7 +84,7 @@ def _train(
     layout = Layout(
         devices,
         config.parallel.cuts,
-        config.training.micro_batches,
+        config.training.num_micro_batches,
         autocast_dtype(precision),
         config.parallel.schedule,
         config.memory.recompute,
@@ -117,7 +121,7 @@ def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Ste
 def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
     """Return the layout with the cuts that the settings ask for."""
     parallel, settings = experiment.config.parallel, experiment.config.training
-    if parallel.balance == "encoder-decoder":
+    if parallel.wanted_balance == "encoder-decoder":
         return layout
     if parallel.cuts is not None:
         logger.warning(
@@ -128,7 +132,7 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
     cuts = choose_cuts(
         model,
         layout,
-        parallel.balance,
+        parallel.wanted_balance,
         experiment.largest_patch(),
         settings.batch_size,
         num_states(settings),

@@ -1,5 +1,6 @@
 import functools
 import itertools
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from unet3d.config import ModelSettings
 from unet3d.errors import DatasetError
 from unet3d.memory import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, costs, parallelize
+from unet3d.parallel import Layout, costs, parallelize, timings
 from unet3d.parallel.costs import BlockBytes, block_bytes, block_seconds
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 
@@ -139,7 +140,7 @@ def test_the_time_of_a_block_is_the_median_of_its_passes(
     model = make_model()
     durations = [float(2**index) for index in range(len(model.blocks()))]
     clock = Clock(model, durations)
-    monkeypatch.setattr(costs.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(timings.time, "perf_counter", clock.perf_counter)
     seconds = block_seconds(model, CPU, SIZE, 2, None, tmp_path)
     assert seconds == (*durations, 0.0)
 
@@ -153,7 +154,7 @@ def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*arguments: object) -> float:
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(costs, "_seconds", refuse)
+    monkeypatch.setattr(costs, "median_seconds", refuse)
     assert block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "new" / "timings") == first
     # A CPU computes in the parameters' precision, whatever the GPUs beside it do.
     folder = tmp_path / "new" / "timings"
@@ -166,10 +167,10 @@ def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.Monke
 def test_other_circumstances_are_measured_anew(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "_seconds", lambda run, device: 1.0)
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
     model, size, num_samples = make_model(), SIZE, 1
     block_seconds(model, CPU, size, num_samples, None, tmp_path)
-    monkeypatch.setattr(costs, "_seconds", lambda run, device: 2.0)
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 2.0)
     if change == "size":
         size = (16, 16, 16)
     elif change == "samples":
@@ -191,19 +192,19 @@ def test_other_circumstances_are_measured_anew(
 def test_a_damaged_memory_of_times_is_replaced(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "_seconds", lambda run, device: 1.0)
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
     model = make_model()
     first = block_seconds(model, CPU, SIZE, 1, None, tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_text(damage)
     assert block_seconds(model, CPU, SIZE, 1, None, tmp_path) == first
-    assert costs._remembered(file, len(first)) == first
+    assert json.loads(file.read_text())["seconds"] == list(first)
 
 
 def test_a_folder_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "_seconds", lambda run, device: 1.0)
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DatasetError, match=r"cannot write .*file.*data\.cache") as caught:
         block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "file")

@@ -6,12 +6,8 @@ a time, and remembered in the cache folder.
 """
 
 import copy
-import json
 import logging
 import math
-import platform
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -21,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d import __version__
 from unet3d.allocations import counted_allocations
-from unet3d.atomic import write_atomically
 from unet3d.config import Recompute, Shape
-from unet3d.errors import DatasetError
 from unet3d.kernels import remade_in_backward
 from unet3d.model import Block, UNet3d, dice_cross_entropy
+from unet3d.parallel.timings import hardware, median_seconds, recall, remember, versions
 from unet3d.saved_tensors import handling, storage_key
 from unet3d.stand_ins import is_gpu, stand_in
 from unet3d.volumes.cache import key_of
@@ -36,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 LOSS = "loss"
 """Name of the last entry: what comes after the last block, on its device."""
-
-NUM_WARM_UP_RUNS = 2
-NUM_TIMED_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -175,12 +166,19 @@ def block_seconds(
         "topology": asdict(model.topology),
         "size": size,
         "num_samples": num_samples,
-        "device": _hardware(device),
+        "device": hardware(device),
         "precision": [str(dtype), str(autocast if is_gpu(device) else None)],
-        "versions": [torch.__version__, torch.version.cuda, __version__],
+        "versions": versions(),
     }
     path = folder / f"{key_of(description)}.json"
-    remembered = _remembered(path, len(model.blocks()) + 1)
+
+    def read(content: Any) -> tuple[float, ...]:
+        known = tuple(float(value) for value in content["seconds"])
+        if len(known) != len(model.blocks()) + 1:
+            raise ValueError("of another network")
+        return known
+
+    remembered = recall(path, read)
     if remembered is not None:
         return remembered
     logger.info("measuring the time of each block on %s", device)
@@ -194,11 +192,14 @@ def block_seconds(
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
         return _laid_out(values, autocast)
 
-    seconds = [_seconds(_pass(block, random, device, autocast), device) for block in model.blocks()]
-    seconds.append(_seconds(_loss_pass(model, random, (num_samples, *size)), device))
+    seconds = [
+        median_seconds(_pass(block, random, device, autocast), (device,))
+        for block in model.blocks()
+    ]
+    seconds.append(median_seconds(_loss_pass(model, random, (num_samples, *size)), (device,)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    _remember(path, description, seconds)
+    remember(path, {**description, "seconds": seconds})
     return tuple(seconds)
 
 
@@ -240,29 +241,6 @@ def _loss(logits: Sequence[Tensor], target: Tensor) -> Tensor:
     return dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Return the median time of a few runs, each from an idle device to an idle device."""
-    seconds = []
-    for _ in range(NUM_WARM_UP_RUNS + NUM_TIMED_RUNS):
-        _wait_for(device)
-        began = time.perf_counter()
-        run()
-        _wait_for(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[NUM_WARM_UP_RUNS:])
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
-
-
 @contextmanager
 def _lowered(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
     """Compute as a stage on this device does."""
@@ -291,27 +269,3 @@ def _kept_bytes(given: Iterable[Tensor]) -> Iterator[dict[int, int]]:
 
     with handling(note):
         yield kept
-
-
-def _remembered(path: Path, count: int) -> tuple[float, ...] | None:
-    try:
-        seconds = json.loads(path.read_text())["seconds"]
-        known = tuple(float(value) for value in seconds)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError):
-        logger.warning("%s is damaged; the times are measured again", path)
-        return None
-    return known if len(known) == count else None
-
-
-def _remember(path: Path, description: Mapping[str, object], seconds: Sequence[float]) -> None:
-    text = json.dumps({**description, "seconds": seconds}, indent=2) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, lambda file: file.write(text.encode()))
-    except OSError as error:
-        raise DatasetError(
-            f"cannot write {path}: {error.strerror}; set data.cache to a folder with space that "
-            "you can write to"
-        ) from error

@@ -1,0 +1,109 @@
+"""Times taken on devices, and a file for each thing that was measured, so that it is measured once.
+
+A file is named by a key of all that its content depends on: it is never stale, only not there.
+"""
+
+import json
+import logging
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from unet3d import __version__
+from unet3d.atomic import write_atomically
+from unet3d.errors import DatasetError
+
+logger = logging.getLogger(__name__)
+
+Content = TypeVar("Content")
+
+NUM_WARM_UP_RUNS = 2
+NUM_TIMED_RUNS = 5
+
+
+def median_seconds(
+    run: Callable[[], object],
+    devices: Iterable[torch.device],
+    num_warm_up_runs: int = NUM_WARM_UP_RUNS,
+) -> float:
+    """Return the median time of a few runs, each from idle devices to idle devices.
+
+    Args:
+        run: What is timed.
+        devices: All that it uses.
+        num_warm_up_runs: Runs before those that count.
+    """
+    devices = tuple(devices)
+    seconds = []
+    for _ in range(num_warm_up_runs + NUM_TIMED_RUNS):
+        _wait_for(devices)
+        began = time.perf_counter()
+        run()
+        _wait_for(devices)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[num_warm_up_runs:])
+
+
+def hardware(device: torch.device) -> str:
+    """Return what a device is, as far as times depend on it.
+
+    Args:
+        device: Of this machine.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} of {platform.node()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> list[str | None]:
+    """Return the versions of the software that times depend on."""
+    return [torch.__version__, torch.version.cuda, __version__]
+
+
+def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
+    """Return what was measured earlier, or None where nothing was or its file is damaged.
+
+    Args:
+        path: Where :func:`remember` put it.
+        read: From the file's JSON to its meaning; ValueError, TypeError or KeyError where it has
+            none.
+    """
+    try:
+        return read(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError):
+        logger.warning("%s is damaged and not used; it is replaced when it is measured again", path)
+        return None
+
+
+def remember(path: Path, content: Mapping[str, object]) -> None:
+    """Write what was measured.
+
+    Args:
+        path: In the cache folder.
+        content: The measurement, and for people what it depends on.
+
+    Raises:
+        DatasetError: The cache folder cannot be written to.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise DatasetError(
+            f"cannot write {path}: {error.strerror}; set data.cache to a folder with space that "
+            "you can write to"
+        ) from error
+
+
+def _wait_for(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
