@@ -67,7 +67,7 @@ class Circumstances:
         """Return the circumstances as plain values."""
         training = self.config.training
         return {
-            "topology": asdict(self.topology),
+            "topology": self.topology.to_dict(),
             "blocks": self.blocks(),
             "size": list(self.size),
             "batch_size": training.batch_size,
@@ -116,10 +116,11 @@ def recall_choice(circumstances: Circumstances) -> Choice | None:
 
 
 def settle(circumstances: Circumstances) -> Config:
-    """Return the settings with every ``auto`` of cuts and micro-batches replaced.
+    """Return the settings with what they leave open of cuts and micro-batches filled in.
 
     A measured choice is taken where the settings name neither micro-batches nor a balance nor cuts;
     a setting always wins over it, and then the others that are open have their plain defaults.
+    What is returned leaves nothing open: a run that records it can be repeated.
 
     Args:
         circumstances: Of a training that is about to start.
@@ -134,7 +135,10 @@ def settle(circumstances: Circumstances) -> Config:
         return config.with_values(
             {
                 "training.micro_batches": training.num_micro_batches,
-                "parallel.balance": parallel.wanted_balance,
+                # Cuts that are set need no balance, and none is made up beside them.
+                "parallel.balance": parallel.wanted_balance
+                if parallel.cuts is None
+                else parallel.balance,
             }
         )
     blocks = circumstances.blocks()
@@ -151,10 +155,27 @@ def settle(circumstances: Circumstances) -> Config:
     return config.with_values(
         {
             "training.micro_batches": choice.num_micro_batches,
-            "parallel.balance": "encoder-decoder",
             "parallel.cuts": choice.cuts or None,
         }
     )
+
+
+def without_stale_cuts(config: Config, recorded: Config) -> Config:
+    """Return the settings of a resumed run without cuts that were of another placement.
+
+    A run records the cuts that it used, which may be measured ones. They do not suit other devices,
+    and should not overrule a balance that is asked for now.
+
+    Args:
+        config: What the run recorded, with what the user changed.
+        recorded: What the run recorded.
+    """
+    cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
+    is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
+    if cuts is None or cuts != before.cuts or is_same:
+        return config
+    logger.info("placed in another way than before: parallel.cuts=%s is dropped", _joined(cuts))
+    return config.with_values({"parallel.cuts": None})
 
 
 def _read(content: Any) -> Choice:

@@ -161,6 +161,7 @@ def train(
     from unet3d.run_folder import RunFolder
 
     folder = _run_to_resume(output) if resume else None
+    repeats = folder is not None and config_path is None
     if folder is not None and config_path is None:
         config_path = folder.config
     changes = [
@@ -183,9 +184,12 @@ def train(
     if folder is None:
         folder = RunFolder(output or _new_run(config))
 
+    from unet3d.choices import without_stale_cuts
     from unet3d.report import memory_table
     from unet3d.training import train as run_training
 
+    if repeats:
+        config = without_stale_cuts(config, load_config(config_path))
     console = Console()
     result = run_training(config, folder, resume, console, quiet)
     if quiet:

@@ -33,6 +33,7 @@ class Way:
             smallest does.
         largest_is_slow: Whether it makes a tensor that is too large for cuDNN's fast algorithms.
         is_asked: Whether it is the one that the settings name.
+        balance: What its cut makes level, where that is not the default.
     """
 
     parallel: str
@@ -41,6 +42,7 @@ class Way:
     largest: Shape | None
     largest_is_slow: bool
     is_asked: bool
+    balance: str | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Comparison:
         return {
             "parallel": way.parallel,
             "num_micro_batches": prediction.step.layout.num_micro_batches,
+            "balance": way.balance,
             "asked": way.is_asked,
             "fits": way.fits,
             "largest_shape": way.largest and list(way.largest),
@@ -121,6 +124,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 config.parallel.schedule,
                 config.memory.recompute,
             )
+            is_balanced = mode == config.parallel.mode and _is_balanced(config)
             if mode == config.parallel.mode:
                 layout = replace(layout, cuts=_cuts(config, network, layout, precision))
             step = Step(
@@ -143,6 +147,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                     largest_is_slow=_is_slow(devices, prediction.largest_num_elements * growth),
                     is_asked=mode == config.parallel.mode
                     and count == config.training.num_micro_batches,
+                    balance=config.parallel.balance if is_balanced else None,
                 )
             )
     if any(_is_slow(several, way.prediction.largest_num_elements) for way in ways):
@@ -171,6 +176,11 @@ def _devices(
     return resolve_devices(settings, must_exist=False), notes
 
 
+def _is_balanced(config: Config) -> bool:
+    """Return whether the cut in training follows from times or bytes."""
+    return config.parallel.cuts is None and config.parallel.wanted_balance != "encoder-decoder"
+
+
 def _cuts(
     config: Config, network: NetworkPlan, layout: Layout, precision: str
 ) -> tuple[int, ...] | None:
@@ -179,9 +189,9 @@ def _cuts(
     Raises:
         ConfigError: That depends on measurements on a device that is not here.
     """
-    balance = config.parallel.wanted_balance
-    if config.parallel.cuts is not None or balance == "encoder-decoder":
+    if not _is_balanced(config):
         return config.parallel.cuts
+    balance = config.parallel.wanted_balance
     for device in layout.devices:
         if balance == "time" and not _is_here(device):
             raise ConfigError(

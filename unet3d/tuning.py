@@ -132,7 +132,12 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     circumstances = Circumstances(config, network.topology, network.size, devices, precision)
     bench = _Bench(circumstances)
     one = next((device for device in devices if device.type == "cuda"), devices[0])
-    layout = Layout(devices, None, 1, autocast_dtype(precision), config.parallel.schedule)
+    layout = Layout(
+        devices,
+        autocast=autocast_dtype(precision),
+        schedule=config.parallel.schedule,
+        recompute=config.memory.recompute,
+    )
     counts = micro_batch_counts(config)
     ways = [replace(layout, devices=(one,))]
     if len(devices) > 1:

@@ -41,9 +41,10 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
     unit, unit_bytes = ("GiB", GIB) if max(peaks, default=0) >= MIN_BYTES_IN_GIB else ("MiB", MIB)
     devices = list(dict.fromkeys(name for row in record["rows"] for name in row["devices"]))
     table = Table(
-        title=f"Measured training steps: {record['batch_size']} patches of "
+        title=f"Measured training steps\n{record['batch_size']} patches of "
         f"{size_text(record['size'])} voxels, {record['precision']}",
-        caption="*: the fastest. Times are medians; the ratio is to the best step of one device.",
+        caption="*: the fastest. Times are medians; the ratio is to the best step of one device."
+        + (" A CPU's peak is the sum of what is counted: a lower bound." * ("cpu" in devices)),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=0,
