@@ -1,8 +1,18 @@
 """Operations that PyTorch is slow at: one plain reference and one fast version of each."""
 
-from unet3d.kernels.convolution import conv1x1x1, conv3x3x3, upsample
+from unet3d.kernels.convolution import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
 from unet3d.kernels.norm import instance_norm
 from unet3d.kernels.overlap import overlap
+from unet3d.kernels.padding import was_folded
 from unet3d.kernels.remake import remade_in_backward
 
-__all__ = ["conv1x1x1", "conv3x3x3", "instance_norm", "overlap", "remade_in_backward", "upsample"]
+__all__ = [
+    "conv1x1x1",
+    "conv3x3x3",
+    "instance_norm",
+    "overlap",
+    "remade_in_backward",
+    "strided_conv3x3x3",
+    "upsample",
+    "was_folded",
+]

@@ -2,17 +2,21 @@
 
 At full resolution a network has few channels, and cuDNN's 3-D convolutions then leave most of a
 GPU idle: with 32 channels they reach half the speed that they have with 64. In channels-last
-memory two neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So
+memory two neighbours along Z with 32 channels each *are* one voxel with 64: a view, no copy. So a
+3x3x3 convolution can be done on such double voxels, of which there are half as many. To find both
+voxels of the pair (2a, 2a + 1) it needs the voxels 2a - 1 to 2a + 2. Where a map has a voxel of
+zeros before each row (:mod:`unet3d.kernels.padding`), those are two whole pairs of its memory, a
+3x3x2 kernel; elsewhere they are half of three::
 
-* forward, a kernel one voxel longer along Z that moves two voxels at a time computes both of them
-  as 64 channels;
-* the gradient of the input is the same with the flipped kernel;
-* the gradient of the weights is that of a 3x3x3 kernel between such double voxels, of which the
-  entries that belong to one weight are added up.
+    map             z   0   1 | 2   3 | 4   5
+    with zeros  0 | 0   1 | 2   3 | 4   5 | 0     (-1, 0) (1, 2) ...
 
-The results are the same but for rounding. Measured on an H100 at 256^3 from 32 to 32 channels:
-forward 4.3 to 3.5 ms, gradient of the input 4.4 to 3.6, of the weights 6.9 to 4.1. With 64
-channels cuDNN is faster as it is.
+The gradient of the input is the same convolution with the flipped kernel, and the gradient of the
+weights is that of the double voxels' kernel, of which the entries that belong to one weight are
+added up. The results are the same but for rounding. Measured on an H100 at 256^3 from 32 to 32
+channels, plain, folded and folded with zeros around: forward 4.3, 3.5 and 2.6 ms, gradient of the
+input 4.4, 3.6 and 2.6 ms, of the weights 6.9, 4.1 and 2.8 ms. With 64 channels cuDNN is faster as
+it is.
 """
 
 from collections.abc import Sequence
@@ -23,23 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import unet3d.kernels.stem_op  # noqa: F401 - registers the operation
+from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded, with_padding
 from unet3d.kernels.remake import offer, source
 from unet3d.kernels.triton_here import has_triton
 from unet3d.stand_ins import is_gpu
 
-MAX_CHANNELS = 32
-"""Up to here two voxels are computed as one."""
-MIN_ELEMENTS = 2**23
-"""Of the input; below, the launches that fold the weights cost as much as is gained."""
 MAX_HEAD_COLUMNS = 128
 """Of eight voxels together; with more than sixteen classes too much of the matrix is zero."""
 
 MAX_STEM_ROWS = 128
 """Neighbours of a voxel times channels of the image."""
 MAX_STEM_CHANNELS = 64
-
-_PLAIN = [1, 1, 1]
-_NONE = [0, 0, 0]
 
 
 def conv3x3x3(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
@@ -57,11 +55,28 @@ def conv3x3x3(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
         x = x.to(_lowered(x))
         y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype))
         return y
-    if worth_folding(x, weight):
+    if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), added)  # type: ignore[no-untyped-call]
-        return y
+        return mark_folded(y)
     y = F.conv3d(x, weight, padding=1)
     return y if added is None else y.add_(added)  # nothing else reads y
+
+
+def strided_conv3x3x3(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
+    """Convolve with strides and zero padding.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (O, I, 3, 3, 3); autocast may lower it.
+        stride: Along X, Y, Z.
+
+    Returns:
+        (N, O, X', Y', Z').
+    """
+    if is_padded(x):
+        y: Tensor = PaddedStridedConvolution.apply(x, weight.to(x.dtype), tuple(stride))  # type: ignore[no-untyped-call]
+        return y
+    return F.conv3d(x, weight, stride=tuple(stride), padding=1)
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
@@ -107,30 +122,14 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     together = 8
     outputs, inputs = weight.shape[:2]
     n, _, i, j, k = x.shape
-    is_worth_it = (
-        _is_low_channels_last(x) and outputs * together <= MAX_HEAD_COLUMNS and k % together == 0
-    )
-    if not is_worth_it:
+    is_worth_it = outputs * together <= MAX_HEAD_COLUMNS and k % together == 0
+    if not (is_worth_it and can_fold(x, inputs)):
         return F.conv3d(x, weight, bias)
     one = torch.eye(together, dtype=weight.dtype, device=weight.device)
     matrix = torch.kron(one, weight.reshape(outputs, inputs))
     rows = x.permute(0, 2, 3, 4, 1).reshape(-1, together * inputs)
     y = F.linear(rows, matrix, bias.repeat(together))
     return y.reshape(n, i, j, k, outputs).permute(0, 4, 1, 2, 3)
-
-
-def worth_folding(x: Tensor, weight: Tensor) -> bool:
-    """Return whether two voxels should be computed as one.
-
-    Args:
-        x: (N, I, X, Y, Z).
-        weight: (O, I, 3, 3, 3).
-    """
-    return (
-        _is_low_channels_last(x)
-        and 8 <= min(weight.shape[:2]) <= MAX_CHANNELS
-        and x.shape[-1] % 2 == 0
-    )
 
 
 def _is_stem(x: Tensor, weight: Tensor) -> bool:
@@ -151,15 +150,6 @@ def _lowered(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def _is_low_channels_last(x: Tensor) -> bool:
-    return (
-        is_gpu(x.device)
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and x.numel() >= MIN_ELEMENTS
-        and x.is_contiguous(memory_format=torch.channels_last_3d)
-    )
-
-
 class FoldedConvolution(torch.autograd.Function):
     """Stride-1 convolution of channels-last volumes with an even number of voxels along Z."""
 
@@ -174,53 +164,116 @@ class FoldedConvolution(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and what was added."""
         x, weight = ctx.saved_tensors
-        dy = dy.contiguous(memory_format=torch.channels_last_3d)
+        if not is_padded(dy):
+            dy = dy.contiguous(memory_format=torch.channels_last_3d)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
             dweight = _weight_gradient(dy, x, weight)
+        del x  # it may have been made again, only for that
         if ctx.needs_input_grad[0]:
-            if weight.shape[1] <= MAX_CHANNELS:
-                dx = _convolve(dy, weight.flip(2, 3, 4).transpose(0, 1))
-            else:
-                dx = _gradients(dy, x, weight, [True, False, False])[0]
+            dx = _convolve(dy, weight.flip(2, 3, 4).transpose(0, 1))
         return dx, dweight, dy if ctx.needs_input_grad[2] else None
+
+
+class PaddedStridedConvolution(torch.autograd.Function):
+    """3x3x3 convolution with strides of a map with zeros around Z, without a copy of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> Tensor:
+        """Map (N, I, X, Y, Z) to (N, O, X', Y', Z')."""
+        ctx.save_for_backward(x, weight)
+        ctx.stride = stride
+        return F.conv3d(with_padding(x), weight, stride=stride, padding=(1, 1, 0))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and weight."""
+        x, weight = ctx.saved_tensors
+        wanted = [*ctx.needs_input_grad[:2], False]
+        dx, dweight, _ = _gradients(dy, x, weight, wanted, ctx.stride)
+        return dx, dweight, None
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
     if weight.shape[0] > MAX_CHANNELS:
         return F.conv3d(x, weight, padding=1)
+    if is_padded(x) and weight.shape[1] <= MAX_CHANNELS:
+        # From neighbour q of pair t, counted from the pair (-1, 0), to neighbour p of (0, 1) it is
+        # 2 t + q - 1 - p voxels; where that is k - 1, the weight is k.
+        outputs, inputs = weight.shape[:2]
+        pairs = weight.new_zeros((2, outputs, 2, inputs, 3, 3, 2))
+        for p, q, t, k in _PADDED_ENTRIES:
+            pairs[p, :, q, ..., t] = weight[..., k]
+        pairs = pairs.view(2 * outputs, 2 * inputs, 3, 3, 2)
+        pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
+        return _unfold(F.conv3d(_fold(with_padding(x)), pairs, padding=(1, 1, 0)))
     # The first of two neighbours sees voxels 0 to 2 of the four along Z, the second 1 to 3.
     both = torch.cat([F.pad(weight, (0, 1)), F.pad(weight, (1, 0))])
     both = both.contiguous(memory_format=torch.channels_last_3d)
     return _unfold(F.conv3d(x, both, stride=(1, 1, 2), padding=1))
 
 
+_PADDED_ENTRIES = [
+    (p, q, t, 2 * t + q - p)
+    for p in range(2)
+    for q in range(2)
+    for t in range(2)
+    if 0 <= 2 * t + q - p <= 2
+]
+_PLAIN_ENTRIES = [
+    (p, q, t, 2 * t + q - p - 1)
+    for p in range(2)
+    for q in range(2)
+    for t in range(3)
+    if 0 <= 2 * t + q - p - 1 <= 2
+]
+
+
 def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if is_padded(dy):
+        # The gradient, which has zeros around, takes the part of the input, and x that of the
+        # output: the same products, but seen from the other side, so the kernel comes out flipped.
+        turned = _pairs_gradient(x, dy, weight.transpose(0, 1))
+        return turned.transpose(0, 1).flip(2, 3, 4)
+    return _pairs_gradient(dy, x, weight)
+
+
+def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of a weight of this shape from that of the double voxels' kernel."""
     outputs, inputs = weight.shape[:2]
-    like = weight.new_empty((2 * outputs, 2 * inputs, 3, 3, 3))
+    padded = is_padded(x)
+    taps, entries = (2, _PADDED_ENTRIES) if padded else (3, _PLAIN_ENTRIES)
+    like = weight.new_empty((2 * outputs, 2 * inputs, 3, 3, taps))
     like = like.contiguous(memory_format=torch.channels_last_3d)
-    folded = _gradients(_fold(dy), _fold(x), like, [False, True, False])[1]
-    # Entry (p, q, t): from neighbour q of the double voxel t - 1 away to neighbour p, which is
-    # 2 (t - 1) + q - p voxels away; where that is k - 1, it belongs to weight k.
+    padding = (1, 1, 0) if padded else (1, 1, 1)
+    pairs = _fold(with_padding(x) if padded else x)
+    wanted = [False, True, False]
+    folded = _gradients(_fold(dy), pairs, like, wanted, padding=padding)[1]
     exact = torch.promote_types(folded.dtype, torch.float32)
-    parts = folded.reshape(2, outputs, 2, inputs, 3, 3, 3).to(exact)
-    along_z = [
-        parts[0, :, 1, ..., 0] + parts[1, :, 0, ..., 1],
-        parts[0, :, 0, ..., 1] + parts[1, :, 1, ..., 1],
-        parts[0, :, 1, ..., 1] + parts[1, :, 0, ..., 2],
-    ]
-    return torch.stack(along_z, -1).to(weight.dtype)
+    parts = folded.reshape(2, outputs, 2, inputs, 3, 3, taps)
+    total = parts.new_zeros((outputs, inputs, 3, 3, 3), dtype=exact)
+    for p, q, t, k in entries:
+        total[..., k] += parts[p, :, q, ..., t]
+    return total.to(weight.dtype)
 
 
-def _gradients(dy: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
+def _gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    wanted: list[bool],
+    stride: Sequence[int] = (1, 1, 1),
+    padding: Sequence[int] = (1, 1, 1),
+) -> tuple[Tensor, ...]:
     gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, _PLAIN, _PLAIN, _PLAIN, False, _NONE, 1, wanted
+        dy, x, weight, None, stride, padding, [1, 1, 1], False, [0, 0, 0], 1, wanted
     )
     return gradients
 
 
 def _fold(x: Tensor) -> Tensor:
     """View (N, C, X, Y, Z) as (N, 2 C, X, Y, Z / 2)."""
+    x = x.contiguous(memory_format=torch.channels_last_3d)
     n, c, i, j, k = x.shape
     return x.permute(0, 2, 3, 4, 1).reshape(n, i, j, k // 2, 2 * c).permute(0, 4, 1, 2, 3)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.remake import offer
 from unet3d.kernels.triton_here import has_triton
 
@@ -23,7 +24,13 @@ _FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def instance_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slope: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    negative_slope: float,
+    pads_output: bool = False,
+    pads_gradient: bool = False,
 ) -> Tensor:
     """Normalise each channel of each sample over its voxels, then apply LeakyReLU.
 
@@ -36,12 +43,19 @@ def instance_norm(
         bias: (C,).
         eps: Added to the variance.
         negative_slope: Of LeakyReLU; 1 leaves the activation out.
+        pads_output: Write the result with zeros around Z, where a folded convolution reads it.
+        pads_gradient: Likewise the gradient of x, where a folded convolution made x.
 
     Returns:
         Of x's shape and type.
     """
     if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and has_triton(x):
-        y, mean, rstd = torch.ops.unet3d.instance_norm(x, weight, bias, eps, negative_slope)
+        folds = can_fold(x, x.shape[1])
+        y, mean, rstd = torch.ops.unet3d.instance_norm(
+            x, weight, bias, eps, negative_slope, pads_output and folds, pads_gradient and folds
+        )
+        if pads_output and folds:
+            mark_padded(y)
         kept = [value.detach() for value in (x, weight, bias, mean, rstd)]
         offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope))
         return y  # type: ignore[no-any-return]

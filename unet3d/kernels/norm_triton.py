@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from unet3d.kernels.padding import empty_padded, with_padding
+
 BLOCK_ELEMENTS = 4096
 """Of the matrix, in one program at a time: 32 values a thread with 4 warps."""
 MAX_BLOCK_CHANNELS = 64
@@ -102,7 +104,31 @@ def _combine(
 
 
 @triton.jit
-def _normalize(x, y, weight, bias, means, rstds, V, C, slope, BV: tl.constexpr, BC: tl.constexpr):
+def _place(sample, voxel, V, Z, PADS: tl.constexpr):
+    """Return which voxel of a map, with or without zeros around Z, each voxel is written to."""
+    place = sample * V + voxel
+    if PADS:
+        place += 2 * (place // Z) + 1
+    return place
+
+
+@triton.jit
+def _store(out, place, voxel, value, channel, inside, C, Z, PADS: tl.constexpr):
+    """Store a block, and the zeros before and behind its rows."""
+    at = place[:, None] * C + channel[None, :]
+    value = value.to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside)
+    if PADS:
+        zero = tl.zeros_like(value)
+        tl.store(out + at - C, zero, mask=inside & (voxel % Z == 0)[:, None])
+        tl.store(out + at + C, zero, mask=inside & (voxel % Z == Z - 1)[:, None])
+
+
+@triton.jit
+def _normalize(
+    x, y, weight, bias, means, rstds, V, C, Z, slope,
+    PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
     sample = tl.program_id(2).to(tl.int64)
     voxel = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -117,7 +143,8 @@ def _normalize(x, y, weight, bias, means, rstds, V, C, slope, BV: tl.constexpr, 
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = ((value - mean[None, :]) - rest[None, :]) * scale[None, :] + shift[None, :]
     value = tl.where(value > 0, value, value * slope)
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+    place = _place(sample, voxel, V, Z, PADS)
+    _store(y, place, voxel, value, channel, inside, C, Z, PADS)
 
 
 @triton.jit
@@ -173,8 +200,8 @@ def _total(sum_g, sum_gx, out_g, out_gx, C, S, BS: tl.constexpr, BC: tl.constexp
 
 @triton.jit
 def _gradient(
-    x, dy, dx, weight, bias, means, rstds, sum_g, sum_gx, V, C, slope,
-    BV: tl.constexpr, BC: tl.constexpr,
+    x, dy, dx, weight, bias, means, rstds, sum_g, sum_gx, V, C, Z, slope,
+    PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(2).to(tl.int64)
     voxel = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
@@ -194,7 +221,8 @@ def _gradient(
     normal = ((value - mean[None, :]) - rest[None, :]) * rstd[None, :]
     g = tl.where(normal * scale[None, :] + shift[None, :] > 0, g, g * slope)
     value = (g - mean_g[None, :] - normal * mean_gx[None, :]) * (rstd * scale)[None, :]
-    tl.store(dx + at, value.to(dx.dtype.element_ty), mask=inside)
+    place = _place(sample, voxel, V, Z, PADS)
+    _store(dx, place, voxel, value, channel, inside, C, Z, PADS)
 
 
 class _Grid:
@@ -233,9 +261,9 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float, pads: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, the mean as two numbers for each channel, and 1 / deviation."""
+    """Return y, with zeros around Z or not, the mean as two numbers, and 1 / deviation."""
     x = _channels_last(x)
     grid = _grid(*x.shape[:2], x.shape[2:].numel())
     v, c = grid.voxels, grid.channels
@@ -246,30 +274,43 @@ def forward(
         _combine[grid.over_channels](
             *runs, mean, rstd, v, c, grid.run, grid.runs, eps, **grid.merge
         )
-    return normalize(x, weight, bias, mean, rstd, slope), mean, rstd
+    return normalize(x, weight, bias, mean, rstd, slope, pads), mean, rstd
 
 
 def normalize(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    slope: float,
+    pads: bool = False,
 ) -> Tensor:
     """Return y once more, from what forward returned."""
     x = _channels_last(x)
     grid = _grid(*x.shape[:2], x.shape[2:].numel())
-    y = torch.empty_like(x)
-    given = (weight, bias, mean, rstd)
+    y = empty_padded(x) if pads else torch.empty_like(x)
+    given = (weight, bias, mean, rstd, grid.voxels, grid.channels, x.shape[-1], slope, pads)
     with torch.cuda.device(x.device):
-        _normalize[grid.over_blocks](x, y, *given, grid.voxels, grid.channels, slope, **grid.block)
+        _normalize[grid.over_blocks](x, _start(y, pads), *given, **grid.block)
     return y
 
 
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    slope: float,
+    pads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias."""
+    """Return the gradients of x, with zeros around Z or not, weight and bias."""
     x, dy = _channels_last(x), _channels_last(dy)
     grid = _grid(*x.shape[:2], x.shape[2:].numel())
     v, c = grid.voxels, grid.channels
-    dx = torch.empty_like(x)
+    dx = empty_padded(x) if pads else torch.empty_like(x)
     runs_g, runs_gx = grid.per_run(x), grid.per_run(x)
     sum_g, sum_gx = grid.per_channel(x), grid.per_channel(x)
     given = (weight, bias, mean, rstd)
@@ -278,5 +319,11 @@ def backward(
             x, dy, *given, runs_g, runs_gx, v, c, grid.run, grid.runs, slope, **grid.block
         )
         _total[grid.over_channels](runs_g, runs_gx, sum_g, sum_gx, c, grid.runs, **grid.merge)
-        _gradient[grid.over_blocks](x, dy, dx, *given, sum_g, sum_gx, v, c, slope, **grid.block)
+        sums = (sum_g, sum_gx, v, c, x.shape[-1], slope, pads)
+        _gradient[grid.over_blocks](x, dy, _start(dx, pads), *given, *sums, **grid.block)
     return dx, sum_gx.sum(0).to(weight.dtype), sum_g.sum(0).to(bias.dtype)
+
+
+def _start(x: Tensor, pads: bool) -> Tensor:
+    """Return a tensor that begins where a map's memory does."""
+    return with_padding(x) if pads else x

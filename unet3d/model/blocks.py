@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from unet3d.config import Shape
-from unet3d.kernels import conv1x1x1, conv3x3x3, instance_norm, upsample
+from unet3d.kernels import (
+    conv1x1x1,
+    conv3x3x3,
+    instance_norm,
+    strided_conv3x3x3,
+    upsample,
+    was_folded,
+)
 
 Norm = Literal["instance", "group", "batch"]
 
@@ -111,33 +118,46 @@ def run_levels(
 class InstanceNorm(nn.Module):
     """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
 
-    def __init__(self, channels: int, negative_slope: float) -> None:
+    def __init__(self, channels: int, negative_slope: float, feeds_convolution: bool) -> None:
         """Start as the plain normalisation.
 
         Args:
             channels: Of the feature map.
             negative_slope: Of LeakyReLU; 1 leaves the activation out.
+            feeds_convolution: Whether a 3x3x3 convolution reads the result.
         """
         super().__init__()
+        self.feeds_convolution = feeds_convolution
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.negative_slope = negative_slope
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape."""
-        return instance_norm(x, self.weight, self.bias, NORM_EPS, self.negative_slope)
+        return instance_norm(
+            x,
+            self.weight,
+            self.bias,
+            NORM_EPS,
+            self.negative_slope,
+            pads_output=self.feeds_convolution,
+            pads_gradient=was_folded(x),
+        )
 
 
-def make_norm(norm: Norm, channels: int, activated: bool) -> nn.Sequential | InstanceNorm:
+def make_norm(
+    norm: Norm, channels: int, activated: bool, feeds_convolution: bool = False
+) -> nn.Sequential | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
     Args:
         norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
         channels: Channels of the feature map.
         activated: Whether LeakyReLU follows.
+        feeds_convolution: Whether a 3x3x3 convolution reads the result.
     """
     if norm == "instance":
-        return InstanceNorm(channels, NEGATIVE_SLOPE if activated else 1.0)
+        return InstanceNorm(channels, NEGATIVE_SLOPE if activated else 1.0, feeds_convolution)
     if norm == "group":
         num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
         layers: list[nn.Module] = [nn.GroupNorm(num_groups, channels, eps=NORM_EPS)]
@@ -166,16 +186,23 @@ class Conv3x3x3(nn.Conv3d):
         """
         if self.stride == (1, 1, 1):
             return conv3x3x3(x, self.weight, added)
-        return super().forward(x)
+        return strided_conv3x3x3(x, self.weight, self.stride)
 
 
 class ConvUnit(nn.Module):
     """3x3x3 convolution, normalisation, LeakyReLU."""
 
-    def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        stride: Shape,
+        norm: Norm,
+        feeds_convolution: bool = False,
+    ) -> None:
         super().__init__()
         self.conv = Conv3x3x3(in_channels, channels, stride)
-        self.norm = make_norm(norm, channels, activated=True)
+        self.norm = make_norm(norm, channels, True, feeds_convolution)
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
@@ -193,7 +220,7 @@ class ResidualUnit(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
-        self.first = ConvUnit(in_channels, channels, stride, norm)
+        self.first = ConvUnit(in_channels, channels, stride, norm, feeds_convolution=True)
         self.conv = Conv3x3x3(channels, channels)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)

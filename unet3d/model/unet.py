@@ -49,13 +49,15 @@ class Encoder(nn.Module):
         ):
             units: list[nn.Module] = []
             if topology.encoder == "plain" or level == 0:  # a residual encoder needs a stem
-                units.append(ConvUnit(in_channels, channels, stride, topology.norm))
+                is_plain = topology.encoder == "plain"
+                units.append(ConvUnit(in_channels, channels, stride, topology.norm, is_plain))
                 stride, in_channels = (1, 1, 1), channels
-            num_units = 1 if topology.encoder == "plain" else RESIDUAL_UNITS[level]
-            make_unit = ConvUnit if topology.encoder == "plain" else ResidualUnit
-            for _ in range(num_units):
-                units.append(make_unit(in_channels, channels, stride, topology.norm))
-                stride, in_channels = (1, 1, 1), channels
+            if topology.encoder == "plain":
+                units.append(ConvUnit(in_channels, channels, stride, topology.norm, True))
+            else:
+                for _ in range(RESIDUAL_UNITS[level]):
+                    units.append(ResidualUnit(in_channels, channels, stride, topology.norm))
+                    stride, in_channels = (1, 1, 1), channels
             self.levels.append(nn.ModuleList(units))
 
     def blocks(self) -> tuple[Block, ...]:
@@ -102,8 +104,8 @@ class Decoder(nn.Module):
                         topology.channels[level + 1], channels, topology.strides[level + 1]
                     ),
                     "units": nn.ModuleList(
-                        ConvUnit(channels, channels, (1, 1, 1), topology.norm)
-                        for _ in range(num_units)
+                        ConvUnit(channels, channels, (1, 1, 1), topology.norm, i < num_units - 1)
+                        for i in range(num_units)
                     ),
                 }
             )

@@ -1,0 +1,89 @@
+"""Feature maps that are stored with one voxel of zeros at each end of Z.
+
+Channels-last memory of such a map can be read as voxels of twice the channels that begin one voxel
+before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
+not half of three (:mod:`unet3d.kernels.convolution`). The kernels that write a map anyway write it
+so; a map shows its own voxels only, and who does not know of the zeros reads it as any other.
+"""
+
+import torch
+from torch import Tensor
+
+from unet3d.stand_ins import is_gpu
+
+MAX_CHANNELS = 32
+"""Up to here two voxels are computed as one."""
+MIN_ELEMENTS = 2**23
+"""Of a map; below, the launches that fold the weights cost as much as is gained."""
+
+_PADDED = "_has_zeros_around_z"
+_FOLDED = "_was_folded"
+
+
+def can_fold(x: Tensor, channels: int) -> bool:
+    """Return whether two neighbours along Z should be computed as one voxel.
+
+    Args:
+        x: The map, (N, C, X, Y, Z).
+        channels: The fewer of a convolution's inputs and outputs.
+    """
+    return (
+        is_gpu(x.device)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.numel() >= MIN_ELEMENTS
+        and 8 <= channels <= MAX_CHANNELS
+        and x.shape[-1] % 2 == 0
+        and (is_padded(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
+    )
+
+
+def empty_padded(like: Tensor) -> Tensor:
+    """Return room for a map with zeros around, which are yet to be written.
+
+    Args:
+        like: (N, C, X, Y, Z), of the same shape, type and device.
+
+    Returns:
+        (N, C, X, Y, Z), the inner part of (N, C, X, Y, Z + 2).
+    """
+    n, c, i, j, k = like.shape
+    whole = torch.empty((n, i, j, k + 2, c), dtype=like.dtype, device=like.device)
+    return whole[:, :, :, 1:-1].permute(0, 4, 1, 2, 3)
+
+
+def mark_padded(x: Tensor) -> Tensor:
+    """Say that what :func:`empty_padded` returned has its zeros; returns it.
+
+    The mark is on this one tensor: one that is made from it, if only by ``detach``, has none.
+    """
+    setattr(x, _PADDED, True)
+    return x
+
+
+def is_padded(x: Tensor) -> bool:
+    """Return whether a map has zeros around."""
+    return getattr(x, _PADDED, False)
+
+
+def with_padding(x: Tensor) -> Tensor:
+    """Return a padded map with its zeros.
+
+    Args:
+        x: (N, C, X, Y, Z).
+
+    Returns:
+        (N, C, X, Y, Z + 2), channels-last, of the same memory.
+    """
+    n, c, i, j, k = x.shape
+    return x.as_strided((n, c, i, j, k + 2), x.stride(), x.storage_offset() - c)
+
+
+def mark_folded(x: Tensor) -> Tensor:
+    """Say that a folded convolution made a map, and wants its gradient padded; returns it."""
+    setattr(x, _FOLDED, True)
+    return x
+
+
+def was_folded(x: Tensor) -> bool:
+    """Return whether a folded convolution made a map."""
+    return getattr(x, _FOLDED, False)
