@@ -67,7 +67,7 @@ def measure(step: Step) -> list[dict[str, int]]:
     target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, executor.module)
     meter.start()
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     for _ in range(2):
         executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
         meter.note_gradients()

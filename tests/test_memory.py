@@ -1,6 +1,8 @@
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from unet3d.memory import MemoryMeter, SlotMemory, device_bytes, memory_record
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.optimization import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
+from unet3d.parallel.schedule import SCHEDULES
 
 CPU = torch.device("cpu")
 
@@ -44,7 +47,8 @@ def measure(
     optimization = Optimization(executor.module, TrainingSettings(optimizer=optimizer), "float32")
     meter = MemoryMeter(executor.slots, executor.module)
     meter.start()
-    executor.watch_forward = meter.watch
+    executor.observer = meter
+    optimization.optimizer.register_step_post_hook(lambda *_: meter.end_step())
     executor.forward_backward(*make_batch(num_samples), dice_cross_entropy)
     meter.note_gradients()
     optimization.step(0.01)
@@ -68,7 +72,7 @@ def test_activations_are_the_tensors_that_the_layers_keep() -> None:
     topology = Topology(1, 2, (3, 5), ((1, 1, 1), (2, 2, 2)))
     executor = spread(topology, 2)
     meter = MemoryMeter(executor.slots, executor.module)
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     image = torch.randn(1, 1, 8, 8, 8)
     executor.forward_backward(image, torch.zeros(1, 8, 8, 8), mean_of_squares)
     optimizer = torch.optim.SGD(executor.module.parameters())
@@ -132,7 +136,7 @@ def test_one_slot_keeps_what_the_plain_network_keeps(options: dict[str, object])
 def test_counting_changes_neither_loss_nor_gradients() -> None:
     plain, watched = spread(small_topology(), 2), spread(small_topology(), 2)
     meter = MemoryMeter(watched.slots, watched.module)
-    watched.watch_forward = meter.watch
+    watched.observer = meter
     losses = [
         executor.forward_backward(*make_batch(), dice_cross_entropy).total
         for executor in (plain, watched)
@@ -156,7 +160,7 @@ def test_everything_is_let_go_after_backward(num_devices: int) -> None:
     """By reference counts alone: what waits for the garbage collector would fill a GPU."""
     executor = spread(small_topology(deep_supervision=True), num_devices, num_micro_batches=2)
     meter = MemoryMeter(executor.slots, executor.module)
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     peaks = []
     for _ in range(3):
         meter.start()
@@ -169,10 +173,9 @@ def test_everything_is_let_go_after_backward(num_devices: int) -> None:
 
 def test_prediction_keeps_nothing() -> None:
     executor = spread(small_topology(), 2)
-    meter = MemoryMeter(executor.slots, executor.module)
-    executor.watch_forward = meter.watch
-    executor.predict(make_batch()[0])
-    assert [meter._kept[slot.index].peak for slot in executor.slots] == [0, 0]
+    with Saved() as saved:
+        executor.predict(make_batch()[0])
+    assert not saved.storages
 
 
 @pytest.mark.parametrize("cuts", [(1,), (6,), (12,), None], ids=str)
@@ -264,6 +267,78 @@ def test_the_memory_of_the_machine() -> None:
     assert device_bytes(CPU) == kibibytes * 1024
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(
+    schedule: Literal["1f1b", "all-forward"],
+) -> None:
+    layout = Layout((CPU, CPU), None, 3, None, schedule)
+    executor = parallelize(UNet3d(small_topology()), layout)
+    measure(executor, num_samples=3)
+    meter, measured = measure(executor, num_samples=3)
+    expected: list[tuple[int | None, str, int | None]] = []
+    for action in SCHEDULES[schedule](3, 2):
+        expected.append((action.stage, action.kind, action.micro_batch))
+        if action.kind == "forward" and action.stage == 1:
+            expected.append((1, "loss", action.micro_batch))
+    expected.append((None, "optimizer", None))
+    lines = meter.timeline(measured)
+    assert [line.slots for line in lines] == [(0,), (1,)]
+    for line in lines:
+        assert [(m.slot, m.kind, m.micro_batch) for m in line.marks] == expected
+        found = measured[line.slots[0]]
+        still = found.peak_bytes - found.activations_bytes
+        # Nothing is kept at the end, and the gradients are there.
+        assert line.marks[-1].bytes == still
+        without_gradients = still - found.gradients_bytes
+        first = next(m for m in line.marks if m.slot == line.slots[0])
+        assert first.bytes > without_gradients
+        assert all(mark.peak_bytes >= mark.bytes for mark in line.marks[:-1])
+        peak = max(mark.peak_bytes for mark in line.marks)
+        assert without_gradients + found.activations_bytes <= peak <= found.peak_bytes
+
+
+def test_an_idle_slot_keeps_what_it_had() -> None:
+    executor = spread(small_topology(), 2, num_micro_batches=2)
+    meter, measured = measure(executor)
+    for line in meter.timeline(measured):
+        for before, mark in itertools.pairwise(line.marks):
+            if mark.slot not in (None, *line.slots):
+                assert mark.bytes == before.bytes
+
+
+@pytest.mark.gpu
+def test_marks_do_not_lose_the_peak_of_the_step() -> None:
+    gpu = torch.device("cuda", 0)
+    peaks = []
+    for observed in (False, True):
+        torch.manual_seed(0)
+        executor = parallelize(UNet3d(small_topology()), Layout((gpu,), None, 2))
+        optimizer = torch.optim.SGD(executor.module.parameters())
+        meter = MemoryMeter(executor.slots, executor.module)
+        image, target = (value.to(gpu) for value in make_batch())
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(gpu)
+            if observed:
+                meter.start()
+                executor.observer = meter
+            executor.forward_backward(image, target, dice_cross_entropy)
+        if observed:
+            measured = meter.read(optimizer)
+            (line,) = meter.timeline(measured)
+            assert line.device == "cuda:0"
+            assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
+            assert max(mark.peak_bytes for mark in line.marks) == measured[0].peak_bytes
+            assert line.marks[-1].bytes == torch.cuda.memory_allocated(gpu)
+            peaks.append(measured[0].peak_bytes)
+        else:
+            peaks.append(torch.cuda.max_memory_allocated(gpu))
+        del executor, optimizer, meter, image, target
+    # The loss is returned before the next step of either begins, so nothing else differs.
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_measured_by_its_allocator() -> None:
     gpu = torch.device("cuda", 0)
@@ -271,7 +346,7 @@ def test_a_gpu_is_measured_by_its_allocator() -> None:
     optimization = Optimization(executor.module, TrainingSettings(), "float32")
     meter = MemoryMeter(executor.slots, executor.module)
     meter.start()
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     image, target = make_batch()
     executor.forward_backward(image.to(gpu), target.to(gpu), dice_cross_entropy)
     meter.note_gradients()

@@ -62,7 +62,7 @@ def measure(step: Step) -> dict[int, SlotMemory]:
     for number in range(2):
         if number == 1:
             meter.start()
-            executor.watch_forward = meter.watch
+            executor.observer = meter
         executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
         meter.note_gradients()
         optimization.step(0.01)

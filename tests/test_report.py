@@ -17,6 +17,7 @@ from unet3d.report import (
     write_memory_picture,
     write_progress_picture,
 )
+from unet3d.timeline import Mark, Timeline
 
 MIB = 1024**2
 ENCODER = ("encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1")
@@ -126,6 +127,43 @@ def test_memory_picture_of_slots_that_share_a_gpu_does_not_count_twice(tmp_path)
     pixels = image_of(tmp_path / "a.png")
     # 800 of the peak of 1000 are counted on the GPU, so 200 are left, not 600.
     assert share_of(pixels, "#C8C8C8") / share_of(pixels, "#E69F00") == pytest.approx(0.5, rel=0.2)
+
+
+def timeline(num_micro_batches, device="cuda:0", slots=(0,), peak_mib=100):
+    actions = [(None, "optimizer", None)]
+    for number in reversed(range(num_micro_batches)):
+        actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
+    marks = tuple(Mark(*action, 50 * MIB, peak_mib * MIB) for action in actions)
+    return Timeline(device, slots, marks).to_dict()
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 4, 8, 40])
+def test_memory_picture_has_a_panel_for_each_timeline(tmp_path, num_micro_batches):
+    made = record(["cuda:0", "cuda:1"], [memory(100), memory(100)])
+    write_memory_picture(made, tmp_path / "without.png")
+    made["timeline"] = [
+        timeline(num_micro_batches),
+        timeline(num_micro_batches, "cuda:1", (1,)),
+    ]
+    write_memory_picture(made, tmp_path / "with.png")
+    without, pixels = image_of(tmp_path / "without.png"), image_of(tmp_path / "with.png")
+    assert pixels.shape[0] - without.shape[0] == pytest.approx(2 * 2.3 * 120, abs=4)
+    panels = pixels[without.shape[0] :]
+    # Forward on slot 0, loss and backward on slot 1: three actions of each micro-batch, equal bars.
+    forward, loss, backward = (share_of(panels, c) for c in ("#56B4E9", "#CC79A7", "#E69F00"))
+    assert forward == pytest.approx(loss, rel=0.3)
+    assert backward == pytest.approx(loss, rel=0.3)
+    assert loss > 0.01
+
+
+def test_memory_picture_shows_the_total_of_a_device_that_is_nearly_full(tmp_path):
+    made = record(["cuda:0"], [memory(100)])
+    shares = []
+    for peak_mib in (100, 70 * 1024):  # of 80 GiB
+        made["timeline"] = [timeline(1, peak_mib=peak_mib)]
+        write_memory_picture(made, tmp_path / "a.png")
+        shares.append(share_of(image_of(tmp_path / "a.png"), "#D55E00"))
+    assert shares[0] == 0 < shares[1]
 
 
 def lines(num_epochs, labels, every=2):

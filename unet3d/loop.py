@@ -312,20 +312,28 @@ class TrainingLoop:
     def _measured_memory(self) -> Iterator[None]:
         """Measure the epoch in the context and write down what each slot held."""
         meter = MemoryMeter(self.executor.slots, self.executor.module)
-        unwatched = self.executor.watch_forward
+        unobserved = self.executor.observer
         meter.start()
-        self.executor.watch_forward = meter.watch
-        before_step = self.optimization.optimizer.register_step_pre_hook(
-            lambda *_: meter.note_gradients()
+        self.executor.observer = meter
+        optimizer = self.optimization.optimizer
+        hooks = (
+            optimizer.register_step_pre_hook(lambda *_: meter.note_gradients()),
+            optimizer.register_step_post_hook(lambda *_: meter.end_step()),
         )
         try:
             yield
         finally:
-            before_step.remove()
-            self.executor.watch_forward = unwatched
-        measured = meter.read(self.optimization.optimizer)
-        mode = self.config.parallel.mode
-        self.memory = memory_record(mode, self.executor.slots, measured, self.prediction.memory)
+            for hook in hooks:
+                hook.remove()
+            self.executor.observer = unobserved
+        measured = meter.read(optimizer)
+        self.memory = memory_record(
+            self.config.parallel.mode,
+            self.executor.slots,
+            measured,
+            self.prediction.memory,
+            meter.timeline(measured),
+        )
         self.folder.write_json(self.folder.memory, self.memory)
         write_memory_picture(self.memory, self.folder.memory_picture)
 

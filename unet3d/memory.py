@@ -9,8 +9,9 @@ is the sum of the other four, and so a lower bound.
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.saved_tensors import handling, storage_key
+from unet3d.timeline import GpuMemory, Mark, Timeline
 
 
 class SlotLike(Protocol):
@@ -67,8 +69,8 @@ class SlotMemory:
 class MemoryMeter:
     """Measures the slots of one executor during training steps.
 
-    Use it as ``executor.watch_forward = meter.watch`` for the steps to be measured, between
-    :meth:`start` and :meth:`read`.
+    Use it as ``executor.observer = meter`` for the steps to be measured, between :meth:`start`
+    and :meth:`read`.
     """
 
     def __init__(self, slots: Sequence[SlotLike], module: nn.Module) -> None:
@@ -82,23 +84,41 @@ class MemoryMeter:
         self._module = module
         self._kept = {slot.index: _KeptBytes() for slot in slots}
         self._gradients_bytes = {slot.index: 0 for slot in slots}
+        devices = dict.fromkeys(slot.device for slot in slots)
+        self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
+        self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
+        """Of the step that began last, per GPU, or on a CPU per slot."""
 
     def start(self) -> None:
         """Forget earlier peaks."""
         for kept in self._kept.values():
-            kept.peak = kept.now
+            kept.peak = kept.recent_peak = kept.now
         self._gradients_bytes = dict.fromkeys(self._gradients_bytes, 0)
-        for device in self._gpus():
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        for gpu in self._gpus.values():
+            gpu.start()
+        self._marks.clear()
 
     @contextmanager
-    def watch(self, slot: SlotLike) -> Iterator[None]:
-        """Count what autograd saves in the context as kept by a slot.
+    def during(self, slot: SlotLike, kind: str, micro_batch: int) -> Iterator[None]:
+        """Count what autograd saves in the context as kept by a slot, and mark its end.
 
         Args:
-            slot: Whose forward pass runs in the context.
+            slot: Which acts in the context.
+            kind: ``forward``, ``loss`` or ``backward``.
+            micro_batch: With which portion of the batch.
         """
+        if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
+            self._marks.clear()  # another step
+        with nullcontext() if kind == "backward" else self._counting(slot):
+            yield
+        self._mark(slot.index, kind, micro_batch)
+
+    def end_step(self) -> None:
+        """Mark the end of the optimizer's step; call it before the gradients are cleared."""
+        self._mark(None, "optimizer", None)
+
+    @contextmanager
+    def _counting(self, slot: SlotLike) -> Iterator[None]:
         kept = self._kept[slot.index]
         own = [*self._module.parameters(), *self._module.buffers()]
         owned = {storage_key(value) for value in own}
@@ -109,14 +129,8 @@ class MemoryMeter:
     def note_gradients(self) -> None:
         """Count the gradients that are there now; call it before they are cleared."""
         for slot in self._slots:
-            gradients = [
-                parameter.grad
-                for module in self._block_modules(slot)
-                for parameter in module.parameters()
-                if parameter.grad is not None
-            ]
             known = self._gradients_bytes[slot.index]
-            self._gradients_bytes[slot.index] = max(known, _num_bytes(gradients))
+            self._gradients_bytes[slot.index] = max(known, self._gradients_now(slot))
 
     def read(self, optimizer: torch.optim.Optimizer) -> dict[int, SlotMemory]:
         """Return what each slot held at most since :meth:`start`, by slot index.
@@ -124,9 +138,27 @@ class MemoryMeter:
         Args:
             optimizer: Of the network's parameters, after a step.
         """
-        for device in self._gpus():
-            torch.cuda.synchronize(device)
+        for gpu in self._gpus.values():
+            gpu.take()
         return {slot.index: self._read_slot(slot, optimizer) for slot in self._slots}
+
+    def timeline(self, measured: Mapping[int, SlotMemory]) -> tuple[Timeline, ...]:
+        """Return the marks of the last step: for each GPU, and for each slot on a CPU.
+
+        Args:
+            measured: What :meth:`read` returned.
+        """
+        lines = []
+        for device in self._gpus:
+            slots = tuple(slot.index for slot in self._slots if slot.device == device)
+            lines.append(Timeline(str(device), slots, tuple(self._marks[device])))
+        for slot in self._slots:
+            if slot.device.type != "cuda":
+                memory = measured[slot.index]
+                always = memory.parameters_bytes + memory.optimizer_bytes
+                marks = tuple(mark.plus(always) for mark in self._marks[slot.index])
+                lines.append(Timeline(str(slot.device), (slot.index,), marks))
+        return tuple(sorted(lines, key=lambda line: line.slots))
 
     def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
         modules = self._block_modules(slot)
@@ -143,8 +175,8 @@ class MemoryMeter:
         optimizer_bytes = _num_bytes(states)
         activations_bytes = self._kept[slot.index].peak
         if slot.device.type == "cuda":
-            peak_bytes = torch.cuda.max_memory_allocated(slot.device)
-            reserved_bytes = torch.cuda.max_memory_reserved(slot.device)
+            peak_bytes = self._gpus[slot.device].peak_bytes
+            reserved_bytes = self._gpus[slot.device].reserved_bytes
         else:
             peak_bytes = parameters_bytes + gradients_bytes + optimizer_bytes + activations_bytes
             reserved_bytes = peak_bytes
@@ -160,8 +192,17 @@ class MemoryMeter:
     def _block_modules(self, slot: SlotLike) -> list[nn.Module]:
         return [block.module for block in self._module.blocks() if block.name in slot.blocks]  # type: ignore[operator]
 
-    def _gpus(self) -> set[torch.device]:
-        return {slot.device for slot in self._slots if slot.device.type == "cuda"}
+    def _gradients_now(self, slot: SlotLike) -> int:
+        parameters = [value for m in self._block_modules(slot) for value in m.parameters()]
+        return _num_bytes([value.grad for value in parameters if value.grad is not None])
+
+    def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
+        for device, gpu in self._gpus.items():
+            self._marks[device].append(Mark(slot, kind, micro_batch, *gpu.take()))
+        for other in self._slots:
+            if other.device.type != "cuda":
+                mark = Mark(slot, kind, micro_batch, *self._kept[other.index].take())
+                self._marks[other.index].append(mark.plus(self._gradients_now(other)))
 
 
 class _KeptBytes:
@@ -170,6 +211,7 @@ class _KeptBytes:
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
+        self.recent_peak = 0
         self._holders: dict[int, int] = {}
 
     def add(self, key: int, size: int) -> None:
@@ -177,7 +219,13 @@ class _KeptBytes:
         if holders == 0:
             self.now += size
             self.peak = max(self.peak, self.now)
+            self.recent_peak = max(self.recent_peak, self.now)
         self._holders[key] = holders + 1
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes now, and the most that there were since this was asked last."""
+        peak, self.recent_peak = self.recent_peak, self.now
+        return self.now, peak
 
     def drop(self, key: int, size: int) -> None:
         self._holders[key] -= 1
@@ -216,6 +264,7 @@ def memory_record(
     slots: Sequence[SlotLike],
     measured: dict[int, SlotMemory],
     predicted: dict[int, SlotMemory],
+    timelines: Sequence[Timeline] = (),
 ) -> dict[str, Any]:
     """Return what ``memory.json`` holds.
 
@@ -224,6 +273,7 @@ def memory_record(
         slots: The slots, in order.
         measured: Per slot index.
         predicted: Likewise, before the training started.
+        timelines: Of one step.
     """
     return {
         "parallel": parallel,
@@ -238,6 +288,7 @@ def memory_record(
             }
             for slot in slots
         ],
+        "timeline": [line.to_dict() for line in timelines],
     }
 
 

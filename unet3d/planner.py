@@ -123,7 +123,7 @@ def predict_memory(step: Step) -> Prediction:
             parameter.grad = torch.empty_like(parameter)
         optimization.step(settings.learning_rate)
         meter = MemoryMeter(executor.slots, model)
-        executor.watch_forward = meter.watch
+        executor.observer = meter
         image = torch.empty(
             (step.batch_size, topology.in_channels, *step.size),
             dtype=next(model.parameters()).dtype,

@@ -14,16 +14,14 @@ from rich.table import Table
 
 from unet3d.atomic import write_atomically
 from unet3d.evaluation import Evaluation, LabelScore
+from unet3d.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from unet3d.timeline_picture import PANEL_HEIGHT_INCHES, draw_timeline
 
 MIB = 1024**2
 GIB = 1024**3
 MIN_BYTES_IN_GIB = 8 * GIB
 """From this peak on: in GiB, parameters and gradients of a smaller network come out as 0.00."""
 NOTHING = "–"
-
-# The palette of Okabe and Ito (Color Universal Design, 2008), told apart by colour-blind people.
-BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#C8C8C8"
 
 PARTS = (
     ("parameters", BLUE),
@@ -157,7 +155,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 
 
 def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
-    """Draw the memory of each slot as a bar.
+    """Draw the memory of each slot as a bar, and below how it went through one step.
 
     Args:
         record: What :func:`unet3d.memory.memory_record` returns.
@@ -165,8 +163,10 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     """
     slots = record["slots"]
     unit, unit_bytes = _unit(slots)
-    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 1.9 + 0.85 * len(slots)), layout="constrained")
-    axes = figure.add_subplot()
+    timelines = record.get("timeline", [])
+    heights = [1.9 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
+    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, sum(heights)), layout="constrained")
+    axes, *panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     rows = [_bar(slot, slots) for slot in slots]
     left = [0.0] * len(slots)
     for part, colour in (*PARTS, (REST, GREY)):
@@ -194,7 +194,12 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     axes.set_xlabel("\n".join([unit, *_memory_notes(slots)]))
     axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
+    for panel, timeline in zip(panels, timelines, strict=True):
+        totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
+        draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
+    )
     write_figure(figure, path)
 
 

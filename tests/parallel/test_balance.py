@@ -144,7 +144,7 @@ def measured_peaks(cuts: tuple[int, ...] | None, num_micro_batches: int) -> list
     torch.manual_seed(0)
     executor = parallelize(make_model(), Layout((CPU, CPU), cuts, num_micro_batches))
     meter = MemoryMeter(executor.slots, executor.module)
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     image, target = torch.randn(2, 1, *SIZE), torch.zeros(2, *SIZE, dtype=torch.uint8)
     executor.forward_backward(image, target, dice_cross_entropy)
     meter.note_gradients()

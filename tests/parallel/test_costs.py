@@ -39,7 +39,7 @@ def measured_activations(
     """Run a step and return what autograd kept at most, slot by slot."""
     executor = parallelize(model, layout)
     meter = MemoryMeter(executor.slots, model)
-    executor.watch_forward = meter.watch
+    executor.observer = meter
     image = torch.randn(batch_size, 2, *SIZE, dtype=dtype, device=executor.input_device)
     target = torch.zeros(batch_size, *SIZE, dtype=torch.uint8, device=executor.output_device)
     executor.forward_backward(image, target, dice_cross_entropy)

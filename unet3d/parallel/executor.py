@@ -1,8 +1,8 @@
 """The one interface between a network spread over devices and the jobs that use it."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,30 @@ from unet3d.parallel.placement import Slot
 
 LossFunction = Callable[[Tensor | Sequence[Tensor], Tensor], LossTerms]
 """From logits (with deep supervision, a sequence of them) and target to the loss."""
+
+
+class Observer(Protocol):
+    """What is told of an executor's actions; for measurements."""
+
+    def during(
+        self, slot: Slot, kind: Literal["forward", "loss", "backward"], micro_batch: int
+    ) -> AbstractContextManager[None]:
+        """Return what is entered around one action.
+
+        Args:
+            slot: Which acts.
+            kind: What it does.
+            micro_batch: With which portion of the batch.
+        """
+        ...
+
+
+class NoObserver:
+    """Looks at nothing."""
+
+    def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
+        """Do nothing around an action."""
+        return nullcontext()
 
 
 class Executor(Protocol):
@@ -25,14 +49,14 @@ class Executor(Protocol):
         input_device: Where images are wanted.
         output_device: Where targets are wanted and logits come out.
         slots: What the memory report has a row for.
-        watch_forward: Entered around the forward pass of each slot; for measurements.
+        observer: Is told of every action of :meth:`forward_backward`.
     """
 
     module: UNet3d
     input_device: torch.device
     output_device: torch.device
     slots: Sequence[Slot]
-    watch_forward: Callable[[Slot], AbstractContextManager[None]]
+    observer: Observer
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0

@@ -10,7 +10,7 @@ can be walked back as soon as its gradients are there, and is freed at once::
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from unet3d.config import Recompute
 from unet3d.errors import ConfigError
 from unet3d.kernels import remade_in_backward
 from unet3d.model import LossTerms, UNet3d, run_blocks, run_levels
-from unet3d.parallel.executor import LossFunction
+from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
@@ -85,7 +85,7 @@ class PipelineExecutor:
         self.schedule = schedule
         self.autocast = autocast
         self.recompute = recompute
-        self.watch_forward: Callable[[Slot], AbstractContextManager[None]] = _watch_nothing
+        self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
         self._dtype = next(module.parameters()).dtype
         self._maker = {block.name: stage for stage in stages for block in stage.blocks}
@@ -113,12 +113,14 @@ class PipelineExecutor:
         terms: list[LossTerms] = []
         for action in self.schedule(count, len(self.stages)):
             stage, micro_batch = self.stages[action.stage], alive[action.micro_batch]
-            if action.kind == "forward":
-                self._forward(stage, micro_batch)
-                if stage is self.stages[-1]:
+            with self.observer.during(stage.slot, action.kind, action.micro_batch):
+                if action.kind == "forward":
+                    self._forward(stage, micro_batch)
+                else:
+                    self._backward(stage, micro_batch)
+            if action.kind == "forward" and stage is self.stages[-1]:
+                with self.observer.during(stage.slot, "loss", action.micro_batch):
                     terms.append(self._loss(stage, micro_batch, loss_fn, scale))
-            else:
-                self._backward(stage, micro_batch)
         return sum(terms[1:], start=terms[0])
 
     @torch.no_grad()
@@ -140,7 +142,7 @@ class PipelineExecutor:
             tensors = {name: value for name, value in tensors.items() if name in later}
             blocks = [block for block in stage.blocks if block.name not in coarse]
             outputs = [name for name in stage.outputs if name not in coarse]
-            with self.watch_forward(stage.slot), self._autocast(stage):
+            with self._autocast(stage):
                 tensors |= run_blocks(blocks, received, outputs)
         self._hold_back()
         return tensors[result]
@@ -160,7 +162,7 @@ class PipelineExecutor:
             leaves[name] = leaf.requires_grad_(name != "image")
         run = run_levels if self.recompute == "level" else run_blocks
         remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
-        with self.watch_forward(stage.slot), self._autocast(stage), remaking:
+        with self._autocast(stage), remaking:
             made = run(stage.blocks, dict(leaves), stage.outputs)
         for later in self.stages[number + 1 :]:
             for name in stage.outputs:
@@ -180,8 +182,7 @@ class PipelineExecutor:
             made = micro_batch.roots[self._maker[name].slot.index][name]
             logits[name] = Transfer(made, stage.slot.device).wait().requires_grad_()
         values = list(logits.values())
-        with self.watch_forward(stage.slot):
-            terms = loss_fn(values if len(values) > 1 else values[0], micro_batch.target)
+        terms = loss_fn(values if len(values) > 1 else values[0], micro_batch.target)
         (terms.total * (micro_batch.weight * scale)).backward()  # type: ignore[no-untyped-call]
         self._send_back(micro_batch, logits)
         return terms.detached().weighted(micro_batch.weight)
@@ -219,7 +220,3 @@ def _sum_of(gradients: Sequence[Transfer]) -> Tensor:
     for gradient in gradients[1:]:
         total = total + gradient.wait()
     return total
-
-
-def _watch_nothing(slot: Slot) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -1,0 +1,82 @@
+"""Memory over one step: a mark behind each action of the schedule.
+
+Python queues work and GPUs do it later, but a GPU's allocator hands out memory while the work is
+queued. So marks are in the order in which actions are queued, and no time passes between them.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What was in use around one action.
+
+    Attributes:
+        slot: Which acted; None: the optimizer, on all of them.
+        kind: ``forward``, ``loss``, ``backward`` or ``optimizer``.
+        micro_batch: Its number, from 0; None: of the optimizer.
+        bytes: In use at the end of the action.
+        peak_bytes: The most in use since the action before.
+    """
+
+    slot: int | None
+    kind: str
+    micro_batch: int | None
+    bytes: int
+    peak_bytes: int
+
+    def plus(self, constant: int) -> "Mark":
+        """Return the mark with as many more bytes in use."""
+        return Mark(
+            self.slot,
+            self.kind,
+            self.micro_batch,
+            self.bytes + constant,
+            self.peak_bytes + constant,
+        )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The marks of one step on one GPU, or of one slot on a CPU.
+
+    Attributes:
+        device: Its name.
+        slots: Numbers of the slots whose memory this is.
+        marks: One for each action of the step, of other slots too.
+    """
+
+    device: str
+    slots: tuple[int, ...]
+    marks: tuple[Mark, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers."""
+        return asdict(self)
+
+
+class GpuMemory:
+    """What the allocator of one GPU says, with a peak since the last question."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_bytes = 0
+        self.reserved_bytes = 0
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.peak_bytes = self.reserved_bytes = 0
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes in use now, and the most that were since this was asked last."""
+        stats = torch.cuda.memory_stats(self.device)
+        peak: int = stats["allocated_bytes.all.peak"]
+        self.peak_bytes = max(self.peak_bytes, peak)
+        self.reserved_bytes = max(self.reserved_bytes, stats["reserved_bytes.all.peak"])
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return stats["allocated_bytes.all.current"], peak
