@@ -37,7 +37,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now: dict[torch.device, int] = defaultdict(int)
         self.peak: dict[torch.device, int] = defaultdict(int)
         self.largest_num_elements = 0
-        self._alive: set[int] = set()
+        self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
         self,
@@ -55,20 +55,28 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key, device = storage._cdata, tensor.device
         if key in self._alive:
             return
-        size = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
-        device = tensor.device
-        self._alive.add(key)
-        self.now[device] += size
-        self.peak[device] = max(self.peak[device], self.now[device])
+        self._alive[key] = 0
+        self.resized(tensor)
         self.largest_num_elements = max(self.largest_num_elements, tensor.numel())
-        weakref.finalize(storage, self._drop, key, device, size)
+        weakref.finalize(storage, self._drop, key, device)
 
-    def _drop(self, key: int, device: torch.device, size: int) -> None:
-        self._alive.remove(key)
-        self.now[device] -= size
+    def resized(self, tensor: Tensor) -> None:
+        """Take note that the memory of a tensor grew or shrank, which no operation says.
+
+        Args:
+            tensor: One that was made while this was active.
+        """
+        storage, device = tensor.untyped_storage(), tensor.device
+        size = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        self.now[device] += size - self._alive[storage._cdata]
+        self._alive[storage._cdata] = size
+        self.peak[device] = max(self.peak[device], self.now[device])
+
+    def _drop(self, key: int, device: torch.device) -> None:
+        self.now[device] -= self._alive.pop(key)
 
 
 class _AutocastOfGpu(TorchFunctionMode):

@@ -25,6 +25,7 @@ Spacing = tuple[
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
+Offload = Literal["none", "skips"]
 
 
 class Section(BaseModel):
@@ -206,11 +207,14 @@ class ParallelSettings(Section):
 
 
 class MemorySettings(Section):
-    """What is kept for backward."""
+    """What is kept for backward, and where."""
 
     recompute: Recompute = "norm"
     """norm: normalised features are made again, not kept; level: everything within a level is;
     off: all is kept."""
+    offload: Offload = "none"
+    """skips: GPUs park what the encoder hands to the decoder in host memory while it is not used;
+    the numbers are the same to the bit."""
 
 
 class InferenceSettings(Section):

@@ -113,6 +113,15 @@ class MemoryMeter:
             yield
         self._mark(slot.index, kind, micro_batch)
 
+    def resized(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as what it is now: parked elsewhere, or back.
+
+        Args:
+            tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.
+        """
+        for kept in self._kept.values():
+            kept.resize(_storage_key(tensor), tensor.untyped_storage().nbytes())
+
     def end_step(self) -> None:
         """Mark the end of the optimizer's step; call it before the gradients are cleared."""
         self._mark(None, "optimizer", None)
@@ -213,25 +222,30 @@ class _KeptBytes:
         self.peak = 0
         self.recent_peak = 0
         self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
 
     def add(self, key: int, size: int) -> None:
-        holders = self._holders.get(key, 0)
-        if holders == 0:
-            self.now += size
+        self._holders[key] = self._holders.get(key, 0) + 1
+        self._sizes.setdefault(key, 0)
+        self.resize(key, size)
+
+    def resize(self, key: int, size: int) -> None:
+        if key in self._holders:
+            self.now += size - self._sizes[key]
+            self._sizes[key] = size
             self.peak = max(self.peak, self.now)
             self.recent_peak = max(self.recent_peak, self.now)
-        self._holders[key] = holders + 1
 
     def take(self) -> tuple[int, int]:
         """Return the bytes now, and the most that there were since this was asked last."""
         peak, self.recent_peak = self.recent_peak, self.now
         return self.now, peak
 
-    def drop(self, key: int, size: int) -> None:
+    def drop(self, key: int) -> None:
         self._holders[key] -= 1
         if self._holders[key] == 0:
             del self._holders[key]
-            self.now -= size
+            self.now -= self._sizes.pop(key)
 
 
 class _Saved:
@@ -242,7 +256,7 @@ class _Saved:
         if counts:
             key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
             kept.add(key, size)
-            weakref.finalize(self, kept.drop, key, size)
+            weakref.finalize(self, kept.drop, key)
 
     def restore(self) -> Tensor:
         return self.tensor

@@ -5,12 +5,13 @@ The step that is counted is the real one: the real network, executor and optimiz
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from unet3d.allocations import counted_allocations, make_parameters_fake
+from unet3d.allocations import AllocationRecorder, counted_allocations, make_parameters_fake
 from unet3d.config import Shape, TrainingSettings
 from unet3d.memory import MemoryMeter, SlotMemory
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
@@ -122,7 +123,7 @@ def predict_memory(step: Step) -> Prediction:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimization.step(settings.learning_rate)
-        meter = MemoryMeter(executor.slots, model)
+        meter = _Meter(executor.slots, model, recorder)
         executor.observer = meter
         image = torch.empty(
             (step.batch_size, topology.in_channels, *step.size),
@@ -151,6 +152,18 @@ def predict_memory(step: Step) -> Prediction:
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
     return Prediction(step, slots, memory, recorder.largest_num_elements)
+
+
+class _Meter(MemoryMeter):
+    """Also tells the recorder what it cannot see."""
+
+    def __init__(self, slots: Sequence[Slot], module: UNet3d, recorder: AllocationRecorder) -> None:
+        super().__init__(slots, module)
+        self._recorder = recorder
+
+    def resized(self, tensor: Tensor) -> None:
+        super().resized(tensor)
+        self._recorder.resized(tensor)
 
 
 def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape | None:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,28 @@ class Block:
         return self.name.rpartition(".")[0] if self.name.count(".") == 2 else self.name
 
 
+class BlockWatcher(Protocol):
+    """What is told when a block runs."""
+
+    def before(self, block: Block) -> None:
+        """Do what must be done before a block reads its inputs."""
+        ...
+
+    def after(self, block: Block, made: Tensor) -> None:
+        """Do what is due when a block has run.
+
+        Args:
+            block: Which.
+            made: Its result.
+        """
+        ...
+
+
 def run_blocks(
-    blocks: Sequence[Block], tensors: dict[str, Tensor], keep: Iterable[str]
+    blocks: Sequence[Block],
+    tensors: dict[str, Tensor],
+    keep: Iterable[str],
+    watcher: BlockWatcher | None = None,
 ) -> dict[str, Tensor]:
     """Run blocks in order, letting go of each tensor after its last reader.
 
@@ -61,6 +81,7 @@ def run_blocks(
         tensors: What they need from outside, by name; emptied, so that nothing here keeps a tensor
             that no block reads any more.
         keep: Names of the tensors to return.
+        watcher: Is told of each block.
 
     Returns:
         The kept tensors by name.
@@ -68,7 +89,11 @@ def run_blocks(
     kept = set(keep)
     last_reader = {name: block.name for block in blocks for name in block.inputs}
     for block in blocks:
+        if watcher is not None:
+            watcher.before(block)
         tensors[block.name] = block.module(*(tensors[name] for name in block.inputs))
+        if watcher is not None:
+            watcher.after(block, tensors[block.name])
         for name in set(block.inputs):
             if last_reader[name] == block.name and name not in kept:
                 del tensors[name]

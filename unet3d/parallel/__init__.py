@@ -1,7 +1,8 @@
 """Spreading one network over devices.
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
-says when each micro-batch runs where, ``transfer`` copies between devices, ``pipeline`` does it.
+says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks
+skips in host memory, ``pipeline`` does it.
 ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
@@ -45,7 +46,12 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    schedule = SCHEDULES[layout.schedule]
     return PipelineExecutor(
-        model, stages, layout.num_micro_batches, schedule, layout.autocast, layout.recompute
+        model,
+        stages,
+        layout.num_micro_batches,
+        SCHEDULES[layout.schedule],
+        layout.autocast,
+        layout.recompute,
+        parks_skips=layout.offload == "skips",
     )

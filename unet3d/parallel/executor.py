@@ -29,6 +29,14 @@ class Observer(Protocol):
         """
         ...
 
+    def resized(self, tensor: Tensor) -> None:
+        """Take note that a tensor's memory was given back, or taken again.
+
+        Args:
+            tensor: Others may share its memory.
+        """
+        ...
+
 
 class NoObserver:
     """Looks at nothing."""
@@ -36,6 +44,9 @@ class NoObserver:
     def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
         """Do nothing around an action."""
         return nullcontext()
+
+    def resized(self, tensor: Tensor) -> None:
+        """Do nothing."""
 
 
 class Executor(Protocol):

@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from unet3d.errors import ConfigError
 from unet3d.kernels import remade_in_backward
 from unet3d.model import LossTerms, UNet3d, run_blocks, run_levels
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
+from unet3d.parallel.offload import ParkedMemory, StageParking, can_park, skip_names
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
@@ -44,6 +46,10 @@ class _MicroBatch:
     """Per stage, its outputs with their graph."""
     gradients: dict[str, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
     """Per tensor, what its readers send back to its maker."""
+    parkings: dict[int, StageParking] = field(default_factory=dict)
+    """Per stage, what it parks in host memory."""
+    parked: WeakValueDictionary[int, ParkedMemory] = field(default_factory=WeakValueDictionary)
+    """The same of all stages, by storage."""
 
 
 class PipelineExecutor:
@@ -57,6 +63,7 @@ class PipelineExecutor:
         schedule: Schedule,
         autocast: torch.dtype | None,
         recompute: Recompute,
+        parks_skips: bool = False,
     ) -> None:
         """Move each stage's parameters to its device.
 
@@ -67,6 +74,7 @@ class PipelineExecutor:
             schedule: When each of them runs where.
             autocast: Lower precision on the GPU stages, or None.
             recompute: What is made again in backward instead of being kept.
+            parks_skips: Whether GPU stages park skips in host memory while nothing reads them.
 
         Raises:
             ConfigError: Batch normalisation with more than one micro-batch.
@@ -87,6 +95,7 @@ class PipelineExecutor:
         self.recompute = recompute
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
+        self._parked_skips = skip_names(module.blocks()) if parks_skips else frozenset()
         self._dtype = next(module.parameters()).dtype
         self._maker = {block.name: stage for stage in stages for block in stage.blocks}
         for stage in stages:
@@ -160,15 +169,20 @@ class PipelineExecutor:
         for name in stage.inputs:
             leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
             leaves[name] = leaf.requires_grad_(name != "image")
-        run = run_levels if self.recompute == "level" else run_blocks
+        parking = self._parking(stage, micro_batch, leaves)
         remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
         with self._autocast(stage), remaking:
-            made = run(stage.blocks, dict(leaves), stage.outputs)
+            if self.recompute == "level":
+                made = run_levels(stage.blocks, dict(leaves), stage.outputs)
+            else:
+                made = run_blocks(stage.blocks, dict(leaves), stage.outputs, parking)
         for later in self.stages[number + 1 :]:
             for name in stage.outputs:
                 if name in later.inputs:
                     transfer = Transfer(made[name], later.slot.device)
                     micro_batch.arriving[later.slot.index, name] = transfer
+        if parking is not None:
+            parking.end_forward()
         micro_batch.leaves[number] = leaves
         micro_batch.roots[number] = made
 
@@ -189,9 +203,26 @@ class PipelineExecutor:
 
     def _backward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
         roots = micro_batch.roots.pop(stage.slot.index)
+        parking = micro_batch.parkings.pop(stage.slot.index, None)
+        if parking is not None:
+            parking.begin_backward()
         gradients = [_sum_of(micro_batch.gradients.pop(name)) for name in roots]
         torch.autograd.backward(list(roots.values()), gradients)
+        if parking is not None:
+            parking.end_backward()
         self._send_back(micro_batch, micro_batch.leaves.pop(stage.slot.index))
+
+    def _parking(
+        self, stage: Stage, micro_batch: _MicroBatch, leaves: dict[str, Tensor]
+    ) -> StageParking | None:
+        if not self._parked_skips or not can_park(stage.slot.device):
+            return None
+        parking = StageParking(
+            stage.blocks, self._parked_skips, micro_batch.parked, self.observer.resized
+        )
+        parking.begin(leaves)
+        micro_batch.parkings[stage.slot.index] = parking
+        return parking
 
     def _send_back(self, micro_batch: _MicroBatch, leaves: dict[str, Tensor]) -> None:
         for name, leaf in leaves.items():

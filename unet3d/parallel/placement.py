@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from unet3d.config import ParallelSettings, Recompute
+from unet3d.config import Offload, ParallelSettings, Recompute
 from unet3d.errors import DeviceError
 
 
@@ -39,6 +39,7 @@ class Layout:
         autocast: Lower precision for the GPU stages, or None for the network's own.
         schedule: In which order the micro-batches run.
         recompute: What is made again in backward instead of being kept.
+        offload: What GPUs park in host memory while they do not need it.
     """
 
     devices: tuple[torch.device, ...]
@@ -47,6 +48,7 @@ class Layout:
     autocast: torch.dtype | None = None
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     recompute: Recompute = "norm"
+    offload: Offload = "none"
 
 
 def resolve_devices(

@@ -1,0 +1,195 @@
+"""Skips in host memory: the same gradients to the bit, with less kept on the device.
+
+On a CPU the real code parks in "host" memory too, where a test lets it: memory is given back, so a
+read at the wrong time finds nothing.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.memory import MemoryMeter
+from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.parallel import Executor, Layout, parallelize, pipeline
+from unet3d.parallel.offload import ParkedMemory, skip_names
+from unet3d.planner import Step, predict_memory
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def parking_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "can_park", lambda device: True)
+
+
+def topology_of(size: tuple[int, int, int] = (16, 16, 16), **options: Any) -> Topology:
+    settings = ModelSettings(**{"base_channels": 4, "num_levels": 3, **options})
+    return plan_topology(settings, size, (1.0, 1.0, 1.0), 2, 3)
+
+
+def make_batch(num_samples: int = 2, size: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(num_samples, 2, size, size, size, generator=generator)
+    target = torch.randint(0, 3, (num_samples, size, size, size), generator=generator)
+    return image, target.to(torch.uint8)
+
+
+def step(topology: Topology, layout: Layout, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    executor = parallelize(UNet3d(topology), layout)
+    return step_of(executor, **batch)
+
+
+def step_of(executor: Executor, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    image, target = make_batch(**batch)
+    image, target = image.to(executor.input_device), target.to(executor.output_device)
+    terms = executor.forward_backward(image, target, dice_cross_entropy)
+    found = executor.module.named_parameters()
+    return terms.total, {name: p.grad.cpu() for name, p in found if p.grad is not None}
+
+
+def assert_equal(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
+) -> None:
+    assert torch.equal(found[0].cpu(), expected[0].cpu())
+    assert found[1].keys() == expected[1].keys()
+    assert [name for name in found[1] if not torch.equal(found[1][name], expected[1][name])] == []
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder: str) -> None:
+    model = UNet3d(topology_of(encoder=encoder, deep_supervision=True))
+    # The lowest features go to the decoder as well, but they are on their way at once.
+    assert skip_names(model.blocks()) == set(model.encoder.outputs()[:-1])
+
+
+@pytest.mark.usefixtures("parking_cpu")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}, {"num_levels": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("num_devices", "cuts", "num_micro_batches", "schedule"),
+    [
+        (1, None, 1, "1f1b"),
+        (1, None, 2, "1f1b"),
+        (2, None, 3, "1f1b"),
+        (2, (2,), 3, "all-forward"),
+        (2, (6,), 2, "1f1b"),
+        (3, (1, 5), 3, "1f1b"),
+    ],
+)
+def test_gradients_are_the_same_to_the_bit(
+    options: dict[str, object],
+    num_devices: int,
+    cuts: tuple[int, ...] | None,
+    num_micro_batches: int,
+    schedule: Any,
+) -> None:
+    topology = topology_of(**options)
+    layout = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule)
+    parking = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule, "skips")
+    assert_equal(step(topology, parking, num_samples=3), step(topology, layout, num_samples=3))
+
+
+def test_a_cpu_parks_nothing() -> None:
+    executor = parallelize(UNet3d(topology_of()), Layout((CPU,), offload="skips"))
+    sizes = Sizes(executor)
+    step_of(executor)
+    assert sizes.seen == {}
+
+
+class Sizes(MemoryMeter):
+    """Notes what comes and goes, and what is kept meanwhile."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__(executor.slots, executor.module)
+        self.seen: dict[tuple[int, ...], list[int]] = {}
+        self.at_loss = 0
+        executor.observer = self
+        self.start()
+
+    def resized(self, tensor: Tensor) -> None:
+        super().resized(tensor)
+        sizes = self.seen.setdefault(tuple(tensor.shape), [])
+        sizes.append(tensor.untyped_storage().nbytes())
+
+    def during(self, slot: Any, kind: str, micro_batch: int) -> Any:
+        if kind == "loss":
+            self.at_loss = sum(kept.now for kept in self._kept.values())
+        return super().during(slot, kind, micro_batch)
+
+
+@pytest.mark.usefixtures("parking_cpu")
+def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader() -> None:
+    kept = []
+    for offload in ("none", "skips"):
+        layout = Layout((CPU,), offload=offload)  # type: ignore[arg-type]
+        executor = parallelize(UNet3d(topology_of()), layout)
+        sizes = Sizes(executor)
+        step_of(executor, num_samples=1)
+        kept.append(sizes.at_loss)
+    expected = {(1, 4 * 2**level, *[16 // 2**level] * 3) for level in range(2)}
+    assert set(sizes.seen) == expected
+    for shape, seen in sizes.seen.items():
+        full = 4 * torch.Size(shape).numel()
+        # Given back in forward, fetched for the decoder, given back, fetched for the next level;
+        # the lowest skip is still there for the level below it.
+        once = [0, full]
+        assert seen[:4] == 2 * once or (shape[1] == 8 and seen[:2] == once)
+    assert kept[0] - kept[1] == sum(4 * torch.Size(shape).numel() for shape in expected)
+    assert [sizes._kept[slot.index].now for slot in executor.slots] == [0]
+
+
+@pytest.mark.usefixtures("parking_cpu")
+def test_nothing_of_a_parked_skip_is_left_behind() -> None:
+    executor = parallelize(UNet3d(topology_of()), Layout((CPU, CPU), None, 2, offload="skips"))
+    alive: list[int] = []
+    made = ParkedMemory.__init__
+    deleted: list[int] = []
+
+    class Counted(ParkedMemory):
+        def __init__(self, *arguments: Any) -> None:
+            made(self, *arguments)
+            alive.append(id(self))
+
+        def __del__(self) -> None:
+            deleted.append(id(self))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unet3d.parallel.offload.ParkedMemory", Counted)
+        step_of(executor)
+    assert len(alive) == 2 * 2  # both stages share the memory, for they share the device
+    assert len(deleted) == len(alive)
+
+
+@pytest.mark.usefixtures("parking_cpu")
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
+    from tests.test_planner import measure
+
+    topology = topology_of()
+    predicted = []
+    for offload in ("none", "skips"):
+        layout = Layout((CPU,) * num_devices, None, num_devices, offload=offload)  # type: ignore[arg-type]
+        planned = Step(topology, layout, (16, 16, 16), 2, TrainingSettings(), "float32")
+        predicted.append(predict_memory(planned).memory)
+        assert predicted[-1] == measure(planned)
+    assert predicted[1][0].activations_bytes < predicted[0][0].activations_bytes
+
+
+def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
+    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+    topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 1, 3)
+    peaks = []
+    for offload in ("none", "skips"):
+        layout = Layout((GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
+        planned = Step(topology, layout, (128,) * 3, 1, TrainingSettings(), "bfloat16")
+        peaks.append(predict_memory(planned).memory[0].peak_bytes)
+    skip = 32 * 128**3 * 2
+    assert 0.9 * skip < peaks[0] - peaks[1] < 1.5 * skip

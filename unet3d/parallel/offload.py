@@ -1,0 +1,238 @@
+"""Parks skips in host memory while nothing on their device reads them.
+
+A skip is made early in forward and read late, and in backward the other way round. At the peak of
+a step, between the two, all skips are there and none is in use::
+
+    forward    encoder.0.1 ─ encoder.1.0 … decoder.0.0 ─ … head ─ loss
+                    └─ copy out ─────────────┘ give the memory back
+    backward   … decoder.0.1 ─ decoder.0.0 ─ … ─ encoder.1.0 ─ encoder.0.1
+                    └─ copy in ─┘ give back    copy in ─┘
+
+What is parked is memory, not a tensor: it is emptied and filled again below every tensor that
+shares it, be it one that a stage still hands on or one that autograd has saved, by whichever
+operation. So backward does the same as without, on the same values.
+
+A copy runs on a stream of its own, but memory is taken and given back on the stream that computes,
+in the order of its work: no event of another stream decides when memory is free, and a prediction
+finds the peak that is measured.
+"""
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from unet3d.model import Block
+from unet3d.stand_ins import is_gpu
+
+Resized = Callable[[Tensor], None]
+"""Is told of a tensor whose memory was given back or taken again."""
+
+
+def can_park(device: torch.device) -> bool:
+    """Return whether a device has memory that is worth more than the host's."""
+    return is_gpu(device)
+
+
+def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
+    """Return the tensors that both the encoder and the decoder read after the encoder made them.
+
+    Args:
+        blocks: Of the whole network.
+    """
+    readers: dict[str, set[str]] = {}
+    for block in blocks:
+        for name in block.inputs:
+            readers.setdefault(name, set()).add(_half(block.name))
+    return frozenset(
+        name
+        for name, halves in readers.items()
+        if _half(name) == "encoder" and halves >= {"encoder", "decoder"}
+    )
+
+
+class ParkedMemory:
+    """The memory of one skip on one device, and its copy in the host's memory."""
+
+    def __init__(self, tensor: Tensor, resized: Resized) -> None:
+        """Start the copy to the host.
+
+        Args:
+            tensor: All of its memory; work that is queued already makes it.
+            resized: Is told when the memory comes and goes.
+        """
+        # Its data has a version of its own: filling the memory again changes no saved tensor.
+        self._tensor = tensor.data
+        self._resized = resized
+        self._num_bytes = tensor.untyped_storage().nbytes()
+        # PyTorch keeps pinned memory for later, and knows which copies still read it.
+        pinned = tensor.device.type == "cuda"
+        self._host = torch.empty_like(self._tensor, device="cpu", pin_memory=pinned)
+        self._is_here = True
+        self._copied = self._copy(self._host, self._tensor, direction="out")
+
+    def release(self) -> None:
+        """Give the memory back, once the copy to the host is there."""
+        if self._is_here:
+            self.wait()
+            self._resize(0)
+            self._is_here = False
+
+    def fetch(self) -> None:
+        """Start to fill the memory again, if it was given back."""
+        if not self._is_here:
+            self._resize(self._num_bytes)
+            self._is_here = True
+            self._copied = self._copy(self._tensor, self._host, direction="in")
+
+    def wait(self) -> None:
+        """Make work that is queued from now on see the values."""
+        self.fetch()
+        if self._copied is not None:
+            torch.cuda.current_stream(self._tensor.device).wait_event(self._copied)
+            self._copied = None
+
+    def _resize(self, num_bytes: int) -> None:
+        self._tensor.untyped_storage().resize_(num_bytes)
+        self._resized(self._tensor)
+
+    def _copy(self, target: Tensor, source: Tensor, direction: str) -> torch.cuda.Event | None:
+        device = self._tensor.device
+        if device.type != "cuda":
+            target.copy_(source)
+            return None
+        stream = _copy_stream(device, direction)
+        # The source is being made, or the target's memory is still used for something else.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event: torch.cuda.Event = stream.record_event()
+        return event
+
+
+class StageParking:
+    """Parks the skips of one micro-batch in one stage, block by block.
+
+    In forward a skip is given back after its last reader; where only the next level reads it
+    here, at the end of the stage, by when its copy has had time. In backward it is fetched for each
+    reader and given back in between. While one is in use the next is on its way.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        skips: frozenset[str],
+        parked: MutableMapping[int, ParkedMemory],
+        resized: Resized,
+    ) -> None:
+        """Find out when the stage needs which skip.
+
+        Args:
+            blocks: The stage's.
+            skips: Names, of the whole network.
+            parked: What other stages have parked of this micro-batch, by storage: two stages on
+                one device share the memory of a skip.
+            resized: Is told when memory comes and goes.
+        """
+        self._skips = skips
+        self._parked = parked
+        self._resized = resized
+        self._held: dict[str, ParkedMemory] = {}
+        self._index = {block.name: index for index, block in enumerate(blocks)}
+        self._needs = [
+            {name for name in (block.name, *block.inputs) if name in skips} for block in blocks
+        ]
+        self._last_reader = {name: block.name for block in blocks for name in block.inputs}
+
+    def begin(self, leaves: Mapping[str, Tensor]) -> None:
+        """Take hold of the skips that other stages made.
+
+        Args:
+            leaves: The stage's inputs.
+        """
+        for name, leaf in leaves.items():
+            self._hold(name, leaf)
+
+    def before(self, block: Block) -> None:
+        """Have a block's inputs there, in forward."""
+        for name in block.inputs:
+            if name in self._held:
+                self._held[name].wait()
+
+    def after(self, block: Block, made: Tensor) -> None:
+        """Park what a block made, and give back what it was the last to read, in forward.
+
+        Args:
+            block: Which has run.
+            made: Its result.
+        """
+        index = self._index[block.name]
+        self._hold(block.name, made)
+        made.register_hook(lambda _: self._before_backward(index))  # type: ignore[no-untyped-call]
+        for name in block.inputs:
+            follows_maker = self._index.get(name) == index - 1
+            is_last = self._last_reader[name] == block.name
+            if name in self._held and is_last and not follows_maker:
+                self._held[name].release()
+
+    def end_forward(self) -> None:
+        """Give back all that is still there; what other stages read has been sent."""
+        for memory in self._held.values():
+            memory.release()
+
+    def begin_backward(self) -> None:
+        """Start to fetch what the last block needs."""
+        for name in self._needs[-1]:
+            if name in self._held:
+                self._held[name].fetch()
+
+    def end_backward(self) -> None:
+        """Let go of everything."""
+        for memory in self._held.values():
+            memory.release()
+        self._held.clear()
+
+    def _hold(self, name: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
+        if name not in self._skips:
+            return
+        memory = self._parked.get(storage._cdata)
+        if memory is None and is_all:
+            memory = ParkedMemory(tensor, self._resized)
+            self._parked[storage._cdata] = memory
+        if memory is not None:
+            self._held[name] = memory
+
+    def _before_backward(self, index: int) -> None:
+        """Fetch what a block needs, and soon the next; give back what neither does.
+
+        Autograd goes through the blocks in the reverse of the order in which they ran.
+        """
+        earlier = [number for number in range(index) if self._needs[number]]
+        following = self._needs[earlier[-1]] if earlier else set()
+        # The first one comes just in time, for memory is at its peak when backward starts.
+        is_soon = bool(self._needs[index]) or bool(self._needs[index - 1] if index else ())
+        later = set().union(*(self._needs[number] for number in earlier))
+        for name in list(self._held):
+            memory = self._held[name]
+            if name in self._needs[index]:
+                memory.wait()
+            elif name in following:
+                if is_soon:
+                    memory.fetch()
+            elif name in later or name not in self._index:
+                memory.release()
+            else:  # autograd has read it for the last time, and frees it
+                del self._held[name]
+
+
+def _half(name: str) -> str:
+    return name.split(".")[0]
+
+
+@cache
+def _copy_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
+    """Return the stream of one direction: a link to the host carries both at once."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
