@@ -409,6 +409,7 @@ ON_GPU = {
     "batch norm": {"precision": "bfloat16", "model": {"norm": "batch"}},
     "residual": {"precision": "bfloat16", "model": {"encoder": "residual"}},
     "adamw": {"precision": "bfloat16", "optimizer": "adamw"},
+    "offload": {"precision": "bfloat16", "offload": "skips"},
 }
 
 
@@ -442,6 +443,7 @@ def test_a_gpu_takes_what_was_predicted(options: dict[str, object]) -> None:
         {"precision": "bfloat16", "batch_size": 6, "num_micro_batches": 6},
         {"precision": "float32", "batch_size": 4, "num_micro_batches": 2, "cuts": (8,)},
         {"precision": "bfloat16", "size": (192, 192, 160), "num_micro_batches": 2},
+        {"precision": "bfloat16", "num_micro_batches": 2, "offload": "skips"},
     ],
     ids=str,
 )

@@ -79,6 +79,9 @@ def _alternatives(prediction: Prediction) -> Iterator[str]:
     whole = replace(step, layout=replace(step.layout, num_micro_batches=step.batch_size))
     if step.layout.num_micro_batches < step.batch_size:
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
+    if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
+        parked = replace(step, layout=replace(step.layout, offload="skips"))
+        yield from _advice("--offload skips", parked, limits)
     num_gpus = torch.cuda.device_count()
     if len(step.layout.devices) < num_gpus:
         gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))

@@ -102,6 +102,12 @@ balance_option = click.option(
     help="Cut the network so that its stages take equal time, or memory, on --devices.",
 )
 
+offload_option = click.option(
+    "--offload",
+    type=click.Choice(["none", "skips"]),
+    help="skips: GPUs park what waits for the decoder in host memory.",
+)
+
 
 def config_options(function: Function) -> Function:
     """Add the options that name a configuration."""
@@ -130,6 +136,7 @@ def config_options(function: Function) -> Function:
     help="Portions of a batch; pipelined over the devices of --parallel model.",
 )
 @balance_option
+@offload_option
 @click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
 @click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
@@ -145,6 +152,7 @@ def train(
     batch_size: int | None,
     micro_batches: int | None,
     balance: str | None,
+    offload: str | None,
     epochs: int | None,
     fold: int | None,
     output: Path | None,
@@ -174,6 +182,7 @@ def train(
                 "training.batch_size": batch_size,
                 "training.micro_batches": micro_batches,
                 "parallel.balance": balance,
+                "memory.offload": offload,
                 "training.epochs": epochs,
                 "data.fold": fold,
                 "training.seed": seed,
@@ -345,6 +354,7 @@ def check(dataset: Path, json_path: Path | None) -> None:
     type=FILE,
     help="With --measure: PNG of time against micro-batches; default: tuning.png.",
 )
+@offload_option
 @click.option(
     "--device-memory",
     type=click.FloatRange(min=0, min_open=True),
@@ -364,6 +374,7 @@ def plan(
     balance: str | None,
     measure: bool,
     picture: Path | None,
+    offload: str | None,
     device_memory: float | None,
     json_path: Path | None,
 ) -> None:
@@ -389,6 +400,7 @@ def plan(
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
             "parallel.balance": balance,
+            "memory.offload": offload,
         }
     )
     config = load_config(config_path, [*overrides, *changes])

@@ -123,6 +123,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 autocast_dtype(precision),
                 config.parallel.schedule,
                 config.memory.recompute,
+                config.memory.offload,
             )
             is_balanced = mode == config.parallel.mode and _is_balanced(config)
             if mode == config.parallel.mode:

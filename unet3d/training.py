@@ -88,7 +88,13 @@ def _train(
         autocast_dtype(precision),
         config.parallel.schedule,
         config.memory.recompute,
+        config.memory.offload,
     )
+    if config.memory.offload != "none" and all(device.type == "cpu" for device in devices):
+        logger.warning(
+            "memory.offload=%s does nothing here: a CPU's memory is the host's already",
+            config.memory.offload,
+        )
     step = _largest_step(experiment, layout, precision)
     try:
         step = replace(step, layout=_balanced(layout, model, experiment))
