@@ -251,6 +251,11 @@ class Config(Section):
                 f"parallel.balance is {self.parallel.balance} but parallel.mode none has one "
                 "device and nothing to balance; add --parallel model, or leave balance out"
             )
+        if self.memory.offload == "skips" and self.memory.recompute == "level":
+            raise ValueError(
+                "memory.offload=skips with memory.recompute=level is not possible: a level that "
+                "is made again is made in one go; use memory.recompute=norm"
+            )
         if self.model.norm == "batch" and self.training.num_micro_batches > 1:
             raise ValueError(
                 "model.norm=batch with training.micro_batches "

@@ -120,7 +120,7 @@ class MemoryMeter:
             tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.
         """
         for kept in self._kept.values():
-            kept.resize(_storage_key(tensor), tensor.untyped_storage().nbytes())
+            kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
 
     def end_step(self) -> None:
         """Mark the end of the optimizer's step; call it before the gradients are cleared."""

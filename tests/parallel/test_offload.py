@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.kernels import remake
 from unet3d.memory import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, parallelize, pipeline
@@ -84,13 +85,17 @@ def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder: str) -> None:
         (3, (1, 5), 3, "1f1b"),
     ],
 )
+@pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
 def test_gradients_are_the_same_to_the_bit(
     options: dict[str, object],
     num_devices: int,
     cuts: tuple[int, ...] | None,
     num_micro_batches: int,
     schedule: Any,
+    remade_from: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = topology_of(**options)
     layout = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule)
     parking = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule, "skips")
@@ -126,7 +131,12 @@ class Sizes(MemoryMeter):
 
 
 @pytest.mark.usefixtures("parking_cpu")
-def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader() -> None:
+@pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
+def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
+    remade_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, where it is made again in backward, what it is made from."""
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     kept = []
     for offload in ("none", "skips"):
         layout = Layout((CPU,), offload=offload)  # type: ignore[arg-type]

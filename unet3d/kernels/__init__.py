@@ -4,12 +4,13 @@ from unet3d.kernels.convolution import conv1x1x1, conv3x3x3, strided_conv3x3x3, 
 from unet3d.kernels.norm import instance_norm
 from unet3d.kernels.overlap import overlap
 from unet3d.kernels.padding import was_folded
-from unet3d.kernels.remake import remade_in_backward
+from unet3d.kernels.remake import kept_for, remade_in_backward
 
 __all__ = [
     "conv1x1x1",
     "conv3x3x3",
     "instance_norm",
+    "kept_for",
     "overlap",
     "remade_in_backward",
     "strided_conv3x3x3",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import unet3d.kernels.stem_op  # noqa: F401 - registers the operation
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded, with_padding
-from unet3d.kernels.remake import offer, source
+from unet3d.kernels.remake import kept_for, offer, remaking
 from unet3d.kernels.triton_here import has_triton
 from unet3d.stand_ins import is_gpu
 
@@ -94,13 +94,13 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
         (N, O, X', Y', Z').
     """
     y = F.conv_transpose3d(x, weight, stride=tuple(stride))
-    made_from, weight = source(x), weight.detach()
+    made_from, weight = remaking(x), weight.detach()
 
     def again() -> Tensor:
         x = made_from()
         return F.conv_transpose3d(x, weight.to(x.dtype), stride=tuple(stride))
 
-    offer(y, again)
+    offer(y, again, kept_for(x))
     return y
 
 

@@ -57,11 +57,11 @@ def instance_norm(
         if pads_output and folds:
             mark_padded(y)
         kept = [value.detach() for value in (x, weight, bias, mean, rstd)]
-        offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope))
+        offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope), kept[0])
         return y  # type: ignore[no-any-return]
     y = reference(x, weight, bias, eps, negative_slope)
     x, weight, bias = (value.detach() for value in (x, weight, bias))
-    offer(y, lambda: _normalized(x, weight, bias, eps, negative_slope)[0])
+    offer(y, lambda: _normalized(x, weight, bias, eps, negative_slope)[0], x)
     return y
 
 

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from unet3d.kernels.padding import is_padded
 from unet3d.saved_tensors import handling, storage_key
 
 Recipe = Callable[[], Tensor]
@@ -22,53 +24,80 @@ Recipe = Callable[[], Tensor]
 MIN_ELEMENTS = 2**21
 """Smaller tensors are kept: the launch takes longer than their memory is worth."""
 
-_recipes: ContextVar[dict[int, Recipe] | None] = ContextVar("recipes", default=None)
+
+@dataclass(frozen=True)
+class _Made:
+    """How a tensor was made."""
+
+    recipe: Recipe
+    source: Tensor
+    shape: torch.Size
+    is_dense: bool
+
+
+_known: ContextVar[dict[int, _Made] | None] = ContextVar("known", default=None)
 
 
 @contextmanager
 def remade_in_backward() -> Iterator[None]:
     """Keep recipes instead of tensors, of those made in the context by what calls :func:`offer`."""
-    recipes: dict[int, Recipe] = {}
+    known: dict[int, _Made] = {}
 
     def handler(tensor: Tensor) -> _Remade | None:
-        recipe = recipes.get(storage_key(tensor))
-        if recipe is None:
+        made = known.get(storage_key(tensor))
+        if made is None:
             return None
-        return _Remade(recipe, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if tensor.shape == made.shape:
+            return _Remade(made.recipe, None)
+        if not made.is_dense:  # what is made again has no zeros around
+            return None
+        return _Remade(made.recipe, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
 
-    token = _recipes.set(recipes)
+    token = _known.set(known)
     try:
         with handling(handler):
             yield
     finally:
-        _recipes.reset(token)
+        _known.reset(token)
 
 
-def offer(tensor: Tensor, recipe: Recipe) -> None:
+def offer(tensor: Tensor, recipe: Recipe, source: Tensor) -> None:
     """Let a tensor be made again, where a context asks for it.
 
     Args:
         tensor: Just made.
-        recipe: Holds nothing that is not kept for backward anyway.
+        recipe: Makes it again, in the same layout but for zeros around (see
+            :mod:`unet3d.kernels.padding`); holds nothing that is not kept for backward anyway.
+        source: The large one of what it holds.
     """
-    recipes = _recipes.get()
-    if recipes is None or tensor.numel() < MIN_ELEMENTS:
+    known = _known.get()
+    if known is None or tensor.numel() < MIN_ELEMENTS:
         return
     key = storage_key(tensor)
-    recipes[key] = recipe
+    known[key] = _Made(recipe, source, tensor.shape, not is_padded(tensor))
     # Another tensor may get the same key once this one is gone.
-    weakref.finalize(tensor, recipes.pop, key)
+    weakref.finalize(tensor, known.pop, key)
 
 
-def source(tensor: Tensor) -> Recipe:
+def remaking(tensor: Tensor) -> Recipe:
     """Return what gives a tensor in backward: its recipe, where there is one, or itself.
 
     Args:
         tensor: What another recipe needs.
     """
-    recipes = _recipes.get()
+    made = (_known.get() or {}).get(storage_key(tensor))
     held = tensor.detach()
-    return (recipes or {}).get(storage_key(tensor)) or (lambda: held)
+    return made.recipe if made is not None else lambda: held
+
+
+def kept_for(tensor: Tensor) -> Tensor:
+    """Return what is kept for backward in place of a tensor: what it is made from, or itself.
+
+    Args:
+        tensor: Made in this context.
+    """
+    made = (_known.get() or {}).get(storage_key(tensor))
+    return tensor if made is None else made.source
 
 
 @dataclass(frozen=True)
@@ -76,9 +105,8 @@ class _Remade:
     """Stands for a tensor, or a view of one, until backward asks for it."""
 
     recipe: Recipe
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    view: tuple[torch.Size, tuple[int, ...], int] | None
 
     def restore(self) -> Tensor:
-        return self.recipe().as_strided(self.shape, self.stride, self.offset)
+        tensor = self.recipe()
+        return tensor if self.view is None else tensor.as_strided(*self.view)

@@ -10,7 +10,8 @@ a step, between the two, all skips are there and none is in use::
 
 What is parked is memory, not a tensor: it is emptied and filled again below every tensor that
 shares it, be it one that a stage still hands on or one that autograd has saved, by whichever
-operation. So backward does the same as without, on the same values.
+operation. So backward does the same as without, on the same values. Where a skip is not kept but
+made again (:mod:`unet3d.kernels.remake`), what it is made from is parked in its place.
 
 A copy runs on a stream of its own, but memory is taken and given back on the stream that computes,
 in the order of its work: no event of another stream decides when memory is free, and a prediction
@@ -23,6 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from unet3d.kernels import kept_for
 from unet3d.model import Block
 from unet3d.stand_ins import is_gpu
 
@@ -168,7 +170,7 @@ class StageParking:
             made: Its result.
         """
         index = self._index[block.name]
-        self._hold(block.name, made)
+        self._hold(block.name, kept_for(made))
         made.register_hook(lambda _: self._before_backward(index))  # type: ignore[no-untyped-call]
         for name in block.inputs:
             follows_maker = self._index.get(name) == index - 1
