@@ -109,14 +109,17 @@ class Bench:
         cuts: tuple[int, ...] | None = None,
         schedule: Any = "1f1b",
         forward_only: bool = False,
+        observer: Any = None,
+        **options: Any,
     ) -> dict[str, Any]:
         """Time one way, or note that it does not fit."""
         row: dict[str, Any] = {"name": name, "cuts": cuts, "num_micro_batches": num_micro_batches}
         self.rows.append(row)
         try:
             torch.manual_seed(0)
-            layout = Layout(devices, cuts, num_micro_batches, self.autocast, schedule)
+            layout = Layout(devices, cuts, num_micro_batches, self.autocast, schedule, **options)
             executor: Any = parallelize(UNet3d(self.topology), layout)
+            executor.observer = observer or executor.observer
             if forward_only:
                 executor = ForwardOnlyPipeline(executor, num_micro_batches)
             row.update(self._timed(executor))
@@ -152,6 +155,21 @@ class Bench:
             "all_seconds": seconds,
             "peak_gib": [peak / 2**30 for peak in peaks],
         }
+
+    def write(self, devices: tuple[torch.device, ...], path: Path) -> None:
+        """Write the rows, and what they were measured with."""
+        gpus = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
+        record = {
+            "command": " ".join(sys.argv),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "devices": gpus,
+            "precision": self.precision,
+            "torch": torch.__version__,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+            "rows": self.rows,
+        }
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
     def balanced(self, balance: Balance) -> tuple[int, ...]:
         """Return the cut that training would choose, from fresh measurements."""
@@ -224,19 +242,8 @@ def main() -> None:
             f"{row['name']:44} {1000 * row['seconds']:8.1f} {best / row['seconds']:6.2f}x "
             f"{accumulated['seconds'] / row['seconds']:6.2f}x {limit:>6}  {peaks}"
         )
-    gpus = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
-    record = {
-        "command": " ".join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "devices": gpus,
-        "precision": bench.precision,
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "python": platform.python_version(),
-        "rows": bench.rows,
-    }
     if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+        bench.write(devices, arguments.json)
 
 
 if __name__ == "__main__":
