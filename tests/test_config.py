@@ -237,3 +237,10 @@ def test_a_batch_has_a_patch_for_each_micro_batch() -> None:
     assert load_config(None, ["training.micro_batches=1"]).training.batch_size == 2
     with pytest.raises(ConfigError, match="micro_batches is 8 but a batch has 4 patches"):
         load_config(None, ["training.micro_batches=8", "training.batch_size=4"])
+
+
+def test_levels_that_are_made_again_cannot_be_parked() -> None:
+    settings = ["memory.offload=skips", "memory.recompute=level"]
+    with pytest.raises(ConfigError, match=r"memory\.offload=skips with memory\.recompute=level"):
+        load_config(None, settings)
+    assert load_config(None, settings[:1]).memory.offload == "skips"

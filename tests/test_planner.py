@@ -379,6 +379,15 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
+def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, offload=offload)
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert ("--offload skips (predicted peak " in message) == is_offered
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
     warn_if_too_large(fitting)
