@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
@@ -42,8 +43,10 @@ class _MicroBatch:
     """Per reading stage and tensor, what is on its way there."""
     leaves: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """Per stage, its inputs."""
-    roots: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Per stage, its outputs with their graph."""
+    roots: dict[int, dict[str, GradientEdge]] = field(default_factory=dict)
+    """Per stage, where the graph of each of its outputs begins: it outlives the output."""
+    logits: dict[str, Tensor] = field(default_factory=dict)
+    """What the loss has still to read."""
     gradients: dict[str, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
     """Per tensor, what its readers send back to its maker."""
     parkings: dict[int, StageParking] = field(default_factory=dict)
@@ -184,7 +187,8 @@ class PipelineExecutor:
         if parking is not None:
             parking.end_forward()
         micro_batch.leaves[number] = leaves
-        micro_batch.roots[number] = made
+        micro_batch.roots[number] = {name: get_gradient_edge(made[name]) for name in made}
+        micro_batch.logits |= {name: made[name] for name in self.module.outputs() if name in made}
 
     def _loss(
         self, stage: Stage, micro_batch: _MicroBatch, loss_fn: LossFunction, scale: float
@@ -193,7 +197,7 @@ class PipelineExecutor:
         logits = {}
         for name in self.module.outputs():
             # A coarse head may be in an earlier stage than the loss.
-            made = micro_batch.roots[self._maker[name].slot.index][name]
+            made = micro_batch.logits.pop(name)
             logits[name] = Transfer(made, stage.slot.device).wait().requires_grad_()
         values = list(logits.values())
         terms = loss_fn(values if len(values) > 1 else values[0], micro_batch.target)
