@@ -216,18 +216,17 @@ class StageParking:
         following = self._needs[earlier[-1]] if earlier else set()
         # The first one comes just in time, for memory is at its peak when backward starts.
         is_soon = bool(self._needs[index]) or bool(self._needs[index - 1] if index else ())
-        later = set().union(*(self._needs[number] for number in earlier))
         for name in list(self._held):
             memory = self._held[name]
             if name in self._needs[index]:
                 memory.wait()
+                if self._index.get(name) == index:  # its maker is the last; autograd frees it
+                    del self._held[name]
             elif name in following:
                 if is_soon:
                     memory.fetch()
-            elif name in later or name not in self._index:
+            else:
                 memory.release()
-            else:  # autograd has read it for the last time, and frees it
-                del self._held[name]
 
 
 def _half(name: str) -> str:
