@@ -74,7 +74,7 @@ class Circumstances:
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
             "schedule": self.config.parallel.schedule,
-            "recompute": self.config.memory.recompute,
+            "memory": self.config.memory.model_dump(),
             "devices": [hardware(device) for device in self.devices],
             # Two stages on one GPU are not two GPUs of one kind.
             "sharing": [self.devices.index(device) for device in self.devices],

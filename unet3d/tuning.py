@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 MAX_NEIGHBOURS = 2
 """Cuts beside the balanced ones that are measured too."""
 
+NUM_WARM_UP_STEPS = 4
+"""Of a setting, before those that are timed: one GPU records a step of small patches by then."""
 TOLERANCE = 1.05
 """A neighbour is measured where its blocks' times promise at most this many times the best."""
 
@@ -278,7 +280,7 @@ class _Bench:
 
         step()  # makes the optimizer's state
         peak_bytes = _peak_bytes(executor, optimization, step)
-        return Row(layout, median_seconds(step, layout.devices, num_warm_up_runs=0), peak_bytes)
+        return Row(layout, median_seconds(step, layout.devices, NUM_WARM_UP_STEPS), peak_bytes)
 
 
 def _peak_bytes(
@@ -286,15 +288,15 @@ def _peak_bytes(
 ) -> dict[torch.device, int]:
     """Take a step and return the most that each device held in it."""
     meter = MemoryMeter(executor.slots, executor.module)
-    unwatched = executor.watch_forward
-    executor.watch_forward = meter.watch
+    unobserved = executor.observer
+    executor.observer = meter
     before_step = optimization.optimizer.register_step_pre_hook(lambda *_: meter.note_gradients())
     meter.start()
     try:
         step()
     finally:
         before_step.remove()
-        executor.watch_forward = unwatched
+        executor.observer = unobserved
     measured = meter.read(optimization.optimizer)
     peaks: dict[torch.device, int] = {}
     for slot in executor.slots:

@@ -2,13 +2,13 @@
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
 says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks
-skips in host memory, ``pipeline`` does it.
-``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
+skips in host memory, ``pipeline`` does it, and ``graphs`` replays it on one GPU. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
 from unet3d.parallel.balance import choose_cuts
 from unet3d.parallel.executor import Executor, LossFunction
+from unet3d.parallel.graphs import GraphedExecutor
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import (
@@ -46,7 +46,7 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    return PipelineExecutor(
+    executor = PipelineExecutor(
         model,
         stages,
         layout.num_micro_batches,
@@ -55,3 +55,7 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
         layout.recompute,
         parks_skips=layout.offload == "skips",
     )
+    # Parking changes the size of memory as it goes, which a recording cannot follow.
+    if len(stages) == 1 and executor.input_device.type == "cuda" and layout.offload == "none":
+        return GraphedExecutor(executor)
+    return executor

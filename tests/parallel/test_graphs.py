@@ -1,0 +1,92 @@
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import TrainingSettings
+from unet3d.memory import MemoryMeter
+from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.optimization import Optimization
+from unet3d.parallel import Executor, Layout, graphs, parallelize
+from unet3d.parallel.graphs import NUM_WARM_UP_STEPS, GraphedExecutor
+
+pytestmark = pytest.mark.gpu
+
+TOPOLOGY = Topology(1, 3, (8, 16, 32), ((1, 1, 1), (2, 2, 2), (2, 2, 2)))
+
+
+def make_executor(num_micro_batches: int = 1, seed: int = 0) -> Executor:
+    torch.manual_seed(seed)
+    model = UNet3d(TOPOLOGY)
+    layout = Layout((torch.device("cuda", 0),), None, num_micro_batches, torch.bfloat16)
+    return parallelize(model, layout)
+
+
+def make_batch(number: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    image = torch.randn(num_samples, 1, 32, 32, 32, generator=generator)
+    target = torch.randint(0, 3, (num_samples, 32, 32, 32), generator=generator)
+    return image.cuda(), target.to(torch.uint8).cuda()
+
+
+def train(executor: Executor, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
+    losses = []
+    for image, target in batches:
+        losses.append(executor.forward_backward(image, target, dice_cross_entropy).total)
+        optimization.step(0.01)
+    return [*losses, *(value.detach() for value in executor.module.parameters())]
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_replayed_steps_train_as_launched_ones(
+    num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 5)]
+    # A last batch that is smaller, as every epoch has one, does not make the recording useless.
+    batches.insert(NUM_WARM_UP_STEPS + 2, make_batch(99, num_samples=1))
+    executor = make_executor(num_micro_batches)
+    assert isinstance(executor, GraphedExecutor)
+    replayed = train(executor, batches)
+    assert executor._recording is not None
+    monkeypatch.setattr(graphs, "MAX_ELEMENTS", 0)
+    launched = make_executor(num_micro_batches)
+    assert_close(replayed, train(launched, batches))
+    assert launched._recording is None
+
+
+def test_a_step_that_is_measured_is_launched() -> None:
+    executor = make_executor()
+    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)]
+    train(executor, batches)
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.observer = meter
+    meter.start()
+    image, target = make_batch(7)
+    executor.forward_backward(image, target, dice_cross_entropy)
+    optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
+    assert meter.read(optimization.optimizer)[0].activations_bytes > 0
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    executor = make_executor()
+    image, target = make_batch(1)
+    for _ in range(NUM_WARM_UP_STEPS + 1):
+        executor.module.zero_grad()
+        executor.forward_backward(image, target, dice_cross_entropy)
+    once = [parameter.grad.clone() for parameter in executor.module.parameters()]
+    executor.forward_backward(image, target, dice_cross_entropy)
+    for parameter, gradient in zip(executor.module.parameters(), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-2, atol=1e-3)
+
+
+def test_another_shape_that_stays_is_recorded_instead() -> None:
+    executor = make_executor()
+    train(executor, [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)])
+    first = executor._recording
+    train(executor, [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 1)])
+    assert executor._recording is not None and executor._recording is not first
