@@ -10,18 +10,13 @@ from matplotlib.ticker import NullLocator
 from rich import box
 from rich.table import Table
 
+from unet3d.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from unet3d.report import (
-    BLUE,
     GIB,
-    GREEN,
     MIB,
     MIN_BYTES_IN_GIB,
     NOTHING,
-    ORANGE,
     PICTURE_WIDTH_INCHES,
-    PURPLE,
-    SKY,
-    VERMILION,
     amount,
     size_text,
     write_figure,

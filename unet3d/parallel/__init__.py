@@ -1,8 +1,9 @@
 """Spreading one network over devices.
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
-says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks
-skips in host memory, ``pipeline`` does it, and ``graphs`` replays it on one GPU. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
+says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks skips
+in host memory, ``pipeline`` does it, and ``graphs`` replays it on one GPU. ``costs`` counts bytes
+and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
