@@ -1,3 +1,5 @@
+from typing import Any, Literal
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,18 +9,22 @@ from unet3d.memory import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.optimization import Optimization
 from unet3d.parallel import Executor, Layout, graphs, parallelize
-from unet3d.parallel.graphs import NUM_WARM_UP_STEPS, GraphedExecutor
+from unet3d.parallel.graphs import NUM_WARM_UP_STEPS, RecordedPipeline
 
 pytestmark = pytest.mark.gpu
 
 TOPOLOGY = Topology(1, 3, (8, 16, 32), ((1, 1, 1), (2, 2, 2), (2, 2, 2)))
 
 
-def make_executor(num_micro_batches: int = 1, seed: int = 0) -> Executor:
-    torch.manual_seed(seed)
+def make_executor(
+    num_micro_batches: int = 1,
+    devices: tuple[int, ...] = (0,),
+    schedule: Literal["1f1b", "all-forward"] = "1f1b",
+) -> Executor:
+    torch.manual_seed(0)
     model = UNet3d(TOPOLOGY)
-    layout = Layout((torch.device("cuda", 0),), None, num_micro_batches, torch.bfloat16)
-    return parallelize(model, layout)
+    gpus = tuple(torch.device("cuda", index) for index in devices)
+    return parallelize(model, Layout(gpus, None, num_micro_batches, torch.bfloat16, schedule))
 
 
 def make_batch(number: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
@@ -42,21 +48,40 @@ def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_replayed_steps_train_as_launched_ones(
-    num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
+def check_replayed_steps(
+    monkeypatch: pytest.MonkeyPatch, num_micro_batches: int, **choices: Any
 ) -> None:
-    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 5)]
+    batches = [make_batch(number, 4) for number in range(NUM_WARM_UP_STEPS + 5)]
     # A last batch that is smaller, as every epoch has one, does not make the recording useless.
     batches.insert(NUM_WARM_UP_STEPS + 2, make_batch(99, num_samples=1))
-    executor = make_executor(num_micro_batches)
-    assert isinstance(executor, GraphedExecutor)
+    executor = make_executor(num_micro_batches, **choices)
+    assert isinstance(executor, RecordedPipeline)
     replayed = train(executor, batches)
-    assert executor._recording is not None
+    assert executor._lanes is not None
     monkeypatch.setattr(graphs, "MAX_ELEMENTS", 0)
-    launched = make_executor(num_micro_batches)
+    launched = make_executor(num_micro_batches, **choices)
     assert_close(replayed, train(launched, batches))
-    assert launched._recording is None
+    assert launched._lanes is None
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+@pytest.mark.parametrize("devices", [(0,), (0, 0), (0, 0, 0)])
+def test_replayed_steps_train_as_launched_ones(
+    devices: tuple[int, ...],
+    schedule: str,
+    num_micro_batches: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_replayed_steps(monkeypatch, num_micro_batches, devices=devices, schedule=schedule)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_replayed_steps_over_two_gpus(
+    num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_replayed_steps(monkeypatch, num_micro_batches, devices=(0, 1))
 
 
 def test_a_step_that_is_measured_is_launched() -> None:
@@ -87,6 +112,6 @@ def test_gradients_that_are_there_are_added_to() -> None:
 def test_another_shape_that_stays_is_recorded_instead() -> None:
     executor = make_executor()
     train(executor, [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)])
-    first = executor._recording
+    first = executor._lanes
     train(executor, [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 1)])
-    assert executor._recording is not None and executor._recording is not first
+    assert executor._lanes is not None and executor._lanes is not first

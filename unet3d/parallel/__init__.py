@@ -2,14 +2,14 @@
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
 says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks skips
-in host memory, ``pipeline`` does it, and ``graphs`` replays it on one GPU. ``costs`` counts bytes
+in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``costs`` counts bytes
 and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
 from unet3d.parallel.balance import choose_cuts
 from unet3d.parallel.executor import Executor, LossFunction
-from unet3d.parallel.graphs import GraphedExecutor
+from unet3d.parallel.graphs import RecordedPipeline
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import (
@@ -47,7 +47,10 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    executor = PipelineExecutor(
+    # Parking changes the size of memory as it goes, which a recording cannot follow.
+    on_gpus = all(device.type == "cuda" for device in layout.devices)
+    make = RecordedPipeline if on_gpus and layout.offload == "none" else PipelineExecutor
+    return make(
         model,
         stages,
         layout.num_micro_batches,
@@ -56,7 +59,3 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
         layout.recompute,
         parks_skips=layout.offload == "skips",
     )
-    # Parking changes the size of memory as it goes, which a recording cannot follow.
-    if len(stages) == 1 and executor.input_device.type == "cuda" and layout.offload == "none":
-        return GraphedExecutor(executor)
-    return executor

@@ -1,71 +1,72 @@
-"""Replaying a recorded step, where launching its kernels takes longer than running them.
+"""Replaying recorded launches, where making them takes longer than running them.
 
-For small patches Python needs longer to launch the two thousand kernels of a step than a GPU needs
-to run them. A CUDA graph records the launches of one step, and later steps of the same shapes
-replay them in one call: the same arithmetic, on the same memory each time.
+For volumes that are not large Python needs longer to launch the some thousand kernels of a step
+than GPUs need to run them; the more so where one process keeps several GPUs busy. A CUDA graph
+records what one stage launches for one micro-batch, forward or backward, and a later step replays
+it in one call: the same arithmetic on the same memory.
+
+A micro-batch that is under way needs memory of its own, so each stage has a lane, with its two
+graphs, for each micro-batch that it has under way at a time. What goes from stage to stage is
+copied into the reading lane's inputs.
 """
 
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unet3d.model import LossTerms, UNet3d
-from unet3d.parallel.executor import LossFunction, NoObserver, Observer
-from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.parallel.placement import Slot
+from unet3d.model import LossTerms
+from unet3d.parallel.executor import LossFunction, NoObserver
+from unet3d.parallel.partition import Stage
+from unet3d.parallel.pipeline import PipelineExecutor, sum_of
+from unet3d.parallel.schedule import most_alive
+from unet3d.parallel.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_STEPS = 3
 """Of one shape, in a row, before it is recorded: kernels are compiled and algorithms chosen."""
 MAX_ELEMENTS = 2**23
-"""Of a batch's image; above, the GPU is the slower of the two."""
+"""Of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_SHARE = 0.4
-"""Of the GPU's memory, which a step may have taken: a recording keeps as much for itself."""
+"""Of a GPU's memory, which a step may have taken: a recording keeps as much for itself."""
 
 
 @dataclass(frozen=True)
-class _Recording:
-    """One step: what is written before a replay, and what is read after it."""
+class _Lane:
+    """What one stage does with one micro-batch at a time.
 
-    graph: torch.cuda.CUDAGraph
-    image: Tensor
-    target: Tensor
-    terms: LossTerms
-    gradients: tuple[Tensor | None, ...]
+    Attributes:
+        inputs: Written before forward is replayed.
+        target: Likewise, in the last stage.
+        outputs: Read after it.
+        terms: Likewise, in the last stage: the loss, weighted with the micro-batch's share.
+        output_gradients: Written before backward is replayed; the last stage has its own.
+        input_gradients: Read after it.
+    """
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    target: Tensor | None
+    outputs: dict[str, Tensor]
+    terms: LossTerms | None
+    output_gradients: dict[str, Tensor]
+    input_gradients: dict[str, Tensor]
 
 
-class GraphedExecutor:
-    """One network on one GPU; see :class:`~unet3d.parallel.Executor`."""
+class RecordedPipeline(PipelineExecutor):
+    """A pipeline over GPUs that replays its steps; see :class:`~unet3d.parallel.Executor`."""
 
-    def __init__(self, executor: PipelineExecutor) -> None:
-        """Record nothing yet.
-
-        Args:
-            executor: Of a single stage on a GPU; it does all that is not replayed.
-        """
-        self._executor = executor
-        self.module: UNet3d = executor.module
-        self.input_device = executor.input_device
-        self.output_device = executor.output_device
-        self.slots: Sequence[Slot] = executor.slots
-        self._recorded: Any = None
-        self._recording: _Recording | None = None
-        self._last: Any = None
-        self._num_in_a_row = 0
-
-    @property
-    def observer(self) -> Observer:
-        """Is told of every action of a step; while there is one, nothing is replayed."""
-        return self._executor.observer
-
-    @observer.setter
-    def observer(self, observer: Observer) -> None:
-        self._executor.observer = observer
+    _lanes: list[list[_Lane]] | None = None
+    _gradients: list[Tensor]
+    """Of every parameter; recorded backward passes add to these."""
+    _recorded: Any = None
+    _last: Any = None
+    _num_in_a_row = 0
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
@@ -73,50 +74,134 @@ class GraphedExecutor:
         """Add one batch's gradients to the module's; see the protocol."""
         key = (image.shape, image.dtype, target.shape, target.dtype, loss_fn, scale)
         if not self._may_replay(image):
-            return self._executor.forward_backward(image, target, loss_fn, scale)
-        if self._recording is not None and key == self._recorded:
-            return self._replay(self._recording, image, target)
-        self._num_in_a_row = self._num_in_a_row + 1 if key == self._last else 1
-        self._last = key
-        if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
-            return self._executor.forward_backward(image, target, loss_fn, scale)
-        self._recording = None  # frees the memory of one of another shape
-        self._recording, self._recorded = self._record(image, target, loss_fn, scale), key
-        return self._replay(self._recording, image, target)
-
-    def predict(self, image: Tensor) -> Tensor:
-        """Return logits without gradients; see the protocol."""
-        return self._executor.predict(image)
+            return super().forward_backward(image, target, loss_fn, scale)
+        if self._lanes is None or key != self._recorded:
+            self._num_in_a_row = self._num_in_a_row + 1 if key == self._last else 1
+            self._last = key
+            if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
+                return super().forward_backward(image, target, loss_fn, scale)
+            self._lanes = None  # gives the memory of another shape back
+            self._lanes = self._record(image, target, loss_fn, scale)
+            self._recorded = key
+        return self._replay(self._lanes, image, target)
 
     def _may_replay(self, image: Tensor) -> bool:
+        """Return whether a step like this one could be recorded."""
+        last = {block.name for block in self.stages[-1].blocks}
+        count = min(self.num_micro_batches, len(image))
         return (
-            image.numel() <= MAX_ELEMENTS
+            image.numel() // count <= MAX_ELEMENTS
+            and len(image) % count == 0
+            and last.issuperset(self.module.outputs())
             and isinstance(self.observer, NoObserver)
-            # A recording sets gradients, and does not add to them.
+            # Recorded gradients begin at nothing.
             and all(parameter.grad is None for parameter in self.module.parameters())
         )
 
     def _has_room(self) -> bool:
-        device = self.input_device
-        total = torch.cuda.get_device_properties(device).total_memory
-        return torch.cuda.max_memory_reserved(device) <= MAX_SHARE * total
+        return all(
+            torch.cuda.max_memory_reserved(device)
+            <= MAX_SHARE * torch.cuda.get_device_properties(device).total_memory
+            for device in {slot.device for slot in self.slots}
+        )
 
     def _record(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
-    ) -> _Recording:
-        image, target = image.clone(), target.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.input_device), torch.cuda.graph(graph):
-            terms = self._executor.forward_backward(image, target, loss_fn, scale)
-        gradients = tuple(parameter.grad for parameter in self.module.parameters())
-        logger.debug("recorded a step of %d voxels", image.numel())
-        return _Recording(graph, image, target, terms, gradients)
-
-    def _replay(self, recording: _Recording, image: Tensor, target: Tensor) -> LossTerms:
-        recording.image.copy_(image)
-        recording.target.copy_(target)
-        recording.graph.replay()
-        for parameter, gradient in zip(self.module.parameters(), recording.gradients, strict=True):
+    ) -> list[list[_Lane]]:
+        count = min(self.num_micro_batches, len(image))
+        alive = most_alive(self.schedule, count, len(self.stages))
+        parameters = list(self.module.parameters())
+        self._gradients = [torch.zeros_like(parameter) for parameter in parameters]
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
             parameter.grad = gradient
-        terms = recording.terms
-        return LossTerms(terms.total.clone(), terms.dice.clone(), terms.cross_entropy.clone())
+        lanes = []
+        made = {"image": image.tensor_split(count)[0]}
+        labels = target.tensor_split(count)[0]
+        for stage in self.stages:
+            with torch.cuda.device(stage.slot.device):
+                number = stage.slot.index
+                of_stage = [
+                    self._record_lane(stage, made, labels, loss_fn, scale / count, 1 / count)
+                    for _ in range(alive[number][number])
+                ]
+            made |= of_stage[0].outputs
+            lanes.append(of_stage)
+        logger.debug("recorded steps of %d voxels", image.numel())
+        return lanes
+
+    def _record_lane(
+        self,
+        stage: Stage,
+        made: dict[str, Tensor],
+        labels: Tensor,
+        loss_fn: LossFunction,
+        scale: float,
+        weight: float,
+    ) -> _Lane:
+        device = stage.slot.device
+        leaves = {
+            name: torch.empty_like(made[name], device=device).requires_grad_(name != "image")
+            for name in stage.inputs
+        }
+        target = terms = None
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        if stage is self.stages[-1]:
+            target = torch.zeros_like(labels, device=device)
+        with torch.cuda.graph(forward):
+            roots = self._compute(stage, leaves)
+            outputs = {name: root.detach() for name, root in roots.items()}
+            if target is not None:
+                logits = {name: outputs[name].requires_grad_() for name in self.module.outputs()}
+                values = list(logits.values())
+                loss = loss_fn(values if len(values) > 1 else values[0], target)
+                (loss.total * scale).backward()  # type: ignore[no-untyped-call]
+                terms = loss.detached().weighted(weight)
+        gradients = {
+            name: torch.empty_like(output) if output.grad is None else output.grad
+            for name, output in outputs.items()
+        }
+        with torch.cuda.graph(backward, pool=forward.pool()):
+            torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
+        back = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        outputs = {name: output.detach() for name, output in outputs.items()}
+        leaves = {name: leaf.detach() for name, leaf in leaves.items()}
+        return _Lane(forward, backward, leaves, target, outputs, terms, gradients, back)
+
+    def _replay(self, lanes: list[list[_Lane]], image: Tensor, target: Tensor) -> LossTerms:
+        for parameter, gradient in zip(self.module.parameters(), self._gradients, strict=True):
+            parameter.grad = gradient
+        torch._foreach_zero_(self._gradients)
+        count = min(self.num_micro_batches, len(image))
+        portions, labels = image.tensor_split(count), target.tensor_split(count)
+        arriving = {(i, 0, "image"): Transfer(x, self.input_device) for i, x in enumerate(portions)}
+        returning: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
+        terms: list[LossTerms] = []
+        for action in self.schedule(count, len(self.stages)):
+            stage, number = self.stages[action.stage], action.micro_batch
+            lane = lanes[action.stage][number % len(lanes[action.stage])]
+            with torch.cuda.device(stage.slot.device):
+                if action.kind == "forward":
+                    for name, place in lane.inputs.items():
+                        place.copy_(arriving.pop((number, action.stage, name)).wait())
+                    if lane.target is not None:
+                        lane.target.copy_(labels[number])
+                    lane.forward.replay()
+                    if lane.terms is not None:
+                        terms.append(_copied(lane.terms))
+                    for later in self.stages[action.stage + 1 :]:
+                        for name in lane.outputs.keys() & set(later.inputs):
+                            transfer = Transfer(lane.outputs[name], later.slot.device)
+                            arriving[number, later.slot.index, name] = transfer
+                else:
+                    if lane.target is None:
+                        for name, place in lane.output_gradients.items():
+                            place.copy_(sum_of(returning.pop((number, name))))
+                    lane.backward.replay()
+                    for name, gradient in lane.input_gradients.items():
+                        maker = self._maker[name].slot.device
+                        returning[number, name].append(Transfer(gradient, maker))
+        return sum(terms[1:], start=terms[0])
+
+
+def _copied(terms: LossTerms) -> LossTerms:
+    return LossTerms(terms.total.clone(), terms.dice.clone(), terms.cross_entropy.clone())

@@ -173,12 +173,7 @@ class PipelineExecutor:
             leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
             leaves[name] = leaf.requires_grad_(name != "image")
         parking = self._parking(stage, micro_batch, leaves)
-        remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
-        with self._autocast(stage), remaking:
-            if self.recompute == "level":
-                made = run_levels(stage.blocks, dict(leaves), stage.outputs)
-            else:
-                made = run_blocks(stage.blocks, dict(leaves), stage.outputs, parking)
+        made = self._compute(stage, leaves, parking)
         for later in self.stages[number + 1 :]:
             for name in stage.outputs:
                 if name in later.inputs:
@@ -189,6 +184,16 @@ class PipelineExecutor:
         micro_batch.leaves[number] = leaves
         micro_batch.roots[number] = {name: get_gradient_edge(made[name]) for name in made}
         micro_batch.logits |= {name: made[name] for name in self.module.outputs() if name in made}
+
+    def _compute(
+        self, stage: Stage, leaves: dict[str, Tensor], parking: StageParking | None = None
+    ) -> dict[str, Tensor]:
+        """Run a stage's blocks forward, with all that backward will need."""
+        remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
+        with self._autocast(stage), remaking:
+            if self.recompute == "level":
+                return run_levels(stage.blocks, dict(leaves), stage.outputs)
+            return run_blocks(stage.blocks, dict(leaves), stage.outputs, parking)
 
     def _loss(
         self, stage: Stage, micro_batch: _MicroBatch, loss_fn: LossFunction, scale: float
@@ -210,7 +215,7 @@ class PipelineExecutor:
         parking = micro_batch.parkings.pop(stage.slot.index, None)
         if parking is not None:
             parking.begin_backward()
-        gradients = [_sum_of(micro_batch.gradients.pop(name)) for name in roots]
+        gradients = [sum_of(micro_batch.gradients.pop(name)) for name in roots]
         torch.autograd.backward(list(roots.values()), gradients)
         if parking is not None:
             parking.end_backward()
@@ -249,7 +254,7 @@ class PipelineExecutor:
         return torch.autocast(stage.slot.device.type, dtype=self.autocast)
 
 
-def _sum_of(gradients: Sequence[Transfer]) -> Tensor:
+def sum_of(gradients: Sequence[Transfer]) -> Tensor:
     """Add gradients in the order in which they came, so that a run can be repeated."""
     total = gradients[0].wait()
     for gradient in gradients[1:]:
