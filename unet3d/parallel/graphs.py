@@ -139,6 +139,8 @@ class RecordedPipeline(PipelineExecutor):
         weight: float,
     ) -> _Lane:
         device = stage.slot.device
+        # PyTorch's own is on whichever GPU recorded first; backward must be on that of forward.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         leaves = {
             name: torch.empty_like(made[name], device=device).requires_grad_(name != "image")
             for name in stage.inputs
@@ -147,7 +149,7 @@ class RecordedPipeline(PipelineExecutor):
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         if stage is self.stages[-1]:
             target = torch.zeros_like(labels, device=device)
-        with torch.cuda.graph(forward):
+        with torch.cuda.graph(forward, stream=stream):
             roots = self._compute(stage, leaves)
             outputs = {name: root.detach() for name, root in roots.items()}
             if target is not None:
@@ -160,7 +162,7 @@ class RecordedPipeline(PipelineExecutor):
             name: torch.empty_like(output) if output.grad is None else output.grad
             for name, output in outputs.items()
         }
-        with torch.cuda.graph(backward, pool=forward.pool()):
+        with torch.cuda.graph(backward, pool=forward.pool(), stream=stream):
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         back = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         outputs = {name: output.detach() for name, output in outputs.items()}
