@@ -38,7 +38,11 @@ def train(executor: Executor, batches: list[tuple[Tensor, Tensor]]) -> list[Tens
     optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
     losses = []
     for image, target in batches:
-        losses.append(executor.forward_backward(image, target, dice_cross_entropy).total)
+        losses.append(
+            executor.forward_backward(
+                image, target.to(executor.output_device), dice_cross_entropy
+            ).total
+        )
         optimization.step(0.01)
     return [*losses, *(value.detach() for value in executor.module.parameters())]
 
