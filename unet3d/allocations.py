@@ -29,14 +29,12 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         now: Bytes in use, per device.
         peak: The most that was in use at any moment, per device.
-        largest_num_elements: Of the largest tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[torch.device, int] = defaultdict(int)
         self.peak: dict[torch.device, int] = defaultdict(int)
-        self.largest_num_elements = 0
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -60,7 +58,6 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._alive[key] = 0
         self.resized(tensor)
-        self.largest_num_elements = max(self.largest_num_elements, tensor.numel())
         weakref.finalize(storage, self._drop, key, device)
 
     def resized(self, tensor: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Every way of placing one training side by side: what it takes, and how large it could be."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from unet3d.memory import device_bytes
 from unet3d.model import UNet3d
 from unet3d.optimization import autocast_dtype, num_states
 from unet3d.parallel import Layout, choose_cuts, default_precision, resolve_devices
-from unet3d.planner import MAX_ELEMENTS, Prediction, Step, largest_size, predict_memory
+from unet3d.planner import Prediction, Step, largest_size, predict_memory
 from unet3d.volumes.cache import Cache
 
 CPU = torch.device("cpu")
@@ -31,7 +30,6 @@ class Way:
         fits: Whether each device has that.
         largest: The largest patch of the same aspect that fits, in voxels; None: not even the
             smallest does.
-        largest_is_slow: Whether it makes a tensor that is too large for cuDNN's fast algorithms.
         is_asked: Whether it is the one that the settings name.
         balance: What its cut makes level, where that is not the default.
     """
@@ -40,7 +38,6 @@ class Way:
     prediction: Prediction
     fits: bool
     largest: Shape | None
-    largest_is_slow: bool
     is_asked: bool
     balance: str | None
 
@@ -80,7 +77,6 @@ class Comparison:
             "asked": way.is_asked,
             "fits": way.fits,
             "largest_shape": way.largest and list(way.largest),
-            "largest_is_slow": way.largest_is_slow,
             "slots": [
                 {
                     "slot": slot.index,
@@ -137,25 +133,17 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 precision,
             )
             prediction = predict_memory(step)
-            largest = largest_size(step, memory)
-            growth = math.prod(largest or (0,)) / math.prod(step.size)
             ways.append(
                 Way(
                     parallel=mode,
                     prediction=prediction,
                     fits=prediction.load(memory) <= 1,
-                    largest=largest,
-                    largest_is_slow=_is_slow(devices, prediction.largest_num_elements * growth),
+                    largest=largest_size(step, memory),
                     is_asked=mode == config.parallel.mode
                     and count == config.training.num_micro_batches,
                     balance=config.parallel.balance if is_balanced else None,
                 )
             )
-    if any(_is_slow(several, way.prediction.largest_num_elements) for way in ways):
-        notes.append(
-            "A tensor has more than 2^31 numbers in some of these: there cuDNN may fall back to "
-            "algorithms that are slow and take more memory than is predicted."
-        )
     return Comparison(tuple(ways), memory, tuple(notes))
 
 
@@ -211,10 +199,6 @@ def _cuts(
         num_states(config.training),
         Cache(config.data.cache).folder / "timings",
     )
-
-
-def _is_slow(devices: tuple[torch.device, ...], num_elements: float) -> bool:
-    return any(device.type == "cuda" for device in devices) and num_elements > MAX_ELEMENTS
 
 
 def _next(device: torch.device) -> torch.device:

@@ -24,9 +24,6 @@ UNCOUNTED_BYTES = 1024**3
 """What a GPU must have beside the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
 space where it raises the peak, and gaps between tensors."""
 
-MAX_ELEMENTS = 2**31 - 1
-"""Of one tensor, beyond which cuDNN falls back to slow algorithms that need more memory."""
-
 
 @dataclass(frozen=True)
 class Step:
@@ -58,13 +55,11 @@ class Prediction:
         slots: With the devices and the blocks of each.
         memory: Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
             ``reserved_bytes`` is what it needs to have.
-        largest_num_elements: Of the largest tensor.
     """
 
     step: Step
     slots: tuple[Slot, ...]
     memory: dict[int, SlotMemory]
-    largest_num_elements: int
 
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return what each device must have, in the order of the slots."""
@@ -151,7 +146,7 @@ def predict_memory(step: Step) -> Prediction:
         replace(slot, device=device)
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
-    return Prediction(step, slots, memory, recorder.largest_num_elements)
+    return Prediction(step, slots, memory)
 
 
 class _Meter(MemoryMeter):

@@ -126,7 +126,6 @@ def plan_lines(record: Mapping[str, Any]) -> list[str]:
             f"--micro-batches {way['num_micro_batches']}"
             + (f" --balance {way['balance']}: " if way["balance"] else ": ")
             + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
-            + (" (slow: a tensor above 2^31 numbers)" if way["largest_is_slow"] else "")
             + (" (asked for)" if way["asked"] else "")
         )
     return lines

@@ -5,10 +5,12 @@ from unet3d.kernels.norm import instance_norm
 from unet3d.kernels.overlap import overlap
 from unet3d.kernels.padding import was_folded
 from unet3d.kernels.remake import kept_for, remade_in_backward
+from unet3d.kernels.slabs import convolve
 
 __all__ = [
     "conv1x1x1",
     "conv3x3x3",
+    "convolve",
     "instance_norm",
     "kept_for",
     "overlap",

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import unet3d.kernels.stem_op  # noqa: F401 - registers the operation
+from unet3d.kernels import slabs
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded, with_padding
 from unet3d.kernels.remake import kept_for, offer, remaking
 from unet3d.kernels.triton_here import has_triton
@@ -38,6 +39,11 @@ MAX_HEAD_COLUMNS = 128
 MAX_STEM_ROWS = 128
 """Neighbours of a voxel times channels of the image."""
 MAX_STEM_CHANNELS = 64
+
+_PLAIN = (1, 1, 1)
+_NONE = (0, 0, 0)
+_PADDED = (1, 1, 0)
+"""Where a map has its zeros along Z already."""
 
 
 def conv3x3x3(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
@@ -52,13 +58,13 @@ def conv3x3x3(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
         (N, O, X, Y, Z).
     """
     if _is_stem(x, weight) and added is None:
-        x = x.to(_lowered(x))
+        x = x.to(slabs.lowered(x))
         y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype))
         return y
     if can_fold(x, min(weight.shape[:2])):
         y = FoldedConvolution.apply(x, weight.to(x.dtype), added)  # type: ignore[no-untyped-call]
         return mark_folded(y)
-    y = F.conv3d(x, weight, padding=1)
+    y = slabs.convolve(x, weight, _PLAIN, _PLAIN)
     return y if added is None else y.add_(added)  # nothing else reads y
 
 
@@ -76,7 +82,7 @@ def strided_conv3x3x3(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tenso
     if is_padded(x):
         y: Tensor = PaddedStridedConvolution.apply(x, weight.to(x.dtype), tuple(stride))  # type: ignore[no-untyped-call]
         return y
-    return F.conv3d(x, weight, stride=tuple(stride), padding=1)
+    return slabs.convolve(x, weight, stride, _PLAIN)
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
@@ -93,12 +99,12 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     Returns:
         (N, O, X', Y', Z').
     """
-    y = F.conv_transpose3d(x, weight, stride=tuple(stride))
+    y = slabs.upsample(x, weight, stride)
     made_from, weight = remaking(x), weight.detach()
 
     def again() -> Tensor:
         x = made_from()
-        return F.conv_transpose3d(x, weight.to(x.dtype), stride=tuple(stride))
+        return slabs.upsample(x, weight.to(x.dtype), stride)
 
     offer(y, again, kept_for(x))
     return y
@@ -124,11 +130,18 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     n, _, i, j, k = x.shape
     is_worth_it = outputs * together <= MAX_HEAD_COLUMNS and k % together == 0
     if not (is_worth_it and can_fold(x, inputs)):
-        return F.conv3d(x, weight, bias)
+        if slabs.fits(x, weight, _PLAIN, _NONE):
+            return F.conv3d(x, weight, bias)
+        return slabs.convolve(x, weight, _PLAIN, _NONE).add_(bias.view(1, -1, 1, 1, 1))
     one = torch.eye(together, dtype=weight.dtype, device=weight.device)
     matrix = torch.kron(one, weight.reshape(outputs, inputs))
-    rows = x.permute(0, 2, 3, 4, 1).reshape(-1, together * inputs)
-    y = F.linear(rows, matrix, bias.repeat(together))
+    folded = x.permute(0, 2, 3, 4, 1).reshape(n, i, j, k // together, together * inputs)
+    if slabs.fits(x, weight, _PLAIN, _NONE):
+        y = F.linear(folded.flatten(0, 3), matrix, bias.repeat(together))
+    else:
+        kernel = matrix.view(*matrix.shape, 1, 1, 1)
+        y = slabs.convolve(folded.permute(0, 4, 1, 2, 3), kernel, _PLAIN, _NONE)
+        y = y.permute(0, 2, 3, 4, 1).add_(bias.repeat(together))
     return y.reshape(n, i, j, k, outputs).permute(0, 4, 1, 2, 3)
 
 
@@ -138,16 +151,10 @@ def _is_stem(x: Tensor, weight: Tensor) -> bool:
         is_gpu(x.device)
         and 27 * x.shape[1] <= MAX_STEM_ROWS
         and weight.shape[0] <= MAX_STEM_CHANNELS
-        and _lowered(x) in (torch.bfloat16, torch.float16)
+        and slabs.lowered(x) in (torch.bfloat16, torch.float16)
         and not x.requires_grad
         and has_triton(x)
     )
-
-
-def _lowered(x: Tensor) -> torch.dtype:
-    """Return the type in which autocast would convolve x."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class FoldedConvolution(torch.autograd.Function):
@@ -183,20 +190,21 @@ class PaddedStridedConvolution(torch.autograd.Function):
         """Map (N, I, X, Y, Z) to (N, O, X', Y', Z')."""
         ctx.save_for_backward(x, weight)
         ctx.stride = stride
-        return F.conv3d(with_padding(x), weight, stride=stride, padding=(1, 1, 0))
+        return slabs.convolve(with_padding(x), weight, stride, _PADDED)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
-        wanted = [*ctx.needs_input_grad[:2], False]
-        dx, dweight, _ = _gradients(dy, x, weight, wanted, ctx.stride)
+        given = (dy, x, weight, ctx.stride, _PLAIN)
+        dweight = slabs.weight_gradient(*given) if ctx.needs_input_grad[1] else None
+        dx = slabs.input_gradient(*given) if ctx.needs_input_grad[0] else None
         return dx, dweight, None
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
     if weight.shape[0] > MAX_CHANNELS:
-        return F.conv3d(x, weight, padding=1)
+        return slabs.convolve(x, weight, _PLAIN, _PLAIN)
     if is_padded(x) and weight.shape[1] <= MAX_CHANNELS:
         # From neighbour q of pair t, counted from the pair (-1, 0), to neighbour p of (0, 1) it is
         # 2 t + q - 1 - p voxels; where that is k - 1, the weight is k.
@@ -206,11 +214,11 @@ def _convolve(x: Tensor, weight: Tensor) -> Tensor:
             pairs[p, :, q, ..., t] = weight[..., k]
         pairs = pairs.view(2 * outputs, 2 * inputs, 3, 3, 2)
         pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
-        return _unfold(F.conv3d(_fold(with_padding(x)), pairs, padding=(1, 1, 0)))
+        return _unfold(slabs.convolve(_fold(with_padding(x)), pairs, _PLAIN, _PADDED))
     # The first of two neighbours sees voxels 0 to 2 of the four along Z, the second 1 to 3.
     both = torch.cat([F.pad(weight, (0, 1)), F.pad(weight, (1, 0))])
     both = both.contiguous(memory_format=torch.channels_last_3d)
-    return _unfold(F.conv3d(x, both, stride=(1, 1, 2), padding=1))
+    return _unfold(slabs.convolve(x, both, (1, 1, 2), _PLAIN))
 
 
 _PADDED_ENTRIES = [
@@ -245,30 +253,15 @@ def _pairs_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     taps, entries = (2, _PADDED_ENTRIES) if padded else (3, _PLAIN_ENTRIES)
     like = weight.new_empty((2 * outputs, 2 * inputs, 3, 3, taps))
     like = like.contiguous(memory_format=torch.channels_last_3d)
-    padding = (1, 1, 0) if padded else (1, 1, 1)
+    padding = _PADDED if padded else _PLAIN
     pairs = _fold(with_padding(x) if padded else x)
-    wanted = [False, True, False]
-    folded = _gradients(_fold(dy), pairs, like, wanted, padding=padding)[1]
+    folded = slabs.weight_gradient(_fold(dy), pairs, like, _PLAIN, padding)
     exact = torch.promote_types(folded.dtype, torch.float32)
     parts = folded.reshape(2, outputs, 2, inputs, 3, 3, taps)
     total = parts.new_zeros((outputs, inputs, 3, 3, 3), dtype=exact)
     for p, q, t, k in entries:
         total[..., k] += parts[p, :, q, ..., t]
     return total.to(weight.dtype)
-
-
-def _gradients(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    wanted: list[bool],
-    stride: Sequence[int] = (1, 1, 1),
-    padding: Sequence[int] = (1, 1, 1),
-) -> tuple[Tensor, ...]:
-    gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, stride, padding, [1, 1, 1], False, [0, 0, 0], 1, wanted
-    )
-    return gradients
 
 
 def _fold(x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from unet3d.config import Shape
 from unet3d.kernels import (
     conv1x1x1,
     conv3x3x3,
+    convolve,
     instance_norm,
     strided_conv3x3x3,
     upsample,
@@ -214,6 +215,17 @@ class Conv3x3x3(nn.Conv3d):
         return strided_conv3x3x3(x, self.weight, self.stride)
 
 
+class Projection(nn.Conv3d):
+    """1x1x1 convolution from features to features."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(in_channels, channels, kernel_size=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X, Y, Z)."""
+        return convolve(x, self.weight, (1, 1, 1), (0, 0, 0))
+
+
 class ConvUnit(nn.Module):
     """3x3x3 convolution, normalisation, LeakyReLU."""
 
@@ -253,7 +265,7 @@ class ResidualUnit(nn.Module):
         pool = nn.AvgPool3d(stride, stride) if max(stride) > 1 else nn.Identity()
         project = (
             nn.Sequential(
-                nn.Conv3d(in_channels, channels, 1, bias=False),
+                Projection(in_channels, channels),
                 make_norm(norm, channels, activated=False),
             )
             if in_channels != channels
