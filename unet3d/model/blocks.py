@@ -1,7 +1,8 @@
 """The modules that a U-Net is made of, and the list of blocks that a cut divides."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -132,13 +133,37 @@ def run_levels(
             return tuple(results[name] for name in outputs)
 
         values = [tensors[name] for name in inputs]
-        results = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=False)
+        results = checkpoint(
+            run,
+            *values,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda level=level: (nullcontext(), _second_pass(level)),
+        )
         tensors.update(zip(outputs, results, strict=True))
         for name in inputs:
             if name not in later and name not in kept:
                 del tensors[name]
         del values, results
     return {name: tensors.pop(name) for name in kept}
+
+
+@contextmanager
+def _second_pass(level: Sequence[Block]) -> Iterator[None]:
+    """Keep batch normalisations from counting the same samples twice in their running means."""
+    norms = [
+        module
+        for block in level
+        for module in block.module.modules()
+        if isinstance(module, nn.BatchNorm3d) and module.track_running_stats
+    ]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
 
 
 class InstanceNorm(nn.Module):

@@ -7,7 +7,7 @@ in memory, because its device is the one that a larger volume no longer fits on.
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 from unet3d.config import Balance, Shape
@@ -126,7 +126,15 @@ def memory_cost(
         # Where stages are more than two, the maker is taken to be the stage before.
         early = alive[stage - 1][stage] - alive[stage][stage] if stage else 0
         outputs = {entry.name: entry for entry in mine}
-        moving = stage_bytes(run, loss, later | results, outputs, alive[stage][stage], early)
+        moving = stage_bytes(
+            run,
+            loss,
+            later | results,
+            outputs,
+            alive[stage][stage],
+            early,
+            layout.recompute == "level",
+        )
         parameters = sum(entry.parameters_bytes for entry in run)
         image = voxels * model.topology.in_channels * dtype.itemsize if stage == 0 else 0
         target = voxels if loss is not None else 0  # class indices, one byte each
@@ -142,12 +150,14 @@ def stage_bytes(
     outputs: Mapping[str, BlockBytes],
     num_alive: int,
     num_early: int,
+    by_level: bool = False,
 ) -> int:
     """Return the most that a stage holds beside parameters, image and target.
 
     While one micro-batch goes backward, the others that are alive are whole. What it keeps itself
     shrinks block by block; at each block there are the gradients that it works with, those that
-    came from later stages, and those that wait to go to earlier ones.
+    came from later stages, and those that wait to go to earlier ones. Where only what enters a
+    level is kept, the level that backward is in is there as well.
 
     Args:
         run: The stage's blocks.
@@ -156,6 +166,7 @@ def stage_bytes(
         outputs: By name, the maker of each tensor of the network.
         num_alive: Micro-batches whose activations the stage keeps at a time.
         num_early: Micro-batches beyond them whose inputs have already come.
+        by_level: Whether what is within a level is made again in backward.
     """
     made = {entry.name for entry in run}
     received = {
@@ -166,21 +177,38 @@ def stage_bytes(
     }
     sent = {entry.name: entry.output_bytes for entry in run if entry.name in read_elsewhere}
     held = received | sent
-    whole = _sum(held | _kept(run))
+    read_here = {name for entry in run for name in entry.inputs}
+    levels = [tuple(of) for _, of in groupby(run, lambda entry: entry.level if by_level else "")]
+    entering = [_entering(level, outputs) for level in levels]
+    whole = _sum(held | (_merged(entering) if by_level else _kept(run)))
     most = whole + (_sum(loss.kept) + loss.work_bytes if loss is not None else 0)
     leaves = 0
-    for index in reversed(range(len(run))):
-        entry = run[index]
-        read = [outputs[name] for name in entry.inputs if name in outputs]
-        waiting = _sum(sent) - sent.get(entry.name, 0) + leaves
-        now = _sum(held | _kept(run[: index + 1])) + waiting + entry.work_bytes
-        most = max(most, now)
-        leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
+    for number, level in reversed(list(enumerate(levels))):
+        before = held | _merged(entering[: number + 1])
+        for index, entry in reversed(list(enumerate(level))):
+            read = [outputs[name] for name in entry.inputs if name in outputs]
+            # The gradient that came is there beside its sum with that of readers in the stage.
+            own = 0 if entry.name in read_here else sent.get(entry.name, 0)
+            waiting = _sum(sent) - own + leaves
+            now = _sum(before | _kept(level[: index + 1])) + waiting + entry.work_bytes
+            most = max(most, now)
+            leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
     return (num_alive - 1) * whole + num_early * _sum(received) + most
 
 
+def _entering(level: Sequence[BlockBytes], outputs: Mapping[str, BlockBytes]) -> dict[str, int]:
+    """Return what a level reads of others; the image, which is there anyway, is left out."""
+    made = {entry.name for entry in level}
+    read = {name for entry in level for name in entry.inputs if name in outputs}
+    return {name: outputs[name].output_bytes for name in read - made}
+
+
 def _kept(run: Sequence[BlockBytes]) -> dict[str, int]:
-    return {name: size for entry in run for name, size in entry.kept.items()}
+    return _merged([entry.kept for entry in run])
+
+
+def _merged(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: size for one in several for name, size in one.items()}
 
 
 def _sum(memory: Mapping[str, int]) -> int:

@@ -8,7 +8,7 @@ a time, and remembered in the cache folder.
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ class BlockBytes:
 
     Attributes:
         name: The block's, or ``loss``.
+        level: The level that the block belongs to; see :class:`~unet3d.model.Block`.
         inputs: Names of the tensors that it reads.
         shape: Of the tensor that it writes.
         dtype: Likewise.
@@ -50,6 +51,7 @@ class BlockBytes:
     """
 
     name: str
+    level: str
     inputs: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,8 +81,8 @@ def block_bytes(
         num_samples: In one micro-batch.
         autocast: Lower precision on a GPU, or None.
         device: A CPU and a GPU may keep different things; this machine need not have it.
-        recompute: ``norm`` leaves out what is made again; ``level`` is counted likewise, though it
-            keeps less.
+        recompute: ``norm`` leaves out what is made again. ``level`` counts all that a level keeps
+            while backward is in it.
 
     Returns:
         One entry for each block, and one for the loss.
@@ -88,27 +90,34 @@ def block_bytes(
     dtype = next(model.parameters()).dtype
     place = stand_in(device)
     entries = []
-    remaking = nullcontext() if recompute == "off" else remade_in_backward()
+    remaking = remade_in_backward() if recompute == "norm" else nullcontext()
     alive: list[Tensor] = []  # what is made again must live while others read it
-    with counted_allocations() as recorder, remaking:
+    # What is made again is not kept, so who notes what is kept is asked last.
+    with counted_allocations() as recorder, _kept_bytes() as saved, remaking:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
 
         def entry(
-            name: str, inputs: tuple[str, ...], own: Sequence[Tensor], run: Callable[..., Tensor]
+            name: str,
+            level: str,
+            inputs: tuple[str, ...],
+            own: Sequence[Tensor],
+            run: Callable[..., Tensor],
         ) -> BlockBytes:
             """Go forward and backward through one block; what it writes stays."""
             leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
             known = {storage_key(tensor): name for name, tensor in tensors.items()}
-            with _kept_bytes((tensors["image"], *own)) as saved:
-                made = run(*leaves)
+            given = {storage_key(tensor) for tensor in (tensors["image"], *own)}
+            saved.clear()
+            made = run(*leaves)
             alive.append(made)
             tensors[name] = made.detach()
             known[storage_key(made)] = name
             kept = {
                 known.get(number, f"{name} {index}"): size
                 for index, (number, size) in enumerate(saved.items())
+                if number not in given
             }
             before = recorder.peak[place] = recorder.now[place]
             wanted = [tensor for tensor in (*leaves, *own) if tensor.requires_grad]
@@ -117,7 +126,7 @@ def block_bytes(
             del gradients
             own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
             shape = tuple(made.shape)
-            return BlockBytes(name, inputs, shape, made.dtype, own_bytes, kept, work_bytes)
+            return BlockBytes(name, level, inputs, shape, made.dtype, own_bytes, kept, work_bytes)
 
         tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}
         target = fake((num_samples, *size), torch.uint8)
@@ -132,8 +141,10 @@ def block_bytes(
                     made: Tensor = torch.func.functional_call(block.module, own, inputs)
                 return made
 
-            entries.append(entry(block.name, block.inputs, tuple(own.values()), run))
-        entries.append(entry(LOSS, model.outputs(), (), lambda *logits: _loss(logits, target)))
+            entries.append(entry(block.name, block.level, block.inputs, tuple(own.values()), run))
+        entries.append(
+            entry(LOSS, LOSS, model.outputs(), (), lambda *logits: _loss(logits, target))
+        )
     return tuple(entries)
 
 
@@ -258,14 +269,12 @@ def _laid_out(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
 
 
 @contextmanager
-def _kept_bytes(given: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Note what autograd keeps in the context, except for what is given; bytes by number."""
-    known = {storage_key(value) for value in given}
+def _kept_bytes() -> Iterator[dict[int, int]]:
+    """Note what autograd keeps in the context: bytes by storage."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> None:
-        if storage_key(tensor) not in known:
-            kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
     with handling(note):
         yield kept
