@@ -225,7 +225,7 @@ def test_more_stages_than_blocks_are_refused(
     folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = ",".join(["cpu"] * 60)
-    words = "60 devices for a network of 8 blocks; name at most 8 devices"
+    words = "60 devices for a network of 9 blocks; name at most 9 devices"
     assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "--devices", many)
     write_msd(folder / "data")
     line = refusal(capsys, "train", "data", *SMALL, "--parallel", "model", "--devices", many)
@@ -269,7 +269,7 @@ def test_train_predict_and_evaluate_two_channels(
     output = capsys.readouterr().out
     (run_folder,) = Path("runs").iterdir()
     assert run_folder.name.startswith("raw data-fold0-")
-    assert "Memory in training" in output and "decoder.0.up" in output
+    assert "Memory in training" in output and "decoder.0.skip" in output
     assert f"Checkpoints, metrics and pictures: {run_folder}" in output
     epochs = [record.message for record in caplog.records if record.message.startswith("epoch ")]
     assert len(epochs) == 60 and epochs[0].startswith("epoch 1/60: loss ")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.config import ModelSettings, Recompute, TrainingSettings
+from unet3d.kernels import remake
 from unet3d.memory import MemoryMeter, SlotMemory, device_bytes, memory_record
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.optimization import Optimization
@@ -62,15 +63,22 @@ def mean_of_squares(logits: Tensor | list[Tensor], target: Tensor) -> LossTerms:
     return LossTerms(loss, loss, loss)
 
 
-def test_activations_are_the_tensors_that_the_layers_keep() -> None:
+@pytest.mark.parametrize(
+    ("recompute", "min_elements", "remakes"),
+    [("off", 0, False), ("norm", 0, True), ("norm", 10**9, False)],
+)
+def test_activations_are_the_tensors_that_the_layers_keep(
+    recompute: Recompute, min_elements: int, remakes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted by hand for two levels, in float32, for one sample.
 
-    A convolution keeps its input. InstanceNorm keeps its input and for each channel the mean, the
-    inverse deviation and a copy of the scale. The activation works in place and keeps its output,
-    which is also what the next convolution keeps.
+    A convolution keeps its input. InstanceNorm with its activation keeps its input and for each
+    channel the mean and the inverse deviation. So what it writes is kept by the next convolution,
+    once, or made again.
     """
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", min_elements)
     topology = Topology(1, 2, (3, 5), ((1, 1, 1), (2, 2, 2)))
-    executor = spread(topology, 2)
+    executor = parallelize(UNet3d(topology), Layout((CPU, CPU), recompute=recompute))
     meter = MemoryMeter(executor.slots, executor.module)
     executor.observer = meter
     image = torch.randn(1, 1, 8, 8, 8)
@@ -80,14 +88,16 @@ def test_activations_are_the_tensors_that_the_layers_keep() -> None:
 
     full, half = 8**3, 4**3
 
-    def unit(channels: int, voxels: int) -> int:
-        """Return what a convolution's norm and activation keep: input, statistics, output."""
-        return channels * voxels + 3 * channels + channels * voxels
+    def unit(channels: int, voxels: int, is_read: bool = True) -> int:
+        """Return what is kept of a unit: the norm's input, statistics, and its result if read."""
+        result = channels * voxels if is_read and not remakes else 0
+        return channels * voxels + 2 * channels + result
 
-    encoder = 1 * full + 2 * unit(3, full) + 2 * unit(5, half)
-    # The lowest features come from the encoder (a leaf that the upsampling keeps); the upsampled
-    # ones and the skip are kept as what they are joined to.
-    decoder = 5 * half + (3 + 3) * full + 2 * unit(3, full)
+    # Nothing in the encoder reads what its last unit writes.
+    encoder = 1 * full + 2 * unit(3, full) + unit(5, half) + unit(5, half, is_read=False)
+    # Skip and lowest features come from the encoder: leaves, which are never made again. The
+    # upsampled features are no norm's result.
+    decoder = 3 * full + 5 * half + 3 * full + 2 * unit(3, full)
     logits = 2 * full
     assert measured[0].activations_bytes == 4 * encoder
     assert measured[1].activations_bytes == 4 * (decoder + logits)

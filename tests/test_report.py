@@ -21,7 +21,7 @@ from unet3d.timeline import Mark, Timeline
 
 MIB = 1024**2
 ENCODER = ("encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1")
-DECODER = ("decoder.0.up", "decoder.0.0", "decoder.0.1", "head")
+DECODER = ("decoder.0.skip", "decoder.0.up", "decoder.0.0", "decoder.0.1", "head")
 
 
 def record(devices, memories):
@@ -73,7 +73,7 @@ def test_memory_table_has_a_row_for_each_slot_with_its_numbers():
         "encoder.0.0 … encoder.1.1 7.00 7.00 7.00 180 201 202 81,920".split()
     )
     assert numbers_of(text, ["1", "cuda:1"])[2:] == (
-        "decoder.0.up … head 7.00 7.00 7.00 260 281 282 81,920".split()
+        "decoder.0.skip … head 7.00 7.00 7.00 260 281 282 81,920".split()
     )
     assert "lower bound" not in text
 
@@ -89,7 +89,7 @@ def test_memory_table_fits_a_narrow_terminal_whole():
     devices = [f"cuda:{index}" for index in range(8)]
     text = printed(memory_table(record(devices, [memory(60000)] * 8)), 80)
     assert max(map(len, text.splitlines())) <= 80
-    for word in ("para-", "gradi-", "opti-", "dicted", "decoder.0.up", "58.59", "80.00"):
+    for word in ("para-", "gradi-", "opti-", "dicted", "decoder.0.skip", "58.59", "80.00"):
         assert word in text
 
 

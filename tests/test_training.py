@@ -164,6 +164,20 @@ def test_a_balanced_cut_trains_the_same_network(
     assert [epoch for epoch, _ in losses(tmp_path / "balanced")] == [1, 2, 3, 4]
 
 
+def test_making_levels_again_trains_to_the_same_weights_with_less(
+    cache: Path, finished: Path, tmp_path: Path
+) -> None:
+    run(settings(cache, "memory.recompute=level"), tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+    slots = [
+        json.loads((folder / "memory.json").read_text())["slots"][0]
+        for folder in (tmp_path / "run", finished)
+    ]
+    for kind in ("measured", "predicted"):
+        again, kept = (slot[kind]["activations_bytes"] for slot in slots)
+        assert again < kept / 2, kind
+
+
 def test_cuts_overrule_the_balance(
     cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,7 +185,7 @@ def test_cuts_overrule_the_balance(
     run(settings(cache, *spread, "parallel.cuts=2", "training.epochs=1"), tmp_path / "run")
     assert "parallel.cuts says where the network is cut" in caplog.text
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 6]
+    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 7]
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:

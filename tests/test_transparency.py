@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d.config import Balance, ModelSettings
+from unet3d.config import Balance, ModelSettings, Recompute
+from unet3d.kernels import remake
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 
@@ -78,6 +79,37 @@ def test_spreading_is_transparent(
         if gradients[name].norm() > 1e-12:
             assert_close(parameter.grad, gradients[name], name)
     assert_close(executor.predict(image), plain.eval()(image), "logits")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}, {"norm": "batch"}],
+    ids=str,
+)
+@pytest.mark.parametrize("recompute", ["norm", "level", "off"])
+@pytest.mark.parametrize("cuts", [(), (9,), (3, 8)], ids=str)
+def test_what_is_made_again_is_transparent(
+    options: dict[str, object],
+    recompute: Recompute,
+    cuts: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
+    topology = make_topology(**options)
+    image, target = make_batch(3)
+    loss, gradients, plain = plain_gradients(topology, image, target)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    num_micro_batches = 1 if topology.norm == "batch" else 2
+    devices = (torch.device("cpu"),) * (len(cuts) + 1)
+    layout = Layout(devices, cuts, num_micro_batches, recompute=recompute)
+    terms = parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
+    assert_close(terms.total, loss, "loss")
+    for name, parameter in model.named_parameters():
+        if gradients[name].norm() > 1e-12:
+            assert_close(parameter.grad, gradients[name], name)
+    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+        assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
 
 
 @pytest.mark.parametrize("balance", ["encoder-decoder", "time", "memory"])

@@ -82,6 +82,9 @@ def _alternatives(prediction: Prediction) -> Iterator[str]:
     if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
         parked = replace(step, layout=replace(step.layout, offload="skips"))
         yield from _advice("--offload skips", parked, limits)
+    if step.layout.recompute != "level":
+        again = replace(step, layout=replace(step.layout, recompute="level"))
+        yield from _advice("--set memory.recompute=level", again, limits)
     num_gpus = torch.cuda.device_count()
     if len(step.layout.devices) < num_gpus:
         gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))

@@ -1,12 +1,14 @@
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unet3d.model import Topology, UNet3d
 from unet3d.model.blocks import (
     Block,
     Conv3x3x3,
@@ -18,6 +20,7 @@ from unet3d.model.blocks import (
     run_blocks,
     run_levels,
 )
+from unet3d.saved_tensors import handling, storage_key
 
 
 class Add(nn.Module):
@@ -73,6 +76,38 @@ def test_the_caller_keeps_no_tensor_alive(run: Callable[..., dict[str, Tensor]])
     made = run([Block("a", nn.Identity(), ("image",))], tensors, ["a"])
     assert set(made) == {"a"}
     assert not tensors
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_running_by_level_keeps_only_what_enters_each_level(
+    encoder: Literal["plain", "residual"],
+) -> None:
+    strides = ((1, 1, 1), (2, 2, 2), (2, 2, 1))
+    topology = Topology(2, 3, (4, 8, 8), strides, encoder=encoder, deep_supervision=True)
+    torch.manual_seed(0)
+    model = UNet3d(topology).double()
+    x = torch.randn(2, 2, 8, 12, 8, dtype=torch.float64)
+    found = []
+    for run in (run_blocks, run_levels):
+        kept: list[Tensor] = []
+        with handling(kept.append):
+            made = run(model.blocks(), {"image": x}, model.outputs())
+        wanted = list(model.parameters())
+        total = sum(value.square().mean() for value in made.values())
+        gradients = torch.autograd.grad(total, wanted)
+        found.append((made, gradients, {storage_key(v): v.numel() for v in kept}))
+    (made, gradients, all_kept), (made_again, gradients_again, kept_levels) = found
+    assert list(made) == list(made_again)
+    assert all(torch.equal(made[name], made_again[name]) for name in made)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    full, half, low = (2 * 8 * 12 * 8, 2 * 4 * 6 * 4, 2 * 2 * 3 * 4)
+    # The image; both skips; what the lowest level, and the decoder's at half, hand up; what the
+    # heads read is the last and one of those.
+    expected = [2 * full, 4 * full, 8 * half, 8 * low, 8 * half, 4 * full]
+    parameters = {storage_key(value) for value in model.parameters()}
+    sizes = [size for key, size in kept_levels.items() if key not in parameters and size > 0]
+    assert sorted(sizes) == sorted(expected)
+    assert sum(sizes) < sum(size for key, size in all_kept.items() if key not in parameters) / 3
 
 
 def image(channels: int = 3, size: tuple[int, int, int] = (6, 4, 8)) -> Tensor:

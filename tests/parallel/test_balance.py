@@ -7,8 +7,9 @@ from typing import Literal
 import pytest
 import torch
 
-from unet3d.config import Balance, ModelSettings, TrainingSettings, load_config
+from unet3d.config import Balance, ModelSettings, Recompute, TrainingSettings, load_config
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.kernels import remake
 from unet3d.memory import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, balance, choose_cuts, parallelize
@@ -108,14 +109,14 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
     ones = [1.0] * len(names)
     layout = Layout((CPU, CPU))
     fake_times(monkeypatch, {CPU: [*ones, 0.0]})
-    assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) in ((6,), (7,))
+    assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) in ((7,), (8,))
     fake_times(monkeypatch, {CPU: [20.0, *ones[1:], 0.0]})
     assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) == (1,)
     fake_times(monkeypatch, {CPU: [*ones, 9.0]})
     with caplog.at_level(logging.INFO):
-        assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) == (11,)
-    assert "balanced by time: cut before decoder.0.1 (parallel.cuts=11)" in caplog.text
-    assert "11000.0 ms (50%), 11000.0 ms (50%)" in caplog.text
+        assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) == (12,)
+    assert "balanced by time: cut before decoder.0.0 (parallel.cuts=12)" in caplog.text
+    assert "12000.0 ms (50%), 12000.0 ms (50%)" in caplog.text
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
@@ -161,19 +162,25 @@ def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
     assert max(chosen) / min(chosen) < max(default) / min(default)
 
 
-@pytest.mark.parametrize("cuts", [(1,), (6,), (9,), (4, 8)], ids=str)
+@pytest.mark.parametrize("recompute", ["norm", "level", "off"])
+@pytest.mark.parametrize("cuts", [(), (1,), (6,), (9,), (4, 8)], ids=str)
 @pytest.mark.parametrize(
     ("num_micro_batches", "schedule"), [(1, "1f1b"), (4, "1f1b"), (4, "all-forward")]
 )
 def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
-    cuts: tuple[int, ...], num_micro_batches: int, schedule: Literal["1f1b", "all-forward"]
+    cuts: tuple[int, ...],
+    num_micro_batches: int,
+    schedule: Literal["1f1b", "all-forward"],
+    recompute: Recompute,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The step runs on fake tensors, so these GPUs need not exist."""
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = plan_topology(
         ModelSettings(base_channels=8, num_levels=3), (64, 64, 64), (1.0, 1.0, 1.0), 1, 3
     )
     gpus = tuple(torch.device("cuda", index) for index in range(len(cuts) + 1))
-    layout = Layout(gpus, cuts, num_micro_batches, torch.bfloat16, schedule)
+    layout = Layout(gpus, cuts, num_micro_batches, torch.bfloat16, schedule, recompute)
     step = Step(topology, layout, (64, 64, 64), 4, TrainingSettings(), "bfloat16")
     allocated = [slot.peak_bytes for slot in predict_memory(step).memory.values()]
     model = UNet3d(topology)
@@ -181,7 +188,7 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
     ends = itertools.pairwise((0, *cuts, len(model.blocks())))
     summed = [cost(stage, *run) for stage, run in enumerate(ends)]
     assert summed == pytest.approx(allocated, rel=0.1)
-    assert max(summed) == pytest.approx(max(allocated), rel=0.05)
+    assert max(summed) == pytest.approx(max(allocated), rel=0.07)
 
 
 def test_micro_batches_in_flight_move_the_cut_forward(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ def remade_in_backward() -> Iterator[None]:
             yield
     finally:
         _known.reset(token)
+        known.clear()  # a result that lives on must not keep alive what it was made from
 
 
 def offer(tensor: Tensor, recipe: Recipe, source: Tensor) -> None:
@@ -76,7 +77,7 @@ def offer(tensor: Tensor, recipe: Recipe, source: Tensor) -> None:
     key = storage_key(tensor)
     known[key] = _Made(recipe, source, tensor.shape, not is_padded(tensor))
     # Another tensor may get the same key once this one is gone.
-    weakref.finalize(tensor, known.pop, key)
+    weakref.finalize(tensor, known.pop, key, None)
 
 
 def remaking(tensor: Tensor) -> Recipe:
@@ -98,6 +99,21 @@ def kept_for(tensor: Tensor) -> Tensor:
     """
     made = (_known.get() or {}).get(storage_key(tensor))
     return tensor if made is None else made.source
+
+
+def forget_source(tensor: Tensor) -> None:
+    """Let a tensor be made again from nothing, where only shapes matter: on fake tensors.
+
+    Args:
+        tensor: Made in this context.
+    """
+    known = _known.get() or {}
+    made = known.get(storage_key(tensor))
+    if made is not None:
+        like = tensor.detach()
+        known[storage_key(tensor)] = replace(
+            made, recipe=lambda: torch.empty_like(like), source=like
+        )
 
 
 @dataclass(frozen=True)

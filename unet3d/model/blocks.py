@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -138,7 +139,7 @@ def run_levels(
             *values,
             use_reentrant=False,
             preserve_rng_state=False,
-            context_fn=lambda level=level: (nullcontext(), _second_pass(level)),
+            context_fn=partial(_contexts, level),
         )
         tensors.update(zip(outputs, results, strict=True))
         for name in inputs:
@@ -148,22 +149,29 @@ def run_levels(
     return {name: tensors.pop(name) for name in kept}
 
 
+def _contexts(
+    level: Sequence[Block],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _second_pass(level)
+
+
 @contextmanager
 def _second_pass(level: Sequence[Block]) -> Iterator[None]:
     """Keep batch normalisations from counting the same samples twice in their running means."""
     norms = [
-        module
+        (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
         for block in level
         for module in block.module.modules()
-        if isinstance(module, nn.BatchNorm3d) and module.track_running_stats
+        if isinstance(module, nn.BatchNorm3d) and module.num_batches_tracked is not None
     ]
-    for norm in norms:
-        norm.track_running_stats = False
+    for norm, *_ in norms:
+        norm.momentum = 0.0
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, momentum, count, before in norms:
+            norm.momentum = momentum
+            count.copy_(before)
 
 
 class InstanceNorm(nn.Module):

@@ -193,6 +193,8 @@ def stage_bytes(
             now = _sum(before | _kept(level[: index + 1])) + waiting + entry.work_bytes
             most = max(most, now)
             leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
+    if loss is not None:  # its gradients are there as soon as a micro-batch has come to the end
+        whole += sum(sent.get(name, 0) for name in loss.inputs)
     return (num_alive - 1) * whole + num_early * _sum(received) + most
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from unet3d.allocations import counted_allocations
 from unet3d.config import Recompute, Shape
 from unet3d.kernels import remade_in_backward
+from unet3d.kernels.remake import forget_source
 from unet3d.model import Block, UNet3d, dice_cross_entropy
 from unet3d.parallel.timings import hardware, median_seconds, recall, remember, versions
 from unet3d.saved_tensors import handling, storage_key
@@ -113,6 +114,7 @@ def block_bytes(
             made = run(*leaves)
             alive.append(made)
             tensors[name] = made.detach()
+            forget_source(made)  # later readers must not keep alive what it was made from
             known[storage_key(made)] = name
             kept = {
                 known.get(number, f"{name} {index}"): size
