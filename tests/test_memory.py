@@ -95,9 +95,9 @@ def test_activations_are_the_tensors_that_the_layers_keep(
 
     # Nothing in the encoder reads what its last unit writes.
     encoder = 1 * full + 2 * unit(3, full) + unit(5, half) + unit(5, half, is_read=False)
-    # Skip and lowest features come from the encoder: leaves, which are never made again. The
-    # upsampled features are no norm's result.
-    decoder = 3 * full + 5 * half + 3 * full + 2 * unit(3, full)
+    # Skip and lowest features come from the encoder: leaves, which are never made again.
+    upsampled = 0 if remakes else 3 * full
+    decoder = 3 * full + 5 * half + upsampled + 2 * unit(3, full)
     logits = 2 * full
     assert measured[0].activations_bytes == 4 * encoder
     assert measured[1].activations_bytes == 4 * (decoder + logits)

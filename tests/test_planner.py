@@ -144,7 +144,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
 @pytest.mark.parametrize(
     ("model", "lowest", "highest"),
     [
-        ({"norm": "group"}, 1.1, 1.25),
+        ({"norm": "group"}, 1.2, 1.35),
         ({"norm": "batch"}, 0.5, 0.6),
         ({"encoder": "residual"}, 0.5, 0.6),
     ],
@@ -156,7 +156,8 @@ def test_autocast_is_predicted_as_gpus_do_it(
     """On GPUs it computes a group norm in float32; CPUs do not.
 
     So of a unit autograd keeps the norm's input and output in float32, and the output once more,
-    lowered, for the next convolution: 10 bytes for 8.
+    lowered, for the next convolution: 10 bytes for 8. A skip is lowered once for each of its two
+    readers: 42 bytes for the 32 of a level's four units. Lowered weights come on top.
     """
     step = make_step(GPUS[:1], (128, 128, 128), 1, 1, "bfloat16", LARGE.model_copy(update=model))
     (lowered,) = activations(step)
@@ -172,7 +173,7 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
     )
     for index in range(len(devices)):
         kept = [one.memory[index].activations_bytes for one in (level, norm, off)]
-        assert kept[0] < 0.6 * kept[1] < 0.6 * kept[2]
+        assert kept[0] < 0.7 * kept[1] < 0.7 * kept[2]
         assert kept[1] < 0.75 * kept[2]
     peaks = [sum(memory.peak_bytes for memory in one.memory.values()) for one in (level, norm, off)]
     assert max(peaks[:2]) < peaks[2]

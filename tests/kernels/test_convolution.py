@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels import conv1x1x1, conv3x3x3, convolution
-from unet3d.kernels.convolution import FoldedConvolution
+from unet3d.kernels import conv1x1x1, conv3x3x3, convolution, padding
+from unet3d.kernels.convolution import FoldedConvolution, PaddedStridedConvolution
+from unet3d.kernels.padding import can_fold, empty_padded, mark_padded, with_padding
 
 SIZE = (5, 4, 6)
 
@@ -47,6 +48,51 @@ def test_two_voxels_at_a_time_give_the_same(
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
+def padded(x: Tensor) -> Tensor:
+    """Return a copy of a map that is stored with zeros around Z."""
+    made = empty_padded(x)
+    with_padding(made).zero_()
+    return mark_padded(made.copy_(x))
+
+
+def test_a_padded_map_shows_its_own_voxels_only() -> None:
+    x = arguments(8, 8, 2)[0]
+    made = padded(x)
+    assert torch.equal(made, x)
+    assert torch.equal(with_padding(made), F.pad(x, (1, 1)))
+
+
+@pytest.mark.parametrize("pads_x", [False, True])
+@pytest.mark.parametrize("pads_dy", [False, True])
+@pytest.mark.parametrize("num_samples", [1, 2])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (32, 16), (40, 16), (16, 40)])
+def test_zeros_around_change_nothing(
+    inputs: int, outputs: int, num_samples: int, pads_dy: bool, pads_x: bool
+) -> None:
+    x, weight, _, dy = arguments(inputs, outputs, num_samples)
+    leaf, weight = x.clone().requires_grad_(), weight.requires_grad_()
+    expected = F.conv3d(leaf, weight, padding=1)
+    wanted = torch.autograd.grad(expected, (leaf, weight), dy)
+    x, dy = padded(x) if pads_x else x, padded(dy) if pads_dy else dy
+    flipped = weight.detach().flip(2, 3, 4).transpose(0, 1)
+    with torch.no_grad():
+        actual = (
+            convolution._convolve(x, weight),
+            convolution._convolve(dy, flipped),
+            convolution._weight_gradient(dy, x, weight),
+        )
+    for a, b in zip(actual, (expected, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_strides_over_a_padded_map() -> None:
+    x, weight, *_ = arguments(8, 12, 2)
+    x, weight = padded(x).requires_grad_(), weight.requires_grad_()
+    expected = F.conv3d(x, weight, stride=(2, 2, 1), padding=1)
+    actual = PaddedStridedConvolution.apply(x, weight, (2, 2, 1))
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
 def test_derivatives_are_right() -> None:
     values = [value.requires_grad_() for value in arguments(2, 3, 1, (2, 2, 4))[:3]]
     assert torch.autograd.gradcheck(FoldedConvolution.apply, values)
@@ -70,8 +116,8 @@ def test_what_is_added_is_added_where_nothing_is_folded_too() -> None:
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "is_gpu", lambda device: True)
-    monkeypatch.setattr(convolution, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(padding, "is_gpu", lambda device: True)
+    monkeypatch.setattr(padding, "MIN_ELEMENTS", 0)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -93,13 +139,12 @@ def test_what_is_worth_folding(change: dict[str, object], folds: bool) -> None:
     x, weight, *_ = arguments(**options)
     x = x.to(change.get("dtype", torch.bfloat16))
     x = x.contiguous(memory_format=change.get("layout", torch.channels_last_3d))
-    assert convolution.worth_folding(x, weight) == folds
+    assert can_fold(x, min(weight.shape[:2])) == folds
 
 
 def test_a_cpu_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "MIN_ELEMENTS", 0)
-    x, weight, *_ = arguments(32, 32, 1)
-    assert not convolution.worth_folding(x.bfloat16(), weight)
+    monkeypatch.setattr(padding, "MIN_ELEMENTS", 0)
+    assert not can_fold(arguments(32, 32, 1)[0].bfloat16(), 32)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +160,7 @@ def test_a_head_multiplies_eight_voxels_at_a_time(
     outputs: int, size: tuple[int, int, int], folds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As if x were of low precision on a GPU; in float64 the comparison is sharp.
-    monkeypatch.setattr(convolution, "_is_low_channels_last", lambda x: True)
+    monkeypatch.setattr(convolution, "can_fold", lambda x, channels: True)
     generator = torch.Generator().manual_seed(0)
     x, weight, bias, gradient = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -138,7 +183,7 @@ def test_a_head_multiplies_eight_voxels_at_a_time(
 @pytest.mark.gpu
 def test_bfloat16_on_a_gpu_against_float64() -> None:
     values = [v.cuda().bfloat16() for v in arguments(32, 32, 1, (64, 64, 64))]
-    assert convolution.worth_folding(values[0], values[1])
+    assert can_fold(values[0], 32)
     actual = results(conv3x3x3, values, True)
     assert actual[0].is_contiguous(memory_format=torch.channels_last_3d)
     exact = results(plain, [value.double() for value in values], True)
