@@ -187,8 +187,9 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
     cost = memory_cost(model, layout, (64, 64, 64), 4, 1)
     ends = itertools.pairwise((0, *cuts, len(model.blocks())))
     summed = [cost(stage, *run) for stage, run in enumerate(ends)]
-    assert summed == pytest.approx(allocated, rel=0.1)
-    assert max(summed) == pytest.approx(max(allocated), rel=0.07)
+    # Of three stages the last also reads what the first made, which comes earlier than is summed.
+    assert summed == pytest.approx(allocated, rel=0.02 if len(cuts) < 2 else 0.12)
+    assert max(summed) == pytest.approx(max(allocated), rel=0.02)
 
 
 def test_micro_batches_in_flight_move_the_cut_forward(tmp_path: Path) -> None:

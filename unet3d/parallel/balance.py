@@ -176,21 +176,22 @@ def stage_bytes(
         if name not in made and name in outputs
     }
     sent = {entry.name: entry.output_bytes for entry in run if entry.name in read_elsewhere}
-    held = received | sent
     read_here = {name for entry in run for name in entry.inputs}
     levels = [tuple(of) for _, of in groupby(run, lambda entry: entry.level if by_level else "")]
     entering = [_entering(level, outputs) for level in levels]
-    whole = _sum(held | (_merged(entering) if by_level else _kept(run)))
+    whole = _sum(received | (_merged(entering) if by_level else _kept(run)))
     most = whole + (_sum(loss.kept) + loss.work_bytes if loss is not None else 0)
     leaves = 0
     for number, level in reversed(list(enumerate(levels))):
-        before = held | _merged(entering[: number + 1])
+        before = received | _merged(entering[: number + 1])
         for index, entry in reversed(list(enumerate(level))):
             read = [outputs[name] for name in entry.inputs if name in outputs]
-            # The gradient that came is there beside its sum with that of readers in the stage.
-            own = 0 if entry.name in read_here else sent.get(entry.name, 0)
-            waiting = _sum(sent) - own + leaves
-            now = _sum(before | _kept(level[: index + 1])) + waiting + entry.work_bytes
+            if entry.name in read_here:
+                # Of readers in this stage; what others sent for it is beside their sum.
+                work_bytes = entry.passing_work_bytes
+            else:
+                work_bytes = entry.work_bytes - sent.get(entry.name, 0)
+            now = _sum(before | _kept(level[: index + 1])) + _sum(sent) + leaves + work_bytes
             most = max(most, now)
             leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
     if loss is not None:  # its gradients are there as soon as a micro-batch has come to the end

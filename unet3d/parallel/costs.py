@@ -48,7 +48,10 @@ class BlockBytes:
             What a block writes has the block's name: two blocks may keep the same tensor, which
             counts once in a stage.
         work_bytes: What its backward needs at most beyond that: gradients of what it writes and
-            reads, those of its parameters, and what is in between.
+            reads, those of its parameters, and what is in between. The gradient of what it writes
+            is there all the time, as one that a later stage sent is.
+        passing_work_bytes: The same where that gradient goes once it is used, as one does that a
+            block of the same stage made.
     """
 
     name: str
@@ -59,6 +62,7 @@ class BlockBytes:
     parameters_bytes: int
     kept: Mapping[str, int]
     work_bytes: int
+    passing_work_bytes: int
 
     @property
     def output_bytes(self) -> int:
@@ -121,14 +125,31 @@ def block_bytes(
                 for index, (number, size) in enumerate(saved.items())
                 if number not in given
             }
-            before = recorder.peak[place] = recorder.now[place]
             wanted = [tensor for tensor in (*leaves, *own) if tensor.requires_grad]
-            gradients = torch.autograd.grad(made, wanted, torch.empty_like(made))
-            work_bytes = recorder.peak[place] - before
-            del gradients
+
+            def work(result: Tensor, gradient: Tensor | None = None) -> int:
+                before = recorder.peak[place] = recorder.now[place]
+                gradients = torch.autograd.grad(result, wanted, gradient)
+                del gradients
+                return recorder.peak[place] - before
+
+            gradient = torch.empty_like(made)  # before the count, as it is that of who sent it
+            work_bytes = work(made, gradient) + gradient.untyped_storage().nbytes()
+            del gradient
+            passing_work_bytes = work(_GradientFromWithin.apply(run(*leaves), tensors[name]))  # type: ignore[no-untyped-call]
             own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
             shape = tuple(made.shape)
-            return BlockBytes(name, level, inputs, shape, made.dtype, own_bytes, kept, work_bytes)
+            return BlockBytes(
+                name,
+                level,
+                inputs,
+                shape,
+                made.dtype,
+                own_bytes,
+                kept,
+                work_bytes,
+                passing_work_bytes,
+            )
 
         tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}
         target = fake((num_samples, *size), torch.uint8)
@@ -148,6 +169,19 @@ def block_bytes(
             entry(LOSS, LOSS, model.outputs(), (), lambda *logits: _loss(logits, target))
         )
     return tuple(entries)
+
+
+class _GradientFromWithin(torch.autograd.Function):
+    """Ends a graph where the gradient is made in backward, so that nobody else holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, like: Tensor) -> Tensor:
+        ctx.like = like
+        return made.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.like), None
 
 
 def block_seconds(
