@@ -78,7 +78,7 @@ def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> 
 
     with remade_in_backward():
         tensor = recipe()
-        offer(tensor, recipe)
+        offer(tensor, recipe, values)
         view = tensor[1:3, ::2]
         made = leaf * view
     assert storage_key(tensor) not in map(storage_key, reading)
@@ -97,7 +97,7 @@ def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
     leaf = torch.ones(3, requires_grad=True)
     with remade_in_backward():
         first = torch.full((3,), 5.0)
-        offer(first, lambda: torch.full((3,), 5.0))
+        offer(first, lambda: torch.full((3,), 5.0), leaf)
         del first
         gc.collect()
         made = leaf * torch.full((3,), 2.0)
@@ -110,7 +110,7 @@ def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
     gone = weakref.ref(source)
     with remade_in_backward():
         result = source.clone()
-        offer(result, source.clone)
+        offer(result, source.clone, source)
     del source
     gc.collect()
     assert gone() is None
