@@ -1,12 +1,13 @@
 """The network: topology, blocks, U-Net and loss. Nothing here names a device."""
 
-from unet3d.model.blocks import Block, run_blocks, run_levels
+from unet3d.model.blocks import Block, BlockWatcher, run_blocks, run_levels
 from unet3d.model.loss import LossTerms, dice_cross_entropy
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
 
 __all__ = [
     "Block",
+    "BlockWatcher",
     "Decoder",
     "Encoder",
     "LossTerms",

@@ -22,7 +22,7 @@ from unet3d.config import Recompute, Shape
 from unet3d.kernels import remade_in_backward
 from unet3d.kernels.remake import forget_source
 from unet3d.model import Block, UNet3d, dice_cross_entropy
-from unet3d.parallel.timings import hardware, median_seconds, recall, remember, versions
+from unet3d.parallel.timings import hardware, median_seconds, recall, recorded, remember, versions
 from unet3d.saved_tensors import handling, storage_key
 from unet3d.stand_ins import is_gpu, stand_in
 from unet3d.volumes.cache import key_of
@@ -239,11 +239,11 @@ def block_seconds(
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
         return _laid_out(values, autocast)
 
-    seconds = [
-        median_seconds(_pass(block, random, device, autocast), (device,))
-        for block in model.blocks()
-    ]
-    seconds.append(median_seconds(_loss_pass(model, random, (num_samples, *size)), (device,)))
+    def timed(run: Callable[[], None]) -> float:
+        return median_seconds(recorded(run, device), (device,))
+
+    seconds = [timed(_pass(block, random, device, autocast)) for block in model.blocks()]
+    seconds.append(timed(_loss_pass(model, random, (num_samples, *size))))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     remember(path, {**description, "seconds": seconds})

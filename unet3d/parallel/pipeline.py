@@ -9,8 +9,9 @@ can be walked back as soon as its gradients are there, and is freed at once::
     stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
 """
 
+import functools
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -22,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
 from unet3d.kernels import remade_in_backward
-from unet3d.model import LossTerms, UNet3d, run_blocks, run_levels
+from unet3d.model import Block, BlockWatcher, LossTerms, UNet3d, run_blocks, run_levels
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.offload import ParkedMemory, StageParking, can_park, skip_names
 from unet3d.parallel.partition import Stage
@@ -53,6 +54,25 @@ class _MicroBatch:
     """Per stage, what it parks in host memory."""
     parked: WeakValueDictionary[int, ParkedMemory] = field(default_factory=WeakValueDictionary)
     """The same of all stages, by storage."""
+
+
+class _Sending:
+    """Sends what blocks make while the stage still goes forward."""
+
+    def __init__(self, parking: StageParking | None, send: Callable[[str, Tensor], None]) -> None:
+        self._parking = parking
+        self._send = send
+        self.sent: set[str] = set()
+
+    def before(self, block: Block) -> None:
+        if self._parking is not None:
+            self._parking.before(block)
+
+    def after(self, block: Block, made: Tensor) -> None:
+        if self._parking is not None:
+            self._parking.after(block, made)
+        self._send(block.name, made)
+        self.sent.add(block.name)
 
 
 class PipelineExecutor:
@@ -171,14 +191,18 @@ class PipelineExecutor:
         leaves = {}
         for name in stage.inputs:
             leaf = self._as_input(stage, micro_batch.arriving.pop((number, name)))
-            leaves[name] = leaf.requires_grad_(name != "image")
+            leaves[name] = leaf
+            if name != "image":
+                leaf.requires_grad_()
+                # Sent as soon as it is there, while the rest of the stage still goes backward.
+                send = functools.partial(self._send_back, micro_batch, name)
+                leaf.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
         parking = self._parking(stage, micro_batch, leaves)
-        made = self._compute(stage, leaves, parking)
-        for later in self.stages[number + 1 :]:
-            for name in stage.outputs:
-                if name in later.inputs:
-                    transfer = Transfer(made[name], later.slot.device)
-                    micro_batch.arriving[later.slot.index, name] = transfer
+        sending = _Sending(parking, functools.partial(self._send_on, stage, micro_batch))
+        made = self._compute(stage, leaves, sending)
+        for name in stage.outputs:
+            if name not in sending.sent:
+                self._send_on(stage, micro_batch, name, made[name])
         if parking is not None:
             parking.end_forward()
         micro_batch.leaves[number] = leaves
@@ -186,14 +210,14 @@ class PipelineExecutor:
         micro_batch.logits |= {name: made[name] for name in self.module.outputs() if name in made}
 
     def _compute(
-        self, stage: Stage, leaves: dict[str, Tensor], parking: StageParking | None = None
+        self, stage: Stage, leaves: dict[str, Tensor], watcher: BlockWatcher | None = None
     ) -> dict[str, Tensor]:
         """Run a stage's blocks forward, with all that backward will need."""
         remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
         with self._autocast(stage), remaking:
             if self.recompute == "level":
                 return run_levels(stage.blocks, dict(leaves), stage.outputs)
-            return run_blocks(stage.blocks, dict(leaves), stage.outputs, parking)
+            return run_blocks(stage.blocks, dict(leaves), stage.outputs, watcher)
 
     def _loss(
         self, stage: Stage, micro_batch: _MicroBatch, loss_fn: LossFunction, scale: float
@@ -207,7 +231,8 @@ class PipelineExecutor:
         values = list(logits.values())
         terms = loss_fn(values if len(values) > 1 else values[0], micro_batch.target)
         (terms.total * (micro_batch.weight * scale)).backward()  # type: ignore[no-untyped-call]
-        self._send_back(micro_batch, logits)
+        for name, leaf in logits.items():
+            self._send_back(micro_batch, name, leaf)
         return terms.detached().weighted(micro_batch.weight)
 
     def _backward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
@@ -219,7 +244,7 @@ class PipelineExecutor:
         torch.autograd.backward(list(roots.values()), gradients)
         if parking is not None:
             parking.end_backward()
-        self._send_back(micro_batch, micro_batch.leaves.pop(stage.slot.index))
+        del micro_batch.leaves[stage.slot.index]
 
     def _parking(
         self, stage: Stage, micro_batch: _MicroBatch, leaves: dict[str, Tensor]
@@ -233,11 +258,19 @@ class PipelineExecutor:
         micro_batch.parkings[stage.slot.index] = parking
         return parking
 
-    def _send_back(self, micro_batch: _MicroBatch, leaves: dict[str, Tensor]) -> None:
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                maker = self._maker[name].slot.device
-                micro_batch.gradients[name].append(Transfer(leaf.grad, maker))
+    def _send_on(self, stage: Stage, micro_batch: _MicroBatch, name: str, made: Tensor) -> None:
+        """Send what a stage has made to the stages that read it."""
+        for later in self.stages[stage.slot.index + 1 :]:
+            if name in later.inputs:
+                transfer = Transfer(made, later.slot.device)
+                micro_batch.arriving[later.slot.index, name] = transfer
+
+    def _send_back(self, micro_batch: _MicroBatch, name: str, leaf: Tensor) -> None:
+        """Send the gradient of what a stage has read to the stage that made it."""
+        if leaf.grad is not None:
+            transfer = Transfer(leaf.grad, self._maker[name].slot.device)
+            micro_batch.gradients[name].append(transfer)
+            leaf.grad = None
 
     def _as_input(self, stage: Stage, transfer: Transfer) -> Tensor:
         received = transfer.wait()
