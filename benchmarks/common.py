@@ -1,0 +1,37 @@
+"""What the benchmarks share."""
+
+import datetime
+import platform
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unet3d.config import Shape
+
+
+def synchronize() -> None:
+    """Wait until every GPU is idle."""
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+
+
+def parse_shape(text: str) -> Shape:
+    """Return voxels along X, Y, Z from ``192,192,192``."""
+    x, y, z = (int(size) for size in text.split(","))
+    return x, y, z
+
+
+def circumstances(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:
+    """Return command, date, devices and versions, for the record of a measurement."""
+    names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
+    return {
+        "command": " ".join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "devices": names,
+        "precision": precision,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "python": platform.python_version(),
+    }
