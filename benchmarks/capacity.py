@@ -6,12 +6,12 @@
 
 A cube trains if two steps run, the second of which finds the optimizer's state. Each attempt is a
 process of its own, so that one that fails leaves nothing behind, and has a time limit: a cube whose
-two steps take longer does not count, and says so. Sizes are multiples of the network's stride.
+two steps take longer does not count, and says so.
 
 The search starts where the memory is expected to end: for ours from ``unet3d plan``'s prediction,
-for the others from the bytes per voxel of a first, smaller attempt. From there it goes to the next
-multiple, up or down, until one that trains stands below one that does not; ``complete`` is false
-where attempts or time ran out before. Several devices are for ours only: one stage on each.
+for the others from the bytes per voxel of a first, smaller attempt. From there it goes up or down in
+growing strides, and halves what is between, until a size that trains stands right below one that
+does not; ``complete`` is false where attempts or time ran out before. Several devices are for ours only: one stage on each.
 """
 
 import argparse
@@ -36,9 +36,7 @@ from unet3d.parallel import Layout, default_precision, resolve_devices
 from unet3d.planner import Step, largest_size
 
 OUT_OF_MEMORY = "out of memory"
-
-GROWTH = 3
-"""Of the voxels between the smaller first attempt and what it is to predict: not too far."""
+NO_TIME = "no time left"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,6 +46,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--channels", default="32,64,128,256,320,320")
+    parser.add_argument("--unit", type=int, default=32, help="sizes are multiples of it")
     parser.add_argument("--probe-size", type=int, default=192, help="the peers' first attempt")
     parser.add_argument("--max-size", type=int, default=1024)
     parser.add_argument("--memory-gib", type=float, help="pretend that each device has no more")
@@ -95,14 +94,17 @@ class Search:
 
     def run(self, start: int) -> None:
         """Try sizes from one on until the largest is found, or no attempt is left."""
-        size = start
+        size, stride = start, self.unit
         while self.num_left and not self.is_complete:
             size = min(max(size, self.largest + self.unit), self.too_large - self.unit)
-            self.try_size(size)
-            last = self.tried[-1]
-            if last.get("reason") == "no time left":
+            last = self.try_size(size)
+            if last.get("reason") == NO_TIME:
                 return
-            size += self.unit if last["trains"] else -self.unit
+            if self.largest and any(not one["trains"] for one in self.tried):
+                size = (self.largest + self.too_large) // (2 * self.unit) * self.unit
+            else:
+                size += stride if last["trains"] else -stride
+                stride *= 2
 
     def try_size(self, size: int) -> dict[str, Any]:
         """Try one size."""
@@ -145,16 +147,16 @@ def limit_memory(devices: list[torch.device], limit_gib: float) -> None:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
         else:
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            pages = int(Path("/proc/self/statm").read_text().split()[5])
             limit = pages * resource.getpagesize() + limit_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
 
 def try_in_process(arguments: argparse.Namespace, key: str, size: int, end: float) -> dict[str, Any]:
     """Train two steps in a process of its own, and return what it says."""
     seconds = min(arguments.attempt_seconds, end - time.monotonic())
     if seconds <= 1:
-        return {"trains": False, "reason": "no time left"}
+        return {"trains": False, "reason": NO_TIME}
     command = [sys.executable, __file__, "--attempt", str(size), "--variants", key]
     command += ["--devices", arguments.devices, "--channels", arguments.channels]
     if arguments.memory_gib is not None:
@@ -163,7 +165,7 @@ def try_in_process(arguments: argparse.Namespace, key: str, size: int, end: floa
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         is_last = seconds < arguments.attempt_seconds
-        reason = "no time left" if is_last else f"took longer than {seconds:.0f} s"
+        reason = NO_TIME if is_last else f"took longer than {seconds:.0f} s"
         return {"trains": False, "reason": reason}
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines:
@@ -195,11 +197,11 @@ def predicted_size(
 ) -> int:
     """Return the cube that ``unet3d plan`` would name; 0 where it names none."""
     precision = default_precision(devices)
-    unit = 2 ** (len(channels) - 1)
+    stride = 2 ** (len(channels) - 1)
     step = Step(
-        Problem((4 * unit,) * 3, 1, channels).topology,
+        Problem((4 * stride,) * 3, 1, channels).topology,
         Layout(tuple(devices), autocast=autocast_dtype(precision), recompute=variant.recompute),
-        (4 * unit,) * 3,
+        (4 * stride,) * 3,
         1,
         TrainingSettings(),
         precision,
@@ -220,7 +222,7 @@ def search(
 ) -> dict[str, Any]:
     """Find the largest cube of one variant."""
     channels = tuple(int(number) for number in arguments.channels.split(","))
-    unit = 2 ** (len(channels) - 1)
+    unit = arguments.unit
     room = device_bytes(devices, arguments.memory_gib)
     row: dict[str, Any] = {"key": variant.key, "devices": arguments.devices}
     found = Search(
@@ -230,7 +232,8 @@ def search(
         arguments.attempts,
     )
     if variant.network == "ours":
-        start = row["predicted_size"] = predicted_size(variant, channels, devices, room)
+        row["predicted_size"] = predicted_size(variant, channels, devices, room)
+        start = row["predicted_size"] // unit * unit
     else:
         probe = found.try_size(arguments.probe_size // unit * unit)
         start = found.largest
