@@ -9,9 +9,10 @@ process of its own, so that one that fails leaves nothing behind, and has a time
 two steps take longer does not count, and says so.
 
 The search starts where the memory is expected to end: for ours from ``unet3d plan``'s prediction,
-for the others from the bytes per voxel of a first, smaller attempt. From there it goes up or down in
-growing strides, and halves what is between, until a size that trains stands right below one that
-does not; ``complete`` is false where attempts or time ran out before. Several devices are for ours only: one stage on each.
+for the others from the bytes per voxel of a first, smaller attempt. From there it goes up or down
+in growing strides, and halves what is between, until a size that trains stands right below one that
+does not; ``complete`` is false where attempts or time ran out before. Several devices are for ours
+only: one stage on each.
 """
 
 import argparse
@@ -152,7 +153,9 @@ def limit_memory(devices: list[torch.device], limit_gib: float) -> None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 
 
-def try_in_process(arguments: argparse.Namespace, key: str, size: int, end: float) -> dict[str, Any]:
+def try_in_process(
+    arguments: argparse.Namespace, key: str, size: int, end: float
+) -> dict[str, Any]:
     """Train two steps in a process of its own, and return what it says."""
     seconds = min(arguments.attempt_seconds, end - time.monotonic())
     if seconds <= 1:

@@ -96,7 +96,9 @@ def find_variants(keys: str) -> list[Variant]:
     known = {variant.key: variant for variant in VARIANTS}
     unknown = [key for key in keys.split(",") if key not in known]
     if unknown:
-        raise SystemExit(f"there is no variant {', '.join(unknown)}; choose from {', '.join(known)}")
+        raise SystemExit(
+            f"there is no variant {', '.join(unknown)}; choose from {', '.join(known)}"
+        )
     return [known[key] for key in keys.split(",")]
 
 
@@ -191,9 +193,7 @@ def count(variant: Variant, problem: Problem) -> dict[str, int]:
 class Trainee:
     """A network on its device or devices, with a batch and an optimizer."""
 
-    def __init__(
-        self, variant: Variant, problem: Problem, devices: Sequence[torch.device]
-    ) -> None:
+    def __init__(self, variant: Variant, problem: Problem, devices: Sequence[torch.device]) -> None:
         """Build everything; nothing is compiled or run yet.
 
         Args:
