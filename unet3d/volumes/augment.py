@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from monai.transforms import (
-    AffineGrid,
     Compose,
     RandAdjustContrast,
     RandGaussianNoise,
@@ -19,7 +19,6 @@ from monai.transforms import (
     RandScaleIntensity,
     RandScaleIntensityFixedMean,
     RandSimulateLowResolution,
-    Resample,
 )
 from scipy.spatial.transform import Rotation
 
@@ -156,13 +155,46 @@ def sample_affine(
     Returns:
         Image (C, *size), label map (*size) of the same types.
     """
-    affine = np.eye(4)
-    affine[:3, :3] = matrix
-    grid, _ = AffineGrid(affine=torch.from_numpy(affine))(spatial_size=size)
-    resample = Resample(padding_mode="zeros", align_corners=False, dtype=np.float32)
-    sampled = resample(image, grid, mode="bilinear")
-    nearest = resample(label[None].to(torch.float32), grid, mode="nearest")
-    return _plain(sampled), _plain(nearest)[0].to(label.dtype)
+    grid = _sampling_grid(matrix, size, label.shape)
+    sampled = F.grid_sample(image[None], grid, mode="bilinear", align_corners=False)
+    return sampled[0], torch.take(label, _nearest_voxels(matrix, size, label.shape))
+
+
+def _sampling_grid(matrix: Matrix, size: Shape, box: torch.Size) -> torch.Tensor:
+    """Return the sampled points (1, *size, 3) as ``grid_sample`` wants them.
+
+    That is in halves of the box from its centre, and Z first. Each coordinate is a sum of what X,
+    Y and Z add to it, so one pass over the patch is enough.
+    """
+    in_halves = matrix * 2 / np.maximum(2, np.array(box))[:, None]
+    x, y, z = (
+        torch.from_numpy(np.outer(_offsets(voxels), column[::-1]))
+        for voxels, column in zip(size, in_halves.T, strict=True)
+    )
+    in_plane = (x[:, None] + y).float()
+    return (in_plane[:, :, None] + z.float())[None]
+
+
+def _nearest_voxels(matrix: Matrix, size: Shape, box: torch.Size) -> torch.Tensor:
+    """Return, for each voxel of the patch, the index in the flattened box that is nearest.
+
+    Twice as fast as ``grid_sample``, which would want a label map of floats.
+    """
+    index = torch.zeros(size, dtype=torch.int32 if box.numel() < 2**31 else torch.int64)
+    for row, voxels in zip(matrix, box, strict=True):
+        x, y, z = (
+            torch.from_numpy(_offsets(length) * factor)
+            for length, factor in zip(size, row, strict=True)
+        )
+        in_plane = (x[:, None] + y + (voxels - 1) / 2).float()
+        nearest = (in_plane[:, :, None] + z.float()).round_().clamp_(0, voxels - 1)
+        index.mul_(voxels).add_(nearest.to(index.dtype))
+    return index.long()
+
+
+def _offsets(voxels: int) -> npt.NDArray[np.float64]:
+    """Return the position of each voxel along one axis, from the centre."""
+    return np.arange(voxels, dtype=np.float64) - (voxels - 1) / 2
 
 
 def _plain(tensor: Any) -> torch.Tensor:
