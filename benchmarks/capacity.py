@@ -95,17 +95,20 @@ class Search:
 
     def run(self, start: int) -> None:
         """Try sizes from one on until the largest is found, or no attempt is left."""
-        size, stride = start, self.unit
+        size, stride, last_stride = start, self.unit, 0
         while self.num_left and not self.is_complete:
             size = min(max(size, self.largest + self.unit), self.too_large - self.unit)
             last = self.try_size(size)
             if last.get("reason") == NO_TIME:
                 return
-            if self.largest and any(not one["trains"] for one in self.tried):
-                size = (self.largest + self.too_large) // (2 * self.unit) * self.unit
+            middle = (self.largest + self.too_large) // (2 * self.unit) * self.unit
+            if last["trains"]:
+                is_bounded = any(not one["trains"] for one in self.tried)
+                size = min(size + stride, middle) if is_bounded else size + stride
             else:
-                size += stride if last["trains"] else -stride
-                stride *= 2
+                size = max(size - stride, middle) if self.largest else size - stride
+            # By one, one, two, three, five: the start is most often right or one off.
+            stride, last_stride = max(stride + last_stride, self.unit), stride
 
     def try_size(self, size: int) -> dict[str, Any]:
         """Try one size."""

@@ -1,0 +1,150 @@
+"""The benchmarks run, at sizes where a CPU is enough, and count what they say they count."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+ROOT = Path(__file__).resolve().parent.parent
+CHANNELS = ("--channels", "4,8,8")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def run(script: str, json_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Return the record and the table of a benchmark."""
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--json", str(json_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, env=environment, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(json_path.read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_step_compares_networks_or_says_why_not(tmp_path: Path) -> None:
+    names = "ours,ours-level,dynunet-eager,basicunet-eager,nnunet-eager"
+    small = ("--shape", "16,16,16", "--warmup", "1", "--steps", "2", *CHANNELS)
+    record, table = run(
+        "step.py", tmp_path / "step.json", "--device", "cpu", "--variants", names, *small
+    )
+    rows = {row["key"]: row for row in record["rows"]}
+    assert list(rows) == names.split(",")
+    for key in ("ours", "ours-level", "dynunet-eager"):
+        assert rows[key]["seconds"] > 0 and len(rows[key]["all_seconds"]) == 2
+        assert rows[key]["num_operations"] == rows["ours"]["num_operations"]
+        assert rows[key]["num_parameters"] == pytest.approx(
+            rows["ours"]["num_parameters"], rel=0.02
+        )
+    assert rows["ours"]["loss"] == pytest.approx(rows["ours-level"]["loss"], rel=1e-4)
+    assert "5 levels, not 3" in rows["basicunet-eager"]["reason"]
+    peer = rows["nnunet-eager"]
+    assert "seconds" in peer or "dynamic_network_architectures" in peer["reason"]
+    assert 0 < record["floor"]["floor"] < record["floor"]["longer_of_both"]
+    assert "floor" in table and rows["basicunet-eager"]["reason"] in table
+
+
+@pytest.mark.slow
+def test_capacity_ends_at_the_limits(tmp_path: Path) -> None:
+    searched = ("--devices", "cpu", "--variants", "ours", "--unit", "16", *CHANNELS)
+    roomy, _ = run(
+        "capacity.py", tmp_path / "a.json", *searched, "--max-size", "32", "--memory-gib", "8"
+    )
+    (row,) = roomy["rows"]
+    assert (row["size"], row["num_voxels"], row["complete"]) == (32, 32**3, True)
+    narrow, table = run(
+        "capacity.py", tmp_path / "b.json", *searched, "--max-size", "64", "--memory-gib", "0.1",
+        "--attempts", "1",
+    )  # fmt: skip
+    (row,) = narrow["rows"]
+    assert row["attempts"] == [{"size": 64, "trains": False, "reason": "out of memory"}]
+    assert (row["size"], row["complete"]) == (0, False) and "not all sizes" in table
+
+
+@pytest.mark.slow
+def test_loader_counts_patches_and_waiting(tmp_path: Path) -> None:
+    record, _ = run(
+        "loader.py", tmp_path / "loader.json", "--device", "cpu", "--step-seconds", "0.01",
+        "--shape", "16,16,16", "--volume", "32,32,32", "--workers", "0,1", "--batches", "10",
+    )  # fmt: skip
+    for row, num_workers in zip(record["rows"], (0, 1), strict=True):
+        assert row["num_workers"] == num_workers and row["patches_per_second"] > 0
+        assert row["bytes_per_second"] == pytest.approx(16**3 * 5 * row["patches_per_second"])
+        assert row["busy_step_seconds"] >= 0.01 and 0 <= row["waiting_share"] < 1
+    assert record["rows"][0]["step_seconds"] > record["rows"][0]["busy_step_seconds"]
+
+
+def test_the_floor_counts_the_operations_that_pytorch_counts(scripts: None) -> None:
+    from floor import Rates, count_passes, floor_seconds
+    from peers import Problem
+
+    from unet3d.model import UNet3d
+
+    problem = Problem((32, 16, 16), 2, (4, 8, 8))
+    with torch.device("meta"):
+        model = UNet3d(problem.topology)
+        image = torch.empty(2, 1, *problem.size)
+    with FlopCounterMode(display=False) as counter:
+        model(image).sum().backward()
+    passes = count_passes(problem, 2)
+    assert sum(one.num_operations for one in passes) == counter.get_total_flops()
+    # One voxel of float32 in each of 4 channels is 16 bytes: three times forward, five backward.
+    norms = [one for one in count_passes(problem, 4) if one.layer == "encoder.0.0.norm"]
+    assert [one.moved_bytes for one in norms] == [3 * 16 * 2 * 32 * 16**2, 5 * 16 * 2 * 32 * 16**2]
+    (update,) = (one for one in passes if one.layer == "optimizer")
+    assert update.moved_bytes == pytest.approx(
+        20 * sum(parameter.numel() for parameter in model.parameters()), rel=0.01
+    )
+    arithmetic_only = floor_seconds(passes, Rates(1.0, float("inf")))
+    assert set(arithmetic_only.values()) == {counter.get_total_flops()}
+
+
+@pytest.mark.parametrize("start", [32, 160, 192, 224, 480])
+def test_search_finds_the_largest_from_near_and_far(scripts: None, start: int) -> None:
+    from capacity import Search
+
+    found = Search(lambda size: {"trains": size <= 192}, 32, 512, 10)
+    found.run(start)
+    assert (found.largest, found.too_large, found.is_complete) == (192, 224, True)
+    sizes = [one["size"] for one in found.tried]
+    assert len(set(sizes)) == len(sizes) <= (3 if 160 <= start <= 224 else 9)
+
+
+def test_search_admits_what_it_does_not_know(scripts: None) -> None:
+    from capacity import Search
+
+    found = Search(lambda size: {"trains": size <= 192}, 32, 512, 2)
+    found.run(480)
+    assert (found.largest, found.is_complete) == (0, False)
+    late = Search(lambda size: {"trains": False, "reason": "no time left"}, 32, 512, 9)
+    late.run(192)
+    assert len(late.tried) == 1 and not late.is_complete
+
+
+def test_chart_shows_figures_and_reasons(scripts: None, tmp_path: Path) -> None:
+    from chart import draw, panels_of
+
+    rows = [
+        {"key": "ours", "seconds": 0.1, "peak_bytes": 2**30},
+        {"key": "other", "reason": "OutOfMemoryError: none left"},
+    ]
+    steps = {"devices": ["cpu"], "size": [8, 8, 8], "batch_size": 1, "floor": {"floor": 0.05}}
+    times, memory = panels_of({**steps, "rows": rows})
+    assert times.bars == {"ours": 100.0, "other": None} and times.floor == 50.0
+    assert memory.bars == {"ours": 1.0, "other": None}
+    assert times.reasons["other"] == "OutOfMemoryError: none left"
+    cubes = [{"key": "ours", "num_voxels": 2_000_000}, {"key": "other", "num_voxels": 0}]
+    (largest,) = panels_of({"devices": ["cpu", "cpu"], "rows": cubes})
+    assert largest.bars == {"ours": 2.0, "other": None}
+    draw([times, memory, largest], tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
