@@ -12,7 +12,7 @@ The search starts where the memory is expected to end: for ours from ``unet3d pl
 for the others from the bytes per voxel of a first, smaller attempt. From there it goes up or down
 in growing strides, and halves what is between, until a size that trains stands right below one that
 does not; ``complete`` is false where attempts or time ran out before. Several devices are for ours
-only: one stage on each.
+only: one stage on each. A record that is there already keeps the rows of other variants.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from peers import Problem, Trainee, Variant, find_variants
 from unet3d.config import ParallelSettings, TrainingSettings
 from unet3d.optimization import autocast_dtype
 from unet3d.parallel import Layout, default_precision, resolve_devices
-from unet3d.planner import Step, largest_size
+from unet3d.planner import UNCOUNTED_BYTES, Step, largest_size
 
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "no time left"
@@ -43,7 +43,8 @@ NO_TIME = "no time left"
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--variants", default="ours,ours-level,nnunet-compiled,nnunet-eager,dynunet-eager"
+        "--variants",
+        default="ours,ours-level,ours-level-offload,nnunet-compiled,nnunet-eager,dynunet-eager",
     )
     parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--channels", default="32,64,128,256,320,320")
@@ -130,7 +131,7 @@ def try_here(variant: Variant, problem: Problem, devices: list[torch.device]) ->
             seconds.append(time.perf_counter() - began)
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        if isinstance(error, torch.OutOfMemoryError) or "t allocate memory" in text:
+        if any(words in text for words in ("out of memory", "t allocate memory")):
             return {"trains": False, "reason": OUT_OF_MEMORY}
         return {"trains": False, "reason": f"{type(error).__name__}: {text[:300]}"}
     gpus = sorted({device.index for device in devices if device.type == "cuda"})
@@ -190,7 +191,8 @@ def device_bytes(devices: list[torch.device], limit_gib: float | None) -> dict[t
     found = {}
     for device in devices:
         if device.type == "cuda":
-            found[device] = torch.cuda.mem_get_info(device)[0]
+            # Asking what is free would take some of it, for this process.
+            found[device] = torch.cuda.get_device_properties(device).total_memory
         elif limit_gib is None:
             raise SystemExit("on a CPU, name the memory that it shall have with --memory-gib")
         limit = math.inf if limit_gib is None else limit_gib * 2**30
@@ -206,7 +208,12 @@ def predicted_size(
     stride = 2 ** (len(channels) - 1)
     step = Step(
         Problem((4 * stride,) * 3, 1, channels).topology,
-        Layout(tuple(devices), autocast=autocast_dtype(precision), recompute=variant.recompute),
+        Layout(
+            tuple(devices),
+            autocast=autocast_dtype(precision),
+            recompute=variant.recompute,
+            offload=variant.offload,
+        ),
         (4 * stride,) * 3,
         1,
         TrainingSettings(),
@@ -219,7 +226,7 @@ def predicted_size(
 def extrapolated_size(probe: dict[str, Any], room: int, unit: int) -> int:
     """Return the cube at which memory ends if each voxel takes as much as in an attempt."""
     # Weights, gradients and momentum do not grow; leaving them in errs towards the small side.
-    voxels = probe["size"] ** 3 * room / max(probe["reserved_bytes"])
+    voxels = probe["size"] ** 3 * (room - UNCOUNTED_BYTES) / max(probe["peak_bytes"])
     return int(voxels ** (1 / 3)) // unit * unit
 
 
@@ -243,7 +250,7 @@ def search(
     else:
         probe = found.try_size(arguments.probe_size // unit * unit)
         start = found.largest
-        if probe["trains"] and probe["reserved_bytes"]:
+        if probe["trains"] and probe["peak_bytes"]:
             start = extrapolated_size(probe, min(room.values()), unit)
     if not found.tried or found.tried[-1].get("reason") in (None, OUT_OF_MEMORY):
         found.run(start or unit)
@@ -269,6 +276,10 @@ def main() -> None:
         return
     end = time.monotonic() + arguments.total_seconds
     rows: list[dict[str, Any]] = []
+    if arguments.json and arguments.json.is_file():
+        new = {variant.key for variant in variants}
+        earlier = json.loads(arguments.json.read_text())["rows"]
+        rows = [row for row in earlier if row["key"] not in new]
     for variant in variants:
         rows.append(search(arguments, variant, devices, end))
         record = {

@@ -16,7 +16,7 @@ On a CPU all of them run in float32.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.config import ModelSettings, Recompute, Shape, TrainingSettings
+from unet3d.config import ModelSettings, Offload, Recompute, Shape, TrainingSettings
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.optimization import Optimization, autocast_dtype
-from unet3d.parallel import Layout, default_precision, parallelize
+from unet3d.parallel import Layout, Slot, default_precision, parallelize
 
 NUM_CLASSES = 3
 
@@ -44,6 +44,8 @@ class Variant:
         precision: On a GPU; ``auto`` is the best that it has.
         compiled: Whether by ``torch.compile``.
         recompute: What our network makes again in backward.
+        offload: What it parks in host memory.
+        recorded: Whether it may replay its launches as a CUDA graph.
     """
 
     key: str
@@ -51,12 +53,17 @@ class Variant:
     precision: str = "auto"
     compiled: bool = False
     recompute: Recompute = "norm"
+    offload: Offload = "none"
+    recorded: bool = True
 
 
 VARIANTS = (
     Variant("ours", "ours"),
+    Variant("ours-unrecorded", "ours", recorded=False),
     Variant("ours-off", "ours", recompute="off"),
     Variant("ours-level", "ours", recompute="level"),
+    Variant("ours-offload", "ours", offload="skips"),
+    Variant("ours-level-offload", "ours", recompute="level", offload="skips"),
     Variant("nnunet-compiled", "nnunet", "float16", compiled=True),
     Variant("nnunet-eager", "nnunet", "float16"),
     Variant("dynunet-compiled", "dynunet", "bfloat16", compiled=True),
@@ -190,6 +197,17 @@ def count(variant: Variant, problem: Problem) -> dict[str, int]:
     return {"num_parameters": num_parameters, "num_operations": counter.get_total_flops()}
 
 
+class Unrecorded:
+    """An observer that does nothing; but a step that is observed is never replayed."""
+
+    def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
+        """Watch nothing."""
+        return nullcontext()
+
+    def resized(self, tensor: Tensor) -> None:
+        """Note nothing."""
+
+
 class Trainee:
     """A network on its device or devices, with a batch and an optimizer."""
 
@@ -213,8 +231,15 @@ class Trainee:
         self._executor: Any = None
         first = last = devices[0]
         if isinstance(network, UNet3d):
-            layout = Layout(tuple(devices), autocast=lowered, recompute=variant.recompute)
+            layout = Layout(
+                tuple(devices),
+                autocast=lowered,
+                recompute=variant.recompute,
+                offload=variant.offload,
+            )
             self._executor = parallelize(network, layout)
+            if not variant.recorded:
+                self._executor.observer = Unrecorded()
             first, last = self._executor.input_device, self._executor.output_device
         else:
             network.to(first)

@@ -7,9 +7,10 @@ What is compared, and how each is trained, is in ``peers.py``; how the floor is 
 ``floor.py``. Steps follow one another as in training, nothing waits between them; a time is the
 median over the steps after the warm-up, each from the end of the step before to its own (CUDA
 events; on a CPU, the clock). The first step is timed by itself: it compiles kernels and chooses
-algorithms, from whatever the caches on disk hold. The peak is that of CUDA's allocator over the
-timed steps, ``first peak`` that of the first one. A variant that cannot be built, compiled or run
-is a row with the reason.
+algorithms, from whatever the caches on disk hold. The peak is that of CUDA's allocator over all
+steps but the first (the record has that one's too), so also over the one that is recorded, and the
+ones before it, where later steps replay a CUDA graph. A variant that cannot be built, compiled or
+run is a row with the reason.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 from unet3d.optimization import autocast_dtype
 from unet3d.parallel import default_precision
 
+DEFAULT = [variant.key for variant in VARIANTS if variant.offload == "none"]
+
 BESIDE = ("ours", "nnunet-compiled", "nnunet-eager", "dynunet-eager")
 """Whose times others are divided by."""
 
@@ -39,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="256,256,256")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--channels", default="32,64,128,256,320,320")
-    parser.add_argument("--variants", default=",".join(variant.key for variant in VARIANTS))
+    parser.add_argument("--variants", default=",".join(DEFAULT))
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--warmup", type=int, default=6, help="the first step is one of them")
     parser.add_argument("--steps", type=int, default=15)
@@ -63,11 +66,10 @@ def measure(
     row["first_step_seconds"] = time.perf_counter() - began
     if on_gpu:
         row["first_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()  # of what choosing algorithms took
+        torch.cuda.reset_peak_memory_stats(device)
     for _ in range(num_warm_up - 1):
         trainee.step()
-    if on_gpu:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     synchronize()
     marks = [_mark(on_gpu)]
     for _ in range(num_steps):

@@ -33,7 +33,7 @@ def run(script: str, json_path: Path, *arguments: str) -> tuple[dict[str, Any], 
 
 @pytest.mark.slow
 def test_step_compares_networks_or_says_why_not(tmp_path: Path) -> None:
-    names = "ours,ours-level,dynunet-eager,basicunet-eager,nnunet-eager"
+    names = "ours,ours-unrecorded,ours-level,dynunet-eager,basicunet-eager,nnunet-eager"
     small = ("--shape", "16,16,16", "--warmup", "1", "--steps", "2", *CHANNELS)
     record, table = run(
         "step.py", tmp_path / "step.json", "--device", "cpu", "--variants", names, *small
