@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
         "--variants",
-        default="ours,ours-level,ours-level-offload,nnunet-compiled,nnunet-eager,dynunet-eager",
+        default="ours,ours-level,ours-offload,nnunet-compiled,nnunet-eager,dynunet-eager",
     )
     parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--channels", default="32,64,128,256,320,320")
