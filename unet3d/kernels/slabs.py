@@ -120,7 +120,12 @@ def fits(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int
 def lowered(x: Tensor) -> torch.dtype:
     """Return the type in which autocast would convolve a tensor."""
     kind = x.device.type
-    is_lowered = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    # Shapes are followed on the meta device, for which there is no autocast.
+    is_lowered = (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.dtype != torch.float64
+    )
     return torch.get_autocast_dtype(kind) if is_lowered else x.dtype
 
 

@@ -11,7 +11,6 @@ from unet3d.parallel.balance import choose_cuts
 from unet3d.parallel.executor import Executor, LossFunction
 from unet3d.parallel.graphs import RecordedPipeline
 from unet3d.parallel.partition import default_cuts, make_stages
-from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import (
     Layout,
     Slot,
@@ -47,10 +46,7 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    # Parking changes the size of memory as it goes, which a recording cannot follow.
-    on_gpus = all(device.type == "cuda" for device in layout.devices)
-    make = RecordedPipeline if on_gpus and layout.offload == "none" else PipelineExecutor
-    return make(
+    return RecordedPipeline(
         model,
         stages,
         layout.num_micro_batches,

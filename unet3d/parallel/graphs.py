@@ -34,6 +34,9 @@ MAX_ELEMENTS = 2**23
 MAX_SHARE = 0.4
 """Of a GPU's memory, which a step may have taken: a recording keeps as much for itself."""
 
+ERROR_MODE = "thread_local"
+"""Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
+
 
 @dataclass(frozen=True)
 class _Lane:
@@ -59,7 +62,7 @@ class _Lane:
 
 
 class RecordedPipeline(PipelineExecutor):
-    """A pipeline over GPUs that replays its steps; see :class:`~unet3d.parallel.Executor`."""
+    """A pipeline that replays its steps on GPUs; see :class:`~unet3d.parallel.Executor`."""
 
     _lanes: list[list[_Lane]] | None = None
     _gradients: list[Tensor]
@@ -90,13 +93,22 @@ class RecordedPipeline(PipelineExecutor):
         last = {block.name for block in self.stages[-1].blocks}
         count = min(self.num_micro_batches, len(image))
         return (
-            image.numel() // count <= MAX_ELEMENTS
+            all(slot.device.type == "cuda" for slot in self.slots)
+            # Parking changes the size of memory as it goes, which a recording cannot follow.
+            and not self._parked_skips
+            and image.numel() // count <= MAX_ELEMENTS
             and len(image) % count == 0
             and last.issuperset(self.module.outputs())
             and isinstance(self.observer, NoObserver)
-            # Recorded gradients begin at nothing.
-            and all(parameter.grad is None for parameter in self.module.parameters())
+            and self._begins_at_nothing()
         )
+
+    def _begins_at_nothing(self) -> bool:
+        """Return whether there are no gradients yet: what is replayed does not add to them."""
+        return all(parameter.grad is None for parameter in self.module.parameters())
+
+    def _after_replay(self) -> None:
+        """Do what hooks of autograd would do, which a replay does not call."""
 
     def _has_room(self) -> bool:
         return all(
@@ -149,7 +161,7 @@ class RecordedPipeline(PipelineExecutor):
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         if stage is self.stages[-1]:
             target = torch.zeros_like(labels, device=device)
-        with torch.cuda.graph(forward, stream=stream):
+        with torch.cuda.graph(forward, stream=stream, capture_error_mode=ERROR_MODE):
             roots = self._compute(stage, leaves)
             outputs = {name: root.detach() for name, root in roots.items()}
             if target is not None:
@@ -162,7 +174,7 @@ class RecordedPipeline(PipelineExecutor):
             name: torch.empty_like(output) if output.grad is None else output.grad
             for name, output in outputs.items()
         }
-        with torch.cuda.graph(backward, pool=forward.pool(), stream=stream):
+        with torch.cuda.graph(backward, forward.pool(), stream, ERROR_MODE):
             torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
         back = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         outputs = {name: output.detach() for name, output in outputs.items()}
@@ -202,6 +214,7 @@ class RecordedPipeline(PipelineExecutor):
                     for name, gradient in lane.input_gradients.items():
                         maker = self._maker[name].slot.device
                         returning[number, name].append(Transfer(gradient, maker))
+        self._after_replay()
         return sum(terms[1:], start=terms[0])
 
 
