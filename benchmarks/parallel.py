@@ -13,10 +13,8 @@ forward only; their logits are gathered, and one backward of one loss goes throu
 """
 
 import argparse
-import datetime
 import gc
 import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import circumstances, parse_shape, synchronize
 from torch import Tensor
 
 from unet3d.config import Balance, ModelSettings, ParallelSettings
@@ -44,11 +43,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cuts", action="append", default=[], help="a cut to try besides")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
-
-
-def synchronize() -> None:
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
 
 
 class ForwardOnlyPipeline:
@@ -90,7 +84,7 @@ class Bench:
         self.arguments = arguments
         names = tuple(arguments.devices.split(","))
         self.devices = resolve_devices(ParallelSettings(mode="model", devices=names))
-        x, y, z = (int(size) for size in arguments.shape.split(","))
+        x, y, z = parse_shape(arguments.shape)
         channels = tuple(int(count) for count in arguments.channels.split(","))
         settings = ModelSettings(channels=channels)
         self.topology = plan_topology(settings, (x, y, z), (1.0, 1.0, 1.0), 1, 3)
@@ -159,17 +153,7 @@ class Bench:
 
     def write(self, devices: tuple[torch.device, ...], path: Path) -> None:
         """Write the rows, and what they were measured with."""
-        gpus = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
-        record = {
-            "command": " ".join(sys.argv),
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "devices": gpus,
-            "precision": self.precision,
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "python": platform.python_version(),
-            "rows": self.rows,
-        }
+        record = {**circumstances(devices, self.precision), "rows": self.rows}
         path.write_text(json.dumps(record, indent=2) + "\n")
 
     def balanced(self, balance: Balance) -> tuple[int, ...]:

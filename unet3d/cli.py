@@ -11,17 +11,25 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import click
 
 from unet3d import __version__
-from unet3d.errors import ConfigError, DatasetError, DoesNotFitError, Unet3dError
+from unet3d.errors import (
+    ConfigError,
+    DatasetError,
+    DoesNotFitError,
+    LostRankError,
+    Unet3dError,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from unet3d.config import Config
+    from unet3d.ranks import Ranks
     from unet3d.run_folder import RunFolder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 FILE = click.Path(path_type=Path)
+PARALLEL_HELP = "model: encoder on one device, decoder on the next; data: a replica on each."
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -34,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: Without the program's name; None: those of the process.
     """
     from unet3d.interruption import Interrupted
+    from unet3d.ranks import is_launched, leave, report_end
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
@@ -47,19 +56,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except Unet3dError as error:
+        report_end(error, "consequence" if isinstance(error, LostRankError) else "explained")
         if debug:
             raise
-        _show(error)
-        sys.exit(1)
+        if not is_launched():  # or whoever started the ranks says it, once
+            _show(error)
+        leave(1)
     except OSError as error:  # such as a full disk, in the middle of a run
+        place = f"{error.filename}: " if error.filename else ""
+        explained = Unet3dError(f"{place}{error.strerror or error}; --debug shows where")
+        report_end(explained, "explained")
         if debug:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        click.echo(f"Error: {place}{error.strerror or error}; --debug shows where", err=True)
-        sys.exit(1)
+        if not is_launched():
+            _show(explained)
+        leave(1)
     except Interrupted as interruption:
-        click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
-        sys.exit(interruption.exit_status)
+        report_end(interruption, "interrupted", interruption.signal_number)
+        if not is_launched():
+            click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
+        leave(interruption.exit_status)
+    except Exception as error:
+        report_end(error, "unexpected")
+        if debug or not is_launched():
+            raise
+        leave(1)
     except (click.Abort, KeyboardInterrupt):
         click.echo("Stopped", err=True)
         sys.exit(130)
@@ -78,22 +99,35 @@ def commands(debug: bool) -> None:
     logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-def placement_options(function: Function) -> Function:
-    """Add the options that say where the network runs."""
-    for option in (
+def placement_options(*modes: str) -> Callable[[Function], Function]:
+    """Return a decorator that adds the options which say where the network runs.
+
+    Args:
+        modes: Those that the command knows.
+    """
+
+    def add(function: Function) -> Function:
+        for option in _placement_options(modes):
+            function = option(function)
+        return function
+
+    return add
+
+
+def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Function], ...]:
+    return (
         click.option(
             "--devices",
             metavar="LIST",
-            help="Such as 0,1 or cuda:0 or cpu,cpu or cpu,0; one stage of the network on each.",
+            help="Such as 0,1 or cuda:0 or cpu,cpu or cpu,0; a stage of the network on each"
+            + (", or a replica." if "data" in modes else "."),
         ),
         click.option(
             "--parallel",
-            type=click.Choice(["none", "model"]),
-            help="model: encoder on one device, decoder on the next.",
+            type=click.Choice(modes),
+            help=PARALLEL_HELP if "data" in modes else PARALLEL_HELP.partition(";")[0] + ".",
         ),
-    ):
-        function = option(function)
-    return function
+    )
 
 
 balance_option = click.option(
@@ -128,7 +162,7 @@ def config_options(function: Function) -> Function:
 @commands.command()
 @click.argument("dataset", type=FILE, required=False)
 @config_options
-@placement_options
+@placement_options("none", "model", "data")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option(
     "--micro-batches",
@@ -137,6 +171,16 @@ def config_options(function: Function) -> Function:
 )
 @balance_option
 @offload_option
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    help="Copies of a network on several devices, over which --devices are divided.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    help="How often to go on from the last checkpoint when a process of several dies.",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
 @click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
@@ -153,6 +197,8 @@ def train(
     micro_batches: int | None,
     balance: str | None,
     offload: str | None,
+    replicas: int | None,
+    max_restarts: int | None,
     epochs: int | None,
     fold: int | None,
     output: Path | None,
@@ -161,17 +207,12 @@ def train(
     quiet: bool,
 ) -> None:
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
-    if quiet:
+    from unet3d.ranks import Ranks, die_with_parent
+
+    ranks = Ranks.from_environment()
+    die_with_parent()
+    if quiet or not ranks.is_first:
         logging.getLogger("unet3d").setLevel(logging.WARNING)
-    from rich.console import Console
-
-    from unet3d.config import load_config
-    from unet3d.run_folder import RunFolder
-
-    folder = _run_to_resume(output) if resume else None
-    repeats = folder is not None and config_path is None
-    if folder is not None and config_path is None:
-        config_path = folder.config
     changes = [
         *overrides,
         *_changes(
@@ -183,25 +224,35 @@ def train(
                 "training.micro_batches": micro_batches,
                 "parallel.balance": balance,
                 "memory.offload": offload,
+                "parallel.replicas": replicas,
+                "parallel.max_restarts": max_restarts,
                 "training.epochs": epochs,
                 "data.fold": fold,
                 "training.seed": seed,
             }
         ),
     ]
-    config = load_config(config_path, changes)
-    if folder is None:
-        folder = RunFolder(output or _new_run(config))
+    from rich.console import Console
 
-    from unet3d.choices import without_stale_cuts
+    from unet3d.config import Config
+    from unet3d.parallel import joined
     from unet3d.report import memory_table
+    from unet3d.run_folder import RunFolder
+    from unet3d.training import num_processes
     from unet3d.training import train as run_training
 
-    if repeats:
-        config = without_stale_cuts(config, load_config(config_path))
     console = Console()
-    result = run_training(config, folder, resume, console, quiet)
-    if quiet:
+    with joined(ranks) as group:
+        # Only the first rank must be able to name a new run, and to see the files of an old one.
+        settings, path, resume = group.from_first(
+            lambda: _choose_run(config_path, changes, output, resume, ranks)
+        )
+        config, folder = Config.from_yaml(settings), RunFolder(Path(path))
+        if group.size == 1 and num_processes(config) > 1:
+            _start_ranks(config, folder, resume, quiet)
+            return
+        result = run_training(config, folder, resume, console, quiet, group)
+    if quiet or not ranks.is_first:
         return
     if result.memory is not None:
         console.print(memory_table(result.memory))
@@ -218,7 +269,7 @@ def train(
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @click.option("--checkpoint", "checkpoint_path", type=FILE, help="Default: of the newest run.")
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
-@placement_options
+@placement_options("none", "model")
 @click.option("--overlap", type=click.FloatRange(0, 1, max_open=True), help="Of the windows.")
 @click.option(
     "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
@@ -339,7 +390,7 @@ def check(dataset: Path, json_path: Path | None) -> None:
 @click.argument("dataset", type=FILE, required=False)
 @click.option("--shape", metavar="X,Y,Z", help="Voxels of a patch; default: as training chooses.")
 @config_options
-@placement_options
+@placement_options("none", "model", "data")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
 @balance_option
@@ -475,6 +526,61 @@ def _new_run(config: "Config") -> Path:
     source = config.data.dataset
     name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
     return RUNS / f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _choose_run(
+    config_path: Path | None,
+    changes: Sequence[str],
+    output: Path | None,
+    resume: bool,
+    ranks: "Ranks",
+) -> tuple[str, str, bool]:
+    """Return the settings of a training as YAML, its folder, and whether to continue in it."""
+    from unet3d.choices import without_stale_cuts
+    from unet3d.config import load_config
+    from unet3d.run_folder import RunFolder
+    from unet3d.training import for_ranks, num_processes
+
+    folder = _run_to_resume(output) if resume else None
+    repeats = folder is not None and config_path is None
+    if folder is not None and config_path is None:
+        config_path = folder.config
+    config = load_config(config_path, changes)
+    if repeats:
+        config = without_stale_cuts(config, load_config(config_path))
+    if ranks.world_size > 1:
+        config = for_ranks(config, ranks.world_size)
+        if output is None and not resume and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0":
+            raise ConfigError(
+                "torchrun may restart the ranks, which then must find the run again; name its "
+                "folder with --output, or use torchrun --max-restarts 0"
+            )
+    else:
+        config = for_ranks(config, num_processes(config))
+    if folder is None:
+        folder = RunFolder(output or _new_run(config))
+        resume = ranks.restart_count > 0 and folder.latest.exists()
+    return config.to_yaml(), str(folder.path), resume
+
+
+def _start_ranks(config: "Config", folder: "RunFolder", resume: bool, quiet: bool) -> None:
+    """Train in a process for each replica, each started with the settings as they are now."""
+    import tempfile
+
+    from unet3d.parallel import devices_of_replicas
+    from unet3d.parallel.launcher import launch
+
+    devices = devices_of_replicas(config.parallel)
+    with tempfile.NamedTemporaryFile("w", prefix="unet3d-", suffix=".yaml") as settings:
+        settings.write(config.to_yaml())
+        settings.flush()
+        arguments = ["train", "--config", settings.name, "--output", str(folder.path)]
+        arguments += ["--resume"] if resume else []
+        arguments += ["--quiet"] if quiet else []
+        if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
+            arguments.insert(0, "--debug")
+        on_gpus = any(device.type == "cuda" for of_rank in devices for device in of_rank)
+        launch(arguments, len(devices), config.parallel.max_restarts, on_gpus)
 
 
 def _run_to_resume(output: Path | None) -> "RunFolder":

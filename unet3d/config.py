@@ -130,10 +130,11 @@ class TrainingSettings(Section):
 
     epochs: Positive = 100
     batch_size: Positive = 2
-    """Patches in a step; where only micro_batches is set, at least one for each of them."""
+    """Patches in a step, of all replicas together; where it is not set, at least one for each
+    micro-batch of each replica."""
     micro_batches: Positive | Literal["auto"] = "auto"
-    """Portions of a batch: one after another on one device, pipelined over several; auto: as
-    ``plan --measure`` found best, else 1."""
+    """Portions of a batch, or of each replica's share: one after another on one device, pipelined
+    over several; auto: as ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
     """The start of the polynomial decay (power 0.9)."""
@@ -170,9 +171,23 @@ class TrainingSettings(Section):
 class ParallelSettings(Section):
     """How the network is spread over devices."""
 
-    mode: Literal["none", "model"] = "none"
+    mode: Literal["none", "model", "data"] = "none"
+    """model: one network over the devices; data: a replica on each of them."""
     devices: tuple[str, ...] | None = None
-    """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu."""
+    """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu.
+    Under torchrun: those of each machine, divided over its ranks."""
+    replicas: Positive = 1
+    """Mode model: copies of the network, over which the devices are divided in their order."""
+    engine: Literal["ddp", "dataparallel"] = "ddp"
+    """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
+    for each, which is slower."""
+    output_device: str | None = None
+    """Engine dataparallel: where logits are gathered and targets sent; none: the first device."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Silence after which a rank is taken to hang, and training ends."""
+    max_restarts: Count = 0
+    """How often the ranks are started anew, from the latest checkpoint, when one of them dies.
+    Under torchrun its own --max-restarts counts."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """When each micro-batch runs where; all-forward keeps all their activations."""
     balance: Balance | Literal["auto"] = "auto"
@@ -198,6 +213,11 @@ class ParallelSettings(Section):
         if isinstance(value, list | tuple):
             return tuple(str(name).strip() for name in value)
         return value
+
+    @field_validator("output_device", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("cuts", mode="before")
     @classmethod
@@ -256,6 +276,7 @@ class Config(Section):
                 "memory.offload=skips with memory.recompute=level is not possible: a level that "
                 "is made again is made in one go; use memory.recompute=norm"
             )
+        self._check_replicas()
         if self.model.norm == "batch" and self.training.num_micro_batches > 1:
             raise ValueError(
                 "model.norm=batch with training.micro_batches "
@@ -263,6 +284,38 @@ class Config(Section):
                 "the batch and train another network; use model.norm=instance"
             )
         return self
+
+    def _check_replicas(self) -> None:
+        parallel = self.parallel
+        if parallel.replicas > 1 and parallel.mode != "model":
+            raise ValueError(
+                f"parallel.replicas is {parallel.replicas} but parallel.mode {parallel.mode} has "
+                "no stages to copy; use --parallel model, or --parallel data with a replica on "
+                "each of --devices"
+            )
+        threads = parallel.engine == "dataparallel"
+        if threads and parallel.mode != "data":
+            raise ValueError(
+                f"parallel.engine is dataparallel but parallel.mode is {parallel.mode}; "
+                "add --parallel data"
+            )
+        if threads and self.training.num_micro_batches > 1:
+            raise ValueError(
+                f"parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
+                f"is {self.training.micro_batches}; use parallel.engine=ddp"
+            )
+        if parallel.output_device is not None and not threads:
+            raise ValueError(
+                f"parallel.output_device is {parallel.output_device} but only "
+                "parallel.engine=dataparallel gathers what the replicas make; leave it out"
+            )
+        if parallel.mode == "data" and (
+            parallel.wanted_balance != "encoder-decoder" or parallel.cuts is not None
+        ):
+            raise ValueError(
+                "parallel.balance and parallel.cuts are for --parallel model: a replica of "
+                "--parallel data is not cut; leave them out"
+            )
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy with some settings replaced.

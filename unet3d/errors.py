@@ -9,7 +9,9 @@ The message is one line: what is wrong, which value, what to do. The command lin
     ├── VolumeError         one image or label map that cannot be used
     ├── DeviceError         a device that does not exist, more stages than blocks
     │   └── DoesNotFitError a device that has too little memory
-    └── CheckpointError     a checkpoint that is missing, damaged, or of another network
+    ├── CheckpointError     a checkpoint that is missing, damaged, or of another network
+    └── RankError           a process of a training that hangs
+        └── LostRankError   one that has ended; why, it knows better than the others
 """
 
 
@@ -35,6 +37,14 @@ class DeviceError(Unet3dError):
 
 class DoesNotFitError(DeviceError):
     """A device has too little memory for what was asked of it."""
+
+
+class RankError(Unet3dError):
+    """One of the processes of a training hangs or cannot be reached, so the others cannot go on."""
+
+
+class LostRankError(RankError):
+    """Another process of the training has ended; why, it knows better than this one."""
 
 
 class CheckpointError(Unet3dError):

@@ -11,6 +11,7 @@ class Interrupted(Exception):
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
+        self.signal_number = signal_number
         self.exit_status = 128 + signal_number
 
 
@@ -19,15 +20,6 @@ class InterruptionRequest:
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
-
-    def raise_if_made(self) -> None:
-        """Stop here if somebody has asked to.
-
-        Raises:
-            Interrupted: Somebody has.
-        """
-        if self.signal_number is not None:
-            raise Interrupted(self.signal_number)
 
 
 @contextmanager

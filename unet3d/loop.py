@@ -9,9 +9,9 @@ import math
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -23,11 +23,11 @@ from unet3d.errors import CheckpointError, ConfigError
 from unet3d.evaluation import dice_per_class
 from unet3d.experiment import Experiment
 from unet3d.inference import predict_logits
-from unet3d.interruption import InterruptionRequest, deferred_interruption
-from unet3d.memory import MemoryMeter, memory_record
+from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
+from unet3d.memory import MemoryMeter, memory_record, merged_records
 from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.optimization import Optimization, image_dtype
-from unet3d.parallel import Executor
+from unet3d.parallel import Executor, Group
 from unet3d.planner import Prediction
 from unet3d.progress import ProgressLine
 from unet3d.report import write_memory_picture, write_progress_picture
@@ -73,7 +73,7 @@ class TrainingResult:
 
 
 class TrainingLoop:
-    """One training in one process."""
+    """One training, or one rank's share of it."""
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class TrainingLoop:
         precision: str,
         num_workers: int,
         prediction: Prediction,
+        group: Group,
     ) -> None:
         """Make ready for the first step.
 
@@ -93,7 +94,9 @@ class TrainingLoop:
             precision: For the scaler of float16, and the summary.
             num_workers: Processes that cut patches; 0: this one.
             prediction: Of its memory, to stand beside what is measured.
+            group: The ranks that train together; the first writes and shows.
         """
+        self.group = group
         self.experiment = experiment
         self.config = experiment.config
         self.executor = executor
@@ -101,7 +104,9 @@ class TrainingLoop:
         self.precision = precision
         self.prediction = prediction
         self.state = _State()
-        self.optimization = Optimization(executor.module, self.config.training, precision)
+        self.optimization = Optimization(
+            executor.module, self.config.training, precision, keep_gradients=group.size > 1
+        )
         self.loader = PatchLoader(
             experiment.training,
             self.config.patches,
@@ -111,8 +116,12 @@ class TrainingLoop:
             self.config.training.seed,
             num_workers,
             pin_memory=executor.input_device.type == "cuda",
+            rank=group.ranks.rank,
+            num_ranks=group.size,
         )
         self.num_steps = self.config.training.epochs * self.loader.num_steps
+        own_devices = [_device_name(slot.device) for slot in executor.slots]
+        self.devices = [name for names in group.exchange(own_devices) for name in names]
         self.memory: dict[str, Any] | None = None
         self._saved_at = time.monotonic()
 
@@ -126,12 +135,14 @@ class TrainingLoop:
         Raises:
             Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
             ConfigError: The loss is no number any more.
+            RankError: Another rank died or hangs.
         """
         epochs = self.config.training.epochs
-        line = ProgressLine(console, epochs, self.loader.num_steps, quiet)
+        is_first = self.group.is_first
+        line = ProgressLine(console, epochs, self.loader.num_steps, quiet or not is_first)
         with (
             deferred_interruption() as interruption,
-            SummaryWriter(str(self.folder.tensorboard)) as scalars,
+            SummaryWriter(str(self.folder.tensorboard)) if is_first else nullcontext() as scalars,
             line.shown(),
         ):
             while self.state.epoch < epochs:
@@ -141,14 +152,19 @@ class TrainingLoop:
                 else:
                     self._train_epoch(line, interruption)
                 metrics = self._finish_epoch(interruption)
-                self.folder.append_metrics(metrics)
-                _write_scalars(scalars, metrics)
+                if scalars is not None:
+                    self.folder.append_metrics(metrics)
+                    _write_scalars(scalars, metrics)
                 if "mean_dice" in metrics:
-                    write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
-                    self.save(improved=self._note_dice(metrics))
+                    improved = self._note_dice(metrics)
+                    if is_first:
+                        lines = self.folder.read_metrics()
+                        write_progress_picture(lines, self.folder.progress_picture)
+                    self.save(improved)
                 left = epochs - self.state.epoch
                 line.epoch_done(metrics, left * metrics["seconds"])
-        self.folder.write_json(self.folder.summary, self._summary())
+        if is_first:
+            self.folder.write_json(self.folder.summary, self._summary())
         return TrainingResult(self.folder, self.state.best_dice, self.memory)
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
@@ -157,44 +173,53 @@ class TrainingLoop:
         began = time.monotonic()
         sums: list[tuple[int, LossTerms]] = []
         for batch in self.loader.epoch(state.epoch, first_step=state.step):
-            sums.append((len(batch.image), self._step(batch)))
+            sums.append((batch.num_samples, self._step(batch)))
             state.step += 1
             if line.wants_loss():
                 line.step_done(state.epoch, state.step, sums[-1][1].total.item())
-            is_due = (
-                time.monotonic() - self._saved_at >= self.config.training.save_every_seconds
-                or interruption.signal_number is not None
-            )
-            if is_due:
+            is_due = time.monotonic() - self._saved_at >= self.config.training.save_every_seconds
+            stop, save = self.group.agree(interruption.signal_number or 0, is_due)
+            if stop or save:
                 state.seconds += time.monotonic() - began
                 began = time.monotonic()
                 self._add(sums)
                 self.save(improved=False)
-                interruption.raise_if_made()
+            if stop:
+                self._stop(stop)
         self._add(sums)
         state.seconds += time.monotonic() - began
 
     def _step(self, batch: Batch) -> LossTerms:
         done = self.state.epoch * self.loader.num_steps + self.state.step
         executor = self.executor
+        self.group.note(done, f"epoch {self.state.epoch + 1}, step {self.state.step + 1}")
         image = batch.image.to(executor.input_device, image_dtype(executor), non_blocking=True)
         target = batch.target.to(executor.output_device, non_blocking=True)
-        terms = executor.forward_backward(
-            image, target, dice_cross_entropy, self.optimization.scale
-        )
+        scale = self.optimization.scale * batch.weight
+        terms = executor.forward_backward(image, target, dice_cross_entropy, scale)
         self.optimization.step(self.optimization.learning_rate(done, self.num_steps))
         return terms
 
     def _add(self, terms: list[tuple[int, LossTerms]]) -> None:
         """Add up losses and empty the list; waits for the devices, so it is not done every step.
 
+        Args:
+            terms: Of this rank's samples; the sums are of all ranks'.
+
         Raises:
             ConfigError: Training has diverged; the last checkpoint is from before.
         """
-        for num_samples, loss in terms:
-            self.state.num_samples += num_samples
-            for name in self.state.loss:
-                self.state.loss[name] += num_samples * getattr(loss, name).item()
+        counted = [(num_samples, loss) for num_samples, loss in terms if num_samples]
+        num_samples, *sums = self.group.sum(
+            [sum(number for number, _ in counted)]
+            + [
+                sum(n * getattr(loss, name).item() for n, loss in counted)
+                for name in self.state.loss
+            ]
+        )
+        self.state.num_samples += int(num_samples)
+        for name, value in zip(self.state.loss, sums, strict=True):
+            self.state.loss[name] += value
         terms.clear()
         if not math.isfinite(self.state.loss["total"]):
             raise ConfigError(
@@ -233,11 +258,16 @@ class TrainingLoop:
         """Return the Dice of each label over the validation cases, each case counted once."""
         self.executor.module.eval()
         names = self.experiment.preprocessing.label_names
-        scores: list[list[float | None]] = []
-        for case in self.experiment.validation:
+        cases, epoch = self.experiment.validation, self.state.epoch + 1
+        mine = range(self.group.ranks.rank, len(cases), self.group.size)
+        own: dict[int, list[float | None]] = {}
+        for index in mine:
             if interruption.signal_number is not None:
-                self.save(improved=False)
-                interruption.raise_if_made()
+                break
+            case = cases[index]
+            self.group.note(
+                epoch * self.loader.num_steps, f"validation of epoch {epoch}, case {case.name}"
+            )
             image = torch.from_numpy(case.image().copy()).to(image_dtype(self.executor))
             logits = predict_logits(
                 self.executor,
@@ -247,10 +277,22 @@ class TrainingLoop:
                 self.config.inference.batch_size,
             )
             label = torch.from_numpy(case.label().copy()).to(logits.device)
-            scores.append(dice_per_class(logits.argmax(0), label, len(names)))
+            own[index] = dice_per_class(logits.argmax(0), label, len(names))
+        answers = self.group.exchange([interruption.signal_number or 0, list(own.items())])
+        stop = max(number for number, _ in answers)
+        if stop:
+            self.save(improved=False)
+            self._stop(stop)
+        by_case = {index: values for _, items in answers for index, values in items}
+        scores = [by_case[index] for index in range(len(cases))]
         means = {name: _mean([of[index] for of in scores]) for index, name in enumerate(names)}
         del means[names[0]]
         return {"dice": means, "mean_dice": _mean(list(means.values()))}
+
+    def _stop(self, signal_number: int) -> NoReturn:
+        """End here, all ranks together: one that ended earlier would have the others killed."""
+        self.group.exchange(None)
+        raise Interrupted(signal_number)
 
     @property
     def window(self) -> Any:
@@ -268,6 +310,8 @@ class TrainingLoop:
 
     def save(self, improved: bool) -> None:
         """Write the latest checkpoint, and first the best one if this is it."""
+        if not self.group.is_first:
+            return
         checkpoint = Checkpoint(
             topology=self.experiment.topology,
             preprocessing=self.experiment.preprocessing,
@@ -283,7 +327,7 @@ class TrainingLoop:
         if improved:
             save_checkpoint(checkpoint, self.folder.best)
         save_checkpoint(checkpoint, self.folder.latest)
-        self._saved_at = time.monotonic()
+        self._saved_at = time.monotonic()  # writing takes time, too
 
     def load(self) -> None:
         """Take up the latest checkpoint.
@@ -292,7 +336,7 @@ class TrainingLoop:
             CheckpointError: It is of another network or optimizer.
         """
         path = self.folder.latest
-        checkpoint = load_checkpoint(path)
+        checkpoint = self.group.object_from_first(lambda: load_checkpoint(path))
         if checkpoint.topology != self.experiment.topology:
             raise CheckpointError(
                 f"{path} holds another network than the settings now ask for; "
@@ -305,7 +349,8 @@ class TrainingLoop:
             raise CheckpointError(f"{path} is of another optimizer: {error}") from error
         self.state = _State(**checkpoint.training["state"])
         torch.set_rng_state(checkpoint.training["random"])
-        self.folder.keep_metrics(self.state.epoch)
+        if self.group.is_first:
+            self.folder.keep_metrics(self.state.epoch)
         logger.info("resumed after epoch %d, step %d", self.state.epoch, self.state.step)
 
     @contextmanager
@@ -327,15 +372,17 @@ class TrainingLoop:
                 hook.remove()
             self.executor.observer = unobserved
         measured = meter.read(optimizer)
-        self.memory = memory_record(
+        own = memory_record(
             self.config.parallel.mode,
             self.executor.slots,
             measured,
             self.prediction.memory,
             meter.timeline(measured),
         )
-        self.folder.write_json(self.folder.memory, self.memory)
-        write_memory_picture(self.memory, self.folder.memory_picture)
+        self.memory = merged_records(self.group.exchange(own))
+        if self.group.is_first:
+            self.folder.write_json(self.folder.memory, self.memory)
+            write_memory_picture(self.memory, self.folder.memory_picture)
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -344,7 +391,8 @@ class TrainingLoop:
             "epochs": self.state.epoch,
             "seconds": self.state.total_seconds,
             "parallel": self.config.parallel.mode,
-            "devices": [_device_name(slot.device) for slot in self.executor.slots],
+            "replicas": self.group.size,
+            "devices": self.devices,
             "precision": self.precision,
             "versions": {
                 "unet3d": __version__,

@@ -171,8 +171,10 @@ class MemoryMeter:
 
     def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
         modules = self._block_modules(slot)
-        parameters = [value for module in modules for value in module.parameters()]
-        buffers = [value for module in modules for value in module.buffers()]
+        # Copies that nn.DataParallel makes of the first slot's are no master weights.
+        own = slot.device
+        parameters = [p for module in modules for p in module.parameters() if p.device == own]
+        buffers = [value for module in modules for value in module.buffers() if value.device == own]
         states = [
             value
             for parameter in parameters
@@ -203,7 +205,8 @@ class MemoryMeter:
 
     def _gradients_now(self, slot: SlotLike) -> int:
         parameters = [value for m in self._block_modules(slot) for value in m.parameters()]
-        return _num_bytes([value.grad for value in parameters if value.grad is not None])
+        own = [value for value in parameters if value.device == slot.device]
+        return _num_bytes([value.grad for value in own if value.grad is not None])
 
     def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
         for device, gpu in self._gpus.items():
@@ -304,6 +307,27 @@ def memory_record(
         ],
         "timeline": [line.to_dict() for line in timelines],
     }
+
+
+def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one record of the slots of all ranks, numbered through.
+
+    Args:
+        records: Of :func:`memory_record`, one for each rank.
+    """
+    slots: list[dict[str, Any]] = []
+    timelines: list[dict[str, Any]] = []
+    for rank, record in enumerate(records):
+        before = len(slots)
+        slots += [{**slot, "slot": before + slot["slot"], "rank": rank} for slot in record["slots"]]
+        for timeline in record["timeline"]:
+            own = [before + slot for slot in timeline["slots"]]
+            marks = [
+                {**mark, "slot": None if mark["slot"] is None else before + mark["slot"]}
+                for mark in timeline["marks"]
+            ]
+            timelines.append({**timeline, "slots": own, "marks": marks, "rank": rank})
+    return {**records[0], "slots": slots, "timeline": timelines}
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

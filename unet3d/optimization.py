@@ -16,14 +16,23 @@ class Optimization:
     function of the step, so nothing of it need be saved.
     """
 
-    def __init__(self, module: nn.Module, settings: TrainingSettings, precision: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: TrainingSettings,
+        precision: str,
+        keep_gradients: bool = False,
+    ) -> None:
         """Make the optimizer of a placed network.
 
         Args:
             module: Its parameters may be on several devices, and stay there.
             settings: Optimizer, rate, clipping.
             precision: ``float16`` needs its gradients scaled.
+            keep_gradients: Clear gradients in place. With replicas they are views of the buckets
+                that are exchanged, which are there anyway; new ones would take memory beside them.
         """
+        self.keep_gradients = keep_gradients
         self.module = module
         self.settings = settings
         parameters = list(module.parameters())
@@ -71,7 +80,7 @@ class Optimization:
         # With the scaler off these two are a plain step and nothing.
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed training needs."""

@@ -110,7 +110,8 @@ def predict_memory(step: Step) -> Prediction:
         executor = parallelize(model, placed)
         make_parameters_fake(model)
         # A scaler looks at values, which fakes have not; what it holds itself is a few numbers.
-        optimization = Optimization(model, settings, "float32")
+        with_replicas = layout.num_replicas > 1
+        optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
         if all(is_stand_in(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs

@@ -283,7 +283,7 @@ def _bar(
     counted = sum(
         other[kind][f"{part}_bytes"]
         for other in slots
-        if other["device"] == slot["device"]
+        if _place(other) == _place(slot)
         for part, _ in PARTS
     )
     bar = {part: slot[kind][f"{part}_bytes"] for part, _ in PARTS}
@@ -296,9 +296,15 @@ def _memory_notes(slots: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = []
     if "cpu" in devices:
         notes.append("On a CPU the peak is the sum of what is counted: a lower bound.")
-    if any(device != "cpu" and devices.count(device) > 1 for device in devices):
+    places = [_place(slot) for slot in slots if slot["device"] != "cpu"]
+    if len(places) > len(set(places)):
         notes.append("Slots that share a GPU each show the peak of the whole GPU.")
     return notes
+
+
+def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
+    """Return where a slot is: ranks of two machines may each have a ``cuda:0``."""
+    return slot.get("rank", 0), slot["device"]
 
 
 def _unit(slots: Sequence[Mapping[str, Any]], kind: str = "measured") -> tuple[str, int]:

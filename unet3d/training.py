@@ -1,7 +1,9 @@
 """Training: from settings to data, network, devices and the loop that runs on them."""
 
 import logging
+import math
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,22 +18,64 @@ from unet3d.loop import TrainingLoop, TrainingResult
 from unet3d.model import UNet3d
 from unet3d.optimization import autocast_dtype, num_states
 from unet3d.parallel import (
+    DataParallelExecutor,
+    Executor,
+    Group,
     Layout,
+    check_data_parallel,
     check_precision,
     choose_cuts,
     default_precision,
+    devices_of_rank,
+    devices_of_replicas,
+    output_device,
     parallelize,
-    resolve_devices,
 )
 from unet3d.planner import Step, predict_memory
+from unet3d.ranks import Ranks
 from unet3d.run_folder import RunFolder
 from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
 
 
+def num_processes(config: Config) -> int:
+    """Return how many processes a training wants on this machine, one for each replica.
+
+    Raises:
+        DeviceError: A device is unknown or absent, or their number does not suit the mode.
+    """
+    return len(devices_of_replicas(config.parallel))
+
+
+def for_ranks(config: Config, num_ranks: int) -> Config:
+    """Return the settings that several ranks train with.
+
+    Args:
+        config: As the user wrote it. With mode none each rank takes one device, as with data; a
+            batch size that was not set is large enough to give each replica its micro-batches.
+        num_ranks: How many there are.
+    """
+    values: dict[str, object] = {}
+    if num_ranks > 1 and config.parallel.mode == "none":
+        values["parallel.mode"] = "data"
+    threads = config.parallel.engine == "dataparallel"
+    num_replicas = len(devices_of_replicas(config.parallel)[0]) if threads else num_ranks
+    training = config.training
+    wanted = num_replicas * training.num_micro_batches
+    if "batch_size" not in training.model_fields_set and wanted > training.batch_size:
+        values["training.batch_size"] = wanted
+        logger.info("training.batch_size is %d, for %d replicas", wanted, num_replicas)
+    return config.with_values(values) if values else config
+
+
 def train(
-    config: Config, folder: RunFolder, resume: bool, console: Console, quiet: bool
+    config: Config,
+    folder: RunFolder,
+    resume: bool,
+    console: Console,
+    quiet: bool,
+    group: Group | None = None,
 ) -> TrainingResult:
     """Train a network, or continue to.
 
@@ -41,17 +85,17 @@ def train(
         resume: Continue from the folder's latest checkpoint.
         console: For the live line.
         quiet: No progress at all.
+        group: The ranks that do it together; None: this process alone.
 
     Raises:
         Unet3dError: For every reason that we can explain.
         Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
     """
-    devices = resolve_devices(config.parallel)
-    wanted = config.training.precision
-    precision = default_precision(devices) if wanted == "auto" else wanted
-    check_precision(precision, devices)
-    with folder.locked():
-        return _train(config, folder, resume, console, quiet, devices, precision)
+    group = group or Group(Ranks())
+    devices = _devices(config, group)
+    precision = _precision(config, devices, group)
+    with folder.locked() if group.is_first else nullcontext():
+        return _train(config, folder, resume, console, quiet, devices, precision, group)
 
 
 def _train(
@@ -62,20 +106,27 @@ def _train(
     quiet: bool,
     devices: tuple[torch.device, ...],
     precision: str,
+    group: Group,
 ) -> TrainingResult:
-    """Train in a folder that is this process's own."""
-    num_workers = _num_workers(config, on_gpu=any(d.type == "cuda" for d in devices))
+    """Train in a folder that is this process's own, or its first rank's."""
+    num_workers = _num_workers(config, devices, group.ranks.local_world_size)
     try:
-        if resume:
-            folder.reopen()
-        else:
-            folder.create()
-        experiment = plan_experiment(config, num_workers)
+        if group.is_first:
+            if resume:
+                folder.reopen()
+            else:
+                folder.create()
+        experiment = group.in_turn(lambda: plan_experiment(config, num_workers))
     except Unet3dError:
-        folder.discard_if_empty()
+        if group.is_first:
+            folder.discard_if_empty()
         raise
-    topology, size = experiment.topology, experiment.planned_size
-    config = settle(Circumstances(experiment.config, topology, size, devices, precision))
+    group.open(config.parallel.timeout_seconds)
+    circumstances = Circumstances(
+        experiment.config, experiment.topology, experiment.planned_size, devices, precision
+    )
+    settled = group.from_first(lambda: settle(circumstances).to_yaml())
+    config = Config.from_yaml(settled)
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
@@ -89,6 +140,7 @@ def _train(
         config.parallel.schedule,
         config.memory.recompute,
         config.memory.offload,
+        group.size,
     )
     if config.memory.offload != "none" and all(device.type == "cpu" for device in devices):
         logger.warning(
@@ -97,17 +149,19 @@ def _train(
         )
     step = _largest_step(experiment, layout, precision)
     try:
-        step = replace(step, layout=_balanced(layout, model, experiment))
+        cuts = group.from_first(lambda: _balanced(layout, model, experiment).cuts)
+        step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(explain_out_of_memory(error, step)) from error
     prediction = predict_memory(step)
     warn_if_too_large(prediction)
-    executor = parallelize(model, step.layout)
-    loop = TrainingLoop(experiment, executor, folder, precision, num_workers, prediction)
+    executor = _executor(config, model, step.layout, group)
+    loop = TrainingLoop(experiment, executor, folder, precision, num_workers, prediction, group)
     if resume:
         loop.load()
+    if group.is_first:
         folder.summary.unlink(missing_ok=True)  # not finished any more
-    folder.write_config(experiment.config)
+        folder.write_config(experiment.config)
     for slot in executor.slots:
         logger.info("slot %d on %s: %s", slot.index, slot.device, ", ".join(slot.blocks))
     try:
@@ -116,10 +170,45 @@ def _train(
         raise DoesNotFitError(explain_out_of_memory(error, step)) from error
 
 
+def _devices(config: Config, group: Group) -> tuple[torch.device, ...]:
+    """Return what this process drives, after a look at whether every replica gets work."""
+    if group.size > 1:
+        devices = devices_of_rank(config.parallel, group.ranks)
+    else:
+        (devices,) = devices_of_replicas(config.parallel)
+    batch_size = config.training.batch_size
+    if config.parallel.engine == "dataparallel":
+        check_data_parallel(devices, output_device(config.parallel), batch_size)
+    elif batch_size < group.size and group.is_first:
+        logger.warning(
+            "a batch of %d leaves %d of %d replicas without work; use --batch-size %d or more",
+            *(batch_size, group.size - batch_size, group.size, group.size),
+        )
+    return devices
+
+
+def _precision(config: Config, devices: tuple[torch.device, ...], group: Group) -> str:
+    """Return the precision, the same on all ranks whatever GPUs they have."""
+    wanted = config.training.precision
+    if wanted == "auto":
+        choices = set(group.exchange(default_precision(devices)))
+        wanted = choices.pop() if len(choices) == 1 else "float16"
+    check_precision(wanted, devices)
+    return wanted
+
+
+def _executor(config: Config, model: UNet3d, layout: Layout, group: Group) -> Executor:
+    if config.parallel.engine == "dataparallel":
+        output = output_device(config.parallel)
+        return DataParallelExecutor(model, layout.devices, output, layout.autocast)
+    return parallelize(model, layout, group)
+
+
 def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Step:
     config = experiment.config
     per_case = 1 if experiment.patch_size is None else config.patches.per_case
-    batch_size = min(config.training.batch_size, per_case * len(experiment.training))
+    whole = min(config.training.batch_size, per_case * len(experiment.training))
+    batch_size = math.ceil(whole / layout.num_replicas)  # of the replica that has most
     size = experiment.largest_patch()
     return Step(experiment.topology, layout, size, batch_size, config.training, precision)
 
@@ -140,16 +229,17 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
         layout,
         parallel.wanted_balance,
         experiment.largest_patch(),
-        settings.batch_size,
+        math.ceil(settings.batch_size / layout.num_replicas),
         num_states(settings),
         Cache(experiment.config.data.cache).folder / "timings",
     )
     return replace(layout, cuts=cuts)
 
 
-def _num_workers(config: Config, on_gpu: bool) -> int:
+def _num_workers(config: Config, devices: tuple[torch.device, ...], num_ranks: int) -> int:
     """Return how many processes cut patches: on a CPU the network wants the cores itself."""
     if config.data.num_workers != "auto":
         return config.data.num_workers
-    cores = len(os.sched_getaffinity(0))
-    return min(16, cores - 1) if on_gpu else min(4, (cores - 1) // 2)
+    cores = len(os.sched_getaffinity(0)) // num_ranks
+    on_gpu = any(device.type == "cuda" for device in devices)
+    return max(0, min(16, cores - 1) if on_gpu else min(4, (cores - 1) // 2))

@@ -2,8 +2,9 @@
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
 says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks skips
-in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``costs`` counts bytes
-and takes times of blocks, ``balance`` finds the cut that they ask for.
+in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``replicas`` keeps the copies
+of a network equal, ``process_group`` is what their ranks say to one another, ``launcher`` starts
+them. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
@@ -16,29 +17,42 @@ from unet3d.parallel.placement import (
     Slot,
     check_precision,
     default_precision,
+    devices_of_rank,
+    devices_of_replicas,
+    output_device,
     resolve_devices,
 )
+from unet3d.parallel.process_group import Group, joined
+from unet3d.parallel.replicas import DataParallelExecutor, ReplicaExecutor, check_data_parallel
 from unet3d.parallel.schedule import SCHEDULES
 
 __all__ = [
+    "DataParallelExecutor",
     "Executor",
+    "Group",
     "Layout",
     "LossFunction",
     "Slot",
+    "check_data_parallel",
     "check_precision",
     "choose_cuts",
     "default_precision",
+    "devices_of_rank",
+    "devices_of_replicas",
+    "joined",
+    "output_device",
     "parallelize",
     "resolve_devices",
 ]
 
 
-def parallelize(model: UNet3d, layout: Layout) -> Executor:
+def parallelize(model: UNet3d, layout: Layout, group: Group | None = None) -> Executor:
     """Place a network on devices.
 
     Args:
         model: The network; its parameters are moved.
         layout: Devices, cuts, micro-batches and precision.
+        group: The ranks that train copies of it together; None: this process alone.
 
     Raises:
         DeviceError: There are more devices than blocks, or the cuts do not fit them.
@@ -46,12 +60,15 @@ def parallelize(model: UNet3d, layout: Layout) -> Executor:
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    return RecordedPipeline(
+    settings = (
         model,
         stages,
         layout.num_micro_batches,
         SCHEDULES[layout.schedule],
         layout.autocast,
         layout.recompute,
-        parks_skips=layout.offload == "skips",
+        layout.offload == "skips",
     )
+    if group is not None and group.size > 1:
+        return ReplicaExecutor(*settings, group)
+    return RecordedPipeline(*settings)

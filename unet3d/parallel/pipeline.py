@@ -143,12 +143,16 @@ class PipelineExecutor:
             micro_batch.arriving[0, "image"] = Transfer(portion, self.input_device)
             alive.append(micro_batch)
         terms: list[LossTerms] = []
+        num_left = [count] * len(self.stages)
         for action in self.schedule(count, len(self.stages)):
             stage, micro_batch = self.stages[action.stage], alive[action.micro_batch]
             with self.observer.during(stage.slot, action.kind, action.micro_batch):
                 if action.kind == "forward":
                     self._forward(stage, micro_batch)
                 else:
+                    num_left[action.stage] -= 1
+                    if not num_left[action.stage]:
+                        self._before_last_backward(stage)
                     self._backward(stage, micro_batch)
             if action.kind == "forward" and stage is self.stages[-1]:
                 with self.observer.during(stage.slot, "loss", action.micro_batch):
@@ -178,6 +182,9 @@ class PipelineExecutor:
                 tensors |= run_blocks(blocks, received, outputs)
         self._hold_back()
         return tensors[result]
+
+    def _before_last_backward(self, stage: Stage) -> None:
+        """Take notice that a stage's gradients will be complete; for replicas."""
 
     def _hold_back(self) -> None:
         """Wait for an earlier prediction: a fast first stage must not fill the others' memory."""

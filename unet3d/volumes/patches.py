@@ -2,6 +2,7 @@
 
 A patch is a pure function of (seed, epoch, index): which case, where, every random change. So it
 does not matter which process cuts it, how large a batch is, or at which step a run was resumed.
+Several ranks each take a share of the same batch.
 
 Position of a patch along one axis::
 
@@ -13,8 +14,10 @@ Position of a patch along one axis::
 import math
 import multiprocessing
 import signal
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -54,10 +57,18 @@ class Batch:
     """Class indices (N, X, Y, Z): uint8, or int64 where there are more than 256 classes."""
     names: tuple[str, ...]
     """The case of each patch."""
+    weight: float = 1.0
+    """Factor of the mean loss of this rank's share, with which the mean over all ranks is the mean
+    over the whole batch; 0 for a rank that has none of it and repeats another's patch."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many patches count."""
+        return len(self.image) if self.weight else 0
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return Batch(self.image.pin_memory(), self.target.pin_memory(), self.names)
+        return Batch(self.image.pin_memory(), self.target.pin_memory(), self.names, self.weight)
 
 
 class PatchSampler:
@@ -101,6 +112,15 @@ class PatchSampler:
         self.augmentation = Augmentation(settings.augmentation) if enabled else None
         self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
 
+    def patch_shape(self, epoch: int, index: int) -> Shape:
+        """Return the voxels of a patch along X, Y, Z; see :meth:`patch`."""
+        return self.size or padded_shape(_shape(self._case(epoch, index).label()), self.stride)
+
+    def _case(self, epoch: int, index: int) -> PreparedCase:
+        if self._ordered is None or self._ordered[0] != epoch:
+            self._ordered = (epoch, self.order(epoch))
+        return self.cases[int(self._ordered[1][index])]
+
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the case index of each patch of an epoch, shuffled anew in every epoch."""
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
@@ -114,9 +134,7 @@ class PatchSampler:
             index: From 0 to ``num_patches`` - 1.
         """
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
-        if self._ordered is None or self._ordered[0] != epoch:
-            self._ordered = (epoch, self.order(epoch))
-        case = self.cases[self._ordered[1][index]]
+        case = self._case(epoch, index)
         stored_image, stored_label = case.image(), case.label()
         shape = _shape(stored_label)
         size = self.size or padded_shape(shape, self.stride)
@@ -168,6 +186,8 @@ class PatchLoader:
         seed: int,
         num_workers: int,
         pin_memory: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         """Set up the loader; workers start with the first epoch.
 
@@ -180,6 +200,8 @@ class PatchLoader:
             seed: Seed of every random choice.
             num_workers: Processes that cut patches; 0: this one.
             pin_memory: Whether batches lie in page-locked memory, for copies to a GPU.
+            rank: Whose shares of the batches are handed out.
+            num_ranks: How many ranks share each batch.
 
         Raises:
             ConfigError: ``size`` is not a multiple of ``stride``.
@@ -194,8 +216,9 @@ class PatchLoader:
             # and it has imported MONAI already.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
+            _start_fork_server()
         self._loader: DataLoader[Batch] = DataLoader(
-            _Batches(sampler, batch_size),
+            _Batches(sampler, batch_size, rank, num_ranks),
             batch_size=None,
             sampler=self._steps,
             num_workers=num_workers,
@@ -231,8 +254,23 @@ class PatchLoader:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ignore Ctrl-C, which a terminal sends to workers too: the parent wants to save first."""
+    """Ignore what terminals and launchers send to workers too: the parent wants to save first.
+
+    A worker ends when its parent has no more work for it, or is gone.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
+
+
+def _start_fork_server() -> None:
+    """Start what workers are forked from, deaf to SIGTERM, which launchers send to a group."""
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set handlers
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Steps(Sampler[Step]):
@@ -251,20 +289,51 @@ class _Steps(Sampler[Step]):
 
 
 class _Batches(Dataset[Batch]):
-    def __init__(self, sampler: PatchSampler, batch_size: int) -> None:
+    def __init__(self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
+        self.rank = rank
+        self.num_ranks = num_ranks
 
     def __getitem__(self, step: Step) -> Batch:
         epoch, number = step
         first = number * self.batch_size
-        last = min(first + self.batch_size, self.sampler.num_patches)
-        return collate([self.sampler.patch(epoch, index) for index in range(first, last)])
+        batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
+        mine = share_of(batch, self.rank, self.num_ranks)
+        weight = len(mine) * self.num_ranks / len(batch)
+        # Who has nothing repeats something, with no weight: all ranks must take part in a step.
+        mine = mine or batch[:1]
+        shape = None
+        if self.num_ranks > 1:
+            shapes = [self.sampler.patch_shape(epoch, index) for index in batch]
+            shape = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        batched = collate([self.sampler.patch(epoch, index) for index in mine], shape)
+        return replace(batched, weight=weight)
 
 
-def collate(patches: Sequence[Patch]) -> Batch:
-    """Put patches into a batch; smaller ones are centred in the largest, with zeros around."""
-    shape = [max(sizes) for sizes in zip(*(patch.target.shape for patch in patches), strict=True)]
+def share_of(items: range, rank: int, num_ranks: int) -> range:
+    """Return one rank's share of items: neighbours, as many as the others have, or one more.
+
+    Args:
+        items: To divide.
+        rank: Whose share.
+        num_ranks: Over how many ranks.
+    """
+    size, rest = divmod(len(items), num_ranks)
+    start = rank * size + min(rank, rest)
+    return items[start : start + size + (rank < rest)]
+
+
+def collate(patches: Sequence[Patch], shape: Sequence[int] | None = None) -> Batch:
+    """Put patches into a batch, each in the middle, with zeros around.
+
+    Args:
+        patches: At least one.
+        shape: Voxels of the batch along X, Y, Z; None: of its largest patch.
+    """
+    if shape is None:
+        sizes = zip(*(patch.target.shape for patch in patches), strict=True)
+        shape = [max(of_axis) for of_axis in sizes]
     image = patches[0].image.new_zeros((len(patches), len(patches[0].image), *shape))
     target = patches[0].target.new_zeros((len(patches), *shape))
     for index, patch in enumerate(patches):

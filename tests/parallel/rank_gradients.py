@@ -1,0 +1,57 @@
+"""What the ranks of tests/parallel/test_replicas.py do: gradients of their shares of batches."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch._dynamo  # which DDP imports, and the forks need not
+
+from tests.ranks import in_ranks
+from tests.test_transparency import make_batch, make_topology
+from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel import Layout, joined, parallelize
+from unet3d.ranks import Ranks
+from unet3d.volumes.patches import share_of
+
+CASES = (
+    # samples of the batch, stages, micro-batches, options of the network
+    (5, 1, 1, {}),
+    (5, 1, 3, {"encoder": "residual", "deep_supervision": True}),
+    (2, 1, 1, {}),
+    (1, 1, 2, {}),
+    (7, 2, 2, {}),
+    (1, 2, 1, {}),
+    (5, 3, 5, {"norm": "group", "deep_supervision": True}),
+)
+STEPS = 3
+WORLD_SIZES = (2, 3)
+
+
+def take_part(folder: Path) -> None:
+    with joined(Ranks.from_environment()) as group:
+        group.open(60)
+        rank = group.ranks.rank
+        for number, (num_samples, num_stages, num_micro_batches, options) in enumerate(CASES):
+            # Every rank begins with weights of its own: the first one's must win.
+            torch.manual_seed(1 + rank)
+            model = UNet3d(make_topology(**options)).double()
+            layout = Layout((torch.device("cpu"),) * num_stages, None, num_micro_batches)
+            executor = parallelize(model, layout, group)
+            image, target = make_batch(num_samples)
+            mine = share_of(range(num_samples), rank, group.size)
+            weight = len(mine) * group.size / num_samples
+            rows = list(mine or range(1))
+            for step in range(STEPS):  # DDP arranges its buckets anew after the first
+                model.zero_grad(set_to_none=step == 0)
+                terms = executor.forward_backward(
+                    image[rows], target[rows], dice_cross_entropy, weight
+                )
+                gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+                (loss,) = group.sum([terms.total.item() * len(mine) / num_samples])
+                torch.save((loss, gradients), folder / f"{group.size}-{number}-{step}-{rank}.pt")
+
+
+if __name__ == "__main__":
+    for size in WORLD_SIZES:
+        if any(in_ranks(size, lambda: take_part(Path(sys.argv[1])))):
+            sys.exit(1)

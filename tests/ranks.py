@@ -1,0 +1,65 @@
+"""Running code of the tests in several ranks on this machine."""
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Return what torchrun would tell a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def in_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
+    """Run work in forks of this process, which so imports PyTorch once; return their statuses.
+
+    To be called in a process of its own, before PyTorch has started threads.
+    """
+    port, children = free_port(), []
+    for rank in range(num_ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            os.environ |= rank_variables(rank, num_ranks, port)
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a process that calls :func:`in_ranks`."""
+    return {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "FATAL",
+        "PYTHONPATH": str(ROOT),
+    }

@@ -1,0 +1,226 @@
+"""The ranks that the command line starts: killed, stopped, failing, and on two machines."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import environment, free_port
+from tests.test_training import SMALL, run, settings, start, wait_for, weights
+from unet3d.checkpoint import load_checkpoint
+from unet3d.parallel.launcher import _reason
+from unet3d.ranks import Ranks
+
+SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def ranks_of(parent: int) -> list[int]:
+    """Return the processes that another one has started as ranks, in their order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+            command = (path.parent / "cmdline").read_bytes()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == parent and b"unet3d\0train" in command:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
+    cache: Path, tmp_path: Path
+) -> None:
+    long = ("training.epochs=30", "training.validate_every=30", "training.batch_size=3")
+    run(settings(cache, *long), tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    restarts = "parallel.max_restarts=3"
+    process = start(folder, cache, *long, *SPREAD, restarts, "training.save_every_seconds=0.2")
+    wait_for(folder / "metrics.jsonl", process)
+    wait_for(folder / "checkpoint-latest.pt", process)
+    (_, second) = ranks_of(process.pid)
+    os.kill(second, signal.SIGKILL)
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    assert "resumed after epoch" in errors
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 31))
+    assert lines[-1]["step"] == 30 * 3
+    expected = json.loads((tmp_path / "undisturbed" / "summary.json").read_text())
+    actual = json.loads((folder / "summary.json").read_text())
+    assert actual["best_dice"] == pytest.approx(expected["best_dice"], abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) -> None:
+    long = ("training.epochs=1000", "training.save_every_seconds=1000", "data.num_workers=1")
+    folder = tmp_path / "run"
+    process = start(folder, cache, *long, *SPREAD)
+    wait_for(folder / "metrics.jsonl", process)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1] == "Stopped by SIGTERM; continue with --resume"
+    assert "Traceback" not in errors
+    assert not any(map(is_running, ranks))
+    state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
+    assert state["epoch"] >= 1
+
+    # And whoever kills the parent leaves no orphans.
+    process = start(folder, cache, *long, *SPREAD)
+    deadline = time.monotonic() + 60
+    while not ranks_of(process.pid):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = ranks_of(process.pid)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while any(map(is_running, ranks)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_failing_rank_is_one_line(cache: Path, tmp_path: Path) -> None:
+    diverging = ("training.learning_rate=1e30", "training.gradient_clip=1e30")
+    process = start(tmp_path / "run", cache, *SPREAD, *diverging)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = [line for line in errors.splitlines() if "Error" in line or "Traceback" in line]
+    assert line == errors.splitlines()[-1]
+    assert line.startswith("Error: the loss is not finite in epoch 1")
+
+
+def can_make_networks() -> bool:
+    tools = shutil.which("ip") and shutil.which("unshare")
+    return bool(tools) and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_network(cache: Path, tmp_path: Path) -> None:
+    names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]
+    has_networks = os.geteuid() == 0 and can_make_networks()
+    address, port = ("10.77.0.1" if has_networks else "127.0.0.1"), free_port()
+    ends = [f"u3d{os.getpid() % 10**6}{node}" for node in range(2)]
+    overrides = [*SMALL, f"data.cache={cache}", "training.batch_size=3", "training.epochs=2"]
+    script = Path(__file__).with_name("rank_machine.py")
+    agents = []
+    try:
+        if has_networks:
+            make_networks(names, ends)
+        for node in range(2):
+            inside = ["ip", "netns", "exec", names[node]] if has_networks else []
+            command = [
+                *(*inside, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *("--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-id=test{os.getpid()}"),
+                f"--rdzv-endpoint={address}:{port}",
+                f"--rdzv-conf=is_host={1 - node}",
+                f"--local-addr={f'10.77.0.{node + 1}' if has_networks else '127.0.0.1'}",
+                *(str(script), str(tmp_path), "train", "--output", str(tmp_path / "run")),
+                *(word for override in overrides for word in ("--set", override)),
+            ]
+            interface = ends[node] if has_networks else "lo"
+            agents.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment(), "GLOO_SOCKET_IFNAME": interface},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for agent in agents:
+            _, errors = agent.communicate(timeout=150)
+            assert agent.returncode == 0, errors
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+        if has_networks:
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], check=False)
+    first, second = (torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(2))
+    stored = weights(tmp_path / "run")
+    for key, value in stored.items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
+    addresses = {(tmp_path / f"address-{rank}.txt").read_text() for rank in range(2)}
+    assert len(addresses) == (2 if has_networks else 1)
+
+
+def make_networks(names: list[str], ends: list[str]) -> None:
+    """Make two network namespaces with an address each, and a cable between them."""
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"link add {ends[0]} type veth peer name {ends[1]}")
+    for node, (name, end) in enumerate(zip(names, ends, strict=True)):
+        commands += [
+            f"link set {end} netns {name}",
+            f"-n {name} address add 10.77.0.{node + 1}/24 dev {end}",
+            f"-n {name} link set {end} up",
+            f"-n {name} link set lo up",
+        ]
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+class Failure:
+    """What torch elastic says of a rank."""
+
+    def __init__(self, exitcode: int, seconds: int, **content: object) -> None:
+        self.exitcode = exitcode
+        self.timestamp = seconds
+        self.error_file_data = content or {"message": "<NONE>"}
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+def told(kind: str, seconds: float, text: str) -> Failure:
+    return Failure(1, int(seconds), kind=kind, time=seconds, message={"message": text})
+
+
+@pytest.mark.parametrize(
+    ("failures", "reason"),
+    [
+        ({0: told("consequence", 5.1, "gone"), 1: Failure(-9, 5)}, "rank 1 was killed by SIGKILL"),
+        ({0: told("explained", 5.2, "late"), 1: told("explained", 5.1, "first")}, "first"),
+        (
+            {0: Failure(-15, 4), 1: told("unexpected", 5.1, "KeyError: 3")},
+            "rank 1 stopped with Key",
+        ),
+        ({0: told("consequence", 5.1, "rank 1 is gone")}, "rank 1 is gone"),
+        ({2: Failure(7, 5)}, "rank 2 ended with status 7"),
+    ],
+    ids=str,
+)
+def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> None:
+    assert str(_reason(failures)).startswith(reason)  # type: ignore[arg-type]
+
+
+def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert Ranks.from_environment() == Ranks(0, 1, 0, 1, 0)
