@@ -9,7 +9,7 @@ import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 from rich.console import Console
 
-from tests.ranks import in_ranks
+from tests.ranks import ends_of, in_ranks, start_ranks
 from tests.test_training import settings
 from unet3d.config import Config
 from unet3d.errors import RankError
@@ -74,9 +74,10 @@ def main(folder: Path, cache: Path) -> None:
     hybrid = settings(cache, *EXACT, *HYBRID)
     statuses = in_ranks(2, lambda: train_in_group(data, folder / "data", False))
     statuses += in_ranks(2, lambda: train_in_group(hybrid, folder / "hybrid", True))
+    waiting = []  # which they do most of the time, and so all at once
     for how in ("killed-step", "killed-exchange", "hanging-step", "hanging-exchange"):
-        statuses += in_ranks(2, lambda how=how: miss(how, folder))  # type: ignore[misc]
-    sys.exit(any(statuses))
+        waiting += start_ranks(2, lambda how=how: miss(how, folder))  # type: ignore[misc]
+    sys.exit(any(statuses + ends_of(waiting)))
 
 
 if __name__ == "__main__":

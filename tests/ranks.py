@@ -30,7 +30,12 @@ def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def in_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
-    """Run work in forks of this process, which so imports PyTorch once; return their statuses.
+    """Run work in forks of this process, which so imports PyTorch once; return their statuses."""
+    return ends_of(start_ranks(num_ranks, work))
+
+
+def start_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
+    """Start work in forks of this process and return their ids.
 
     To be called in a process of its own, before PyTorch has started threads.
     """
@@ -51,6 +56,11 @@ def in_ranks(num_ranks: int, work: Callable[[], None]) -> list[int]:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
+    return children
+
+
+def ends_of(children: list[int]) -> list[int]:
+    """Wait for processes and return their statuses."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 

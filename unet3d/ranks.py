@@ -17,7 +17,7 @@ from typing import Literal, NoReturn
 from unet3d.errors import ConfigError
 
 LAUNCHED = "UNET3D_LAUNCHED"
-"""Set where ``unet3d train`` itself has started the ranks, and reports for them."""
+"""Holds the process id of the ``unet3d train`` that has started the ranks, and reports for them."""
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -84,8 +84,12 @@ def is_launched() -> bool:
 
 def die_with_parent() -> None:
     """Have Linux kill this process when the one that started it dies, however it dies."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHED)
+    if launcher is not None and os.getppid() != int(launcher):  # it died before this was asked for
+        os._exit(1)
 
 
 def leave(status: int) -> NoReturn:

@@ -94,7 +94,7 @@ def _variables(num_ranks: int, on_gpus: bool, debug: bool) -> dict[str, str]:
     """Return what the ranks find in their environment, unless it is set there already."""
     package = str(Path(unet3d.__file__).parent.parent)  # also where it is not installed
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), LAUNCHED: "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), LAUNCHED: str(os.getpid())}
     defaults = {"GLOO_SOCKET_IFNAME": "lo"}  # a machine's name need not lead to itself
     if not debug:
         defaults["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of lost connections; we say it in a line

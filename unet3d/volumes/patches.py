@@ -13,11 +13,13 @@ Position of a patch along one axis::
 
 import math
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -224,7 +226,7 @@ class PatchLoader:
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_obey_only_parent,
             multiprocessing_context=context,
             # The loader draws a seed at every epoch: not from the global generator, which is ours
             # to save and restore.
@@ -253,13 +255,22 @@ class PatchLoader:
             ) from error
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _obey_only_parent(worker: int) -> None:
     """Ignore what terminals and launchers send to workers too: the parent wants to save first.
 
-    A worker ends when its parent has no more work for it, or is gone.
+    A worker ends when its parent has no more work for it, or is gone. PyTorch's own look-out for
+    that sees the server that workers are forked from, which in turn lives while they do.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _start_fork_server() -> None:
