@@ -91,8 +91,12 @@ def _alternatives(prediction: Prediction) -> Iterator[str]:
         flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
         if step.batch_size > 1:
             flags += f" --micro-batches {step.batch_size}"
-        spread = replace(whole, layout=replace(whole.layout, devices=gpus, cuts=None))
-        yield from _advice(flags, spread, {gpu: available_bytes(gpu) for gpu in gpus} | limits)
+        num_replicas = step.layout.num_replicas
+        layout = replace(whole.layout, devices=gpus, cuts=None, num_replicas=1)
+        spread = replace(whole, layout=layout, batch_size=num_replicas * step.batch_size)
+        # Other replicas are on the other GPUs now, but would not be.
+        room = available_bytes if num_replicas == 1 else device_bytes
+        yield from _advice(flags, spread, {gpu: room(gpu) for gpu in gpus} | limits)
     size = largest_size(step, limits)
     if size is not None:
         smaller = replace(step, size=size)

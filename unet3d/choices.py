@@ -5,6 +5,7 @@ of all that the time of a step depends on; :func:`settle` puts them in the place
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -49,6 +50,7 @@ class Circumstances:
             on); multiples of the total stride.
         devices: One for each stage, of this machine.
         precision: Such as ``bfloat16``; never ``auto``.
+        num_replicas: Copies of the network on such devices, over which the batch is divided.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class Circumstances:
     size: Shape
     devices: tuple[torch.device, ...]
     precision: str
+    num_replicas: int = 1
 
     @property
     def path(self) -> Path:
@@ -70,7 +73,7 @@ class Circumstances:
             "topology": self.topology.to_dict(),
             "blocks": self.blocks(),
             "size": list(self.size),
-            "batch_size": training.batch_size,
+            "batch_size": math.ceil(training.batch_size / self.num_replicas),
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
             "schedule": self.config.parallel.schedule,

@@ -136,6 +136,12 @@ balance_option = click.option(
     help="Cut the network so that its stages take equal time, or memory, on --devices.",
 )
 
+replicas_option = click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    help="Copies of a network on several devices, over which --devices are divided.",
+)
+
 offload_option = click.option(
     "--offload",
     type=click.Choice(["none", "skips"]),
@@ -171,11 +177,7 @@ def config_options(function: Function) -> Function:
 )
 @balance_option
 @offload_option
-@click.option(
-    "--replicas",
-    type=click.IntRange(min=1),
-    help="Copies of a network on several devices, over which --devices are divided.",
-)
+@replicas_option
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -406,6 +408,7 @@ def check(dataset: Path, json_path: Path | None) -> None:
     help="With --measure: PNG of time against micro-batches; default: tuning.png.",
 )
 @offload_option
+@replicas_option
 @click.option(
     "--device-memory",
     type=click.FloatRange(min=0, min_open=True),
@@ -426,6 +429,7 @@ def plan(
     measure: bool,
     picture: Path | None,
     offload: str | None,
+    replicas: int | None,
     device_memory: float | None,
     json_path: Path | None,
 ) -> None:
@@ -452,6 +456,7 @@ def plan(
             "training.micro_batches": micro_batches,
             "parallel.balance": balance,
             "memory.offload": offload,
+            "parallel.replicas": replicas,
         }
     )
     config = load_config(config_path, [*overrides, *changes])

@@ -1,6 +1,7 @@
 """Every way of placing one training side by side: what it takes, and how large it could be."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,11 +14,14 @@ from unet3d.experiment import NetworkPlan
 from unet3d.memory import device_bytes
 from unet3d.model import UNet3d
 from unet3d.optimization import autocast_dtype, num_states
-from unet3d.parallel import Layout, choose_cuts, default_precision, resolve_devices
+from unet3d.parallel import Layout, choose_cuts, default_precision, devices_of_replicas
 from unet3d.planner import Prediction, Step, largest_size, predict_memory
 from unet3d.volumes.cache import Cache
 
 CPU = torch.device("cpu")
+
+Replicas = tuple[tuple[torch.device, ...], ...]
+"""The devices of each copy of a network."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,9 @@ class Way:
 
     Attributes:
         parallel: The mode.
-        prediction: What it takes.
+        replicas: The devices of each copy of the network.
+        prediction: What the replica with the largest share of the batch takes, on the devices of
+            the first.
         fits: Whether each device has that.
         largest: The largest patch of the same aspect that fits, in voxels; None: not even the
             smallest does.
@@ -35,6 +41,7 @@ class Way:
     """
 
     parallel: str
+    replicas: Replicas
     prediction: Prediction
     fits: bool
     largest: Shape | None
@@ -58,7 +65,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; slots as in a run's ``memory.json``."""
-        step = self.ways[0].prediction.step
+        step = self.ways[0].prediction.step  # of one device, which sees the whole batch
         return {
             "shape": list(step.size),
             "batch_size": step.batch_size,
@@ -70,23 +77,26 @@ class Comparison:
 
     def _way(self, way: Way) -> dict[str, Any]:
         prediction = way.prediction
+        slots: list[dict[str, Any]] = []
+        for rank, devices in enumerate(way.replicas):
+            for slot, device in zip(prediction.slots, devices, strict=True):
+                row = {
+                    "slot": len(slots),
+                    "device": str(device),
+                    "blocks": list(slot.blocks),
+                    "device_bytes": self.device_bytes[device],
+                    "predicted": prediction.memory[slot.index].to_dict(),
+                }
+                slots.append({**row, "rank": rank} if len(way.replicas) > 1 else row)
         return {
             "parallel": way.parallel,
+            "replicas": len(way.replicas),
             "num_micro_batches": prediction.step.layout.num_micro_batches,
             "balance": way.balance,
             "asked": way.is_asked,
             "fits": way.fits,
             "largest_shape": way.largest and list(way.largest),
-            "slots": [
-                {
-                    "slot": slot.index,
-                    "device": str(slot.device),
-                    "blocks": list(slot.blocks),
-                    "device_bytes": self.device_bytes[slot.device],
-                    "predicted": prediction.memory[slot.index].to_dict(),
-                }
-                for slot in prediction.slots
-            ],
+            "slots": slots,
         }
 
 
@@ -103,43 +113,47 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
         ConfigError: The memory of a device that is not here is not given.
     """
     asked, notes = _devices(config, memory_bytes)
-    several = asked if len(asked) > 1 else (asked[0], _next(asked[0]))
+    placements = _placements(config, asked)
+    several = tuple(dict.fromkeys(_joined(group for _, groups in placements for group in groups)))
     precision = _precision(config, several)
     memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
-    if memory_bytes is None and all(_is_here(device) for device in asked):
-        config = settle(Circumstances(config, network.topology, network.size, asked, precision))
+    if memory_bytes is None and all(_is_here(device) for device in _joined(asked)):
+        circumstances = Circumstances(
+            config, network.topology, network.size, asked[0], precision, len(asked)
+        )
+        config = settle(circumstances)
     counts = sorted({1, config.training.num_micro_batches})
     ways = []
-    for mode, devices in (("none", asked[:1]), ("model", several)):
+    for mode, replicas in placements:
+        limits = _limits(replicas, memory)
         for count in counts:
             layout = Layout(
-                devices,
+                replicas[0],
                 None,
                 count,
                 autocast_dtype(precision),
                 config.parallel.schedule,
                 config.memory.recompute,
                 config.memory.offload,
+                len(replicas),
             )
+            batch_size = math.ceil(config.training.batch_size / len(replicas))
             is_balanced = mode == config.parallel.mode and _is_balanced(config)
             if mode == config.parallel.mode:
-                layout = replace(layout, cuts=_cuts(config, network, layout, precision))
+                cuts = _cuts(config, network, layout, precision, batch_size)
+                layout = replace(layout, cuts=cuts)
             step = Step(
-                network.topology,
-                layout,
-                network.size,
-                config.training.batch_size,
-                config.training,
-                precision,
+                network.topology, layout, network.size, batch_size, config.training, precision
             )
             prediction = predict_memory(step)
             ways.append(
                 Way(
                     parallel=mode,
+                    replicas=replicas,
                     prediction=prediction,
-                    fits=prediction.load(memory) <= 1,
-                    largest=largest_size(step, memory),
-                    is_asked=mode == config.parallel.mode
+                    fits=prediction.load(limits) <= 1,
+                    largest=largest_size(step, limits),
+                    is_asked=(mode, replicas) == (config.parallel.mode, asked)
                     and count == config.training.num_micro_batches,
                     balance=config.parallel.balance if is_balanced else None,
                 )
@@ -147,9 +161,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
     return Comparison(tuple(ways), memory, tuple(notes))
 
 
-def _devices(
-    config: Config, memory_bytes: int | None
-) -> tuple[tuple[torch.device, ...], list[str]]:
+def _devices(config: Config, memory_bytes: int | None) -> tuple[Replicas, list[str]]:
     """Return the devices that the settings name or mean, and what to say of them."""
     settings = config.parallel
     notes: list[str] = []
@@ -159,10 +171,43 @@ def _devices(
             notes.append(
                 "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
             )
-        names = ("0", "1") if has_gpu else ("cpu", "cpu")
-        num_devices = 1 if settings.mode == "none" else 2
-        settings = settings.model_copy(update={"devices": names[:num_devices]})
-    return resolve_devices(settings, must_exist=False), notes
+        num_devices = 1 if settings.mode == "none" else 2 * settings.replicas
+        names = tuple(str(number) if has_gpu else "cpu" for number in range(num_devices))
+        settings = settings.model_copy(update={"devices": names})
+    if settings.engine == "dataparallel":
+        notes.append(
+            "parallel.engine=dataparallel is not predicted: each step copies the network to every "
+            "GPU but the first, which gathers what they make. What is shown is the engine ddp."
+        )
+        settings = settings.model_copy(update={"engine": "ddp"})
+    return devices_of_replicas(settings, must_exist=False), notes
+
+
+def _placements(config: Config, asked: Replicas) -> list[tuple[str, Replicas]]:
+    """Return what is compared: a mode, and the devices of each replica."""
+    first = asked[0][0]
+    found: list[tuple[str, Replicas]] = [("none", ((first,),))]
+    if config.parallel.mode == "model":
+        return [*found, ("model", asked)]
+    if config.parallel.mode == "data":
+        found.append(("data", asked))
+    second = asked[1][0] if len(asked) > 1 else _next(first)
+    return [*found, ("model", ((first, second),))]
+
+
+def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
+    """Return what each device of the first replica may take, so that no replica takes too much."""
+    limits: dict[torch.device, int] = {}
+    for places in zip(*replicas, strict=True):
+        least = min(memory[device] for device in places)
+        if places[0] == CPU:  # they share the machine's memory
+            least //= len(replicas)
+        limits[places[0]] = min(least, limits.get(places[0], least))
+    return limits
+
+
+def _joined(groups: Iterable[tuple[torch.device, ...]]) -> list[torch.device]:
+    return [device for group in groups for device in group]
 
 
 def _is_balanced(config: Config) -> bool:
@@ -171,7 +216,7 @@ def _is_balanced(config: Config) -> bool:
 
 
 def _cuts(
-    config: Config, network: NetworkPlan, layout: Layout, precision: str
+    config: Config, network: NetworkPlan, layout: Layout, precision: str, batch_size: int
 ) -> tuple[int, ...] | None:
     """Return where training would cut the network; None: at the default place.
 
@@ -195,7 +240,7 @@ def _cuts(
         layout,
         balance,
         network.size,
-        config.training.batch_size,
+        batch_size,
         num_states(config.training),
         Cache(config.data.cache).folder / "timings",
     )

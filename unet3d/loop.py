@@ -82,7 +82,7 @@ class TrainingLoop:
         folder: RunFolder,
         precision: str,
         num_workers: int,
-        prediction: Prediction,
+        prediction: Prediction | None,
         group: Group,
     ) -> None:
         """Make ready for the first step.
@@ -93,7 +93,7 @@ class TrainingLoop:
             folder: Where the run's files go.
             precision: For the scaler of float16, and the summary.
             num_workers: Processes that cut patches; 0: this one.
-            prediction: Of its memory, to stand beside what is measured.
+            prediction: Of its memory, to stand beside what is measured; None: there is none.
             group: The ranks that train together; the first writes and shows.
         """
         self.group = group
@@ -376,7 +376,7 @@ class TrainingLoop:
             self.config.parallel.mode,
             self.executor.slots,
             measured,
-            self.prediction.memory,
+            self.prediction and self.prediction.memory,
             meter.timeline(measured),
         )
         self.memory = merged_records(self.group.exchange(own))

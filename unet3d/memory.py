@@ -279,8 +279,8 @@ def device_bytes(device: torch.device) -> int:
 def memory_record(
     parallel: str,
     slots: Sequence[SlotLike],
-    measured: dict[int, SlotMemory],
-    predicted: dict[int, SlotMemory],
+    measured: Mapping[int, SlotMemory],
+    predicted: Mapping[int, SlotMemory] | None,
     timelines: Sequence[Timeline] = (),
 ) -> dict[str, Any]:
     """Return what ``memory.json`` holds.
@@ -289,7 +289,7 @@ def memory_record(
         parallel: The mode.
         slots: The slots, in order.
         measured: Per slot index.
-        predicted: Likewise, before the training started.
+        predicted: Likewise, before the training started; None: it was not.
         timelines: Of one step.
     """
     return {
@@ -300,7 +300,7 @@ def memory_record(
                 "device": str(slot.device),
                 "blocks": list(slot.blocks),
                 "device_bytes": device_bytes(slot.device),
-                "predicted": predicted[slot.index].to_dict(),
+                "predicted": predicted and predicted[slot.index].to_dict(),
                 "measured": measured[slot.index].to_dict(),
             }
             for slot in slots

@@ -63,8 +63,9 @@ def memory_table(record: Mapping[str, Any]) -> Table:
     for slot in slots:
         measured = slot["measured"]
         values = [measured[f"{name}_bytes"] for name, _ in PARTS]
-        values += [measured["peak_bytes"], slot["predicted"]["peak_bytes"], slot["device_bytes"]]
-        cells = [amount(value, unit_bytes) for value in values]
+        predicted = slot["predicted"] and slot["predicted"]["peak_bytes"]
+        values += [measured["peak_bytes"], predicted, slot["device_bytes"]]
+        cells = [NOTHING if value is None else amount(value, unit_bytes) for value in values]
         table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
     return table
 
@@ -101,7 +102,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
             values = [*bar.values(), predicted["peak_bytes"], slot["device_bytes"]]
             is_first, is_last = slot is way["slots"][0], slot is way["slots"][-1]
             table.add_row(
-                f"{way['parallel']}, {way['num_micro_batches']}{mark}" if is_first else "",
+                _way_name(way) + mark if is_first else "",
                 str(slot["slot"]),
                 slot["device"],
                 *(amount(value, unit_bytes) for value in values),
@@ -123,12 +124,22 @@ def plan_lines(record: Mapping[str, Any]) -> list[str]:
         shape = way["largest_shape"]
         lines.append(
             f"--parallel {way['parallel']} --devices {devices} "
-            f"--micro-batches {way['num_micro_batches']}"
+            + (f"--replicas {way['replicas']} " if _has_copies_of_stages(way) else "")
+            + f"--micro-batches {way['num_micro_batches']}"
             + (f" --balance {way['balance']}: " if way["balance"] else ": ")
             + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
             + (" (asked for)" if way["asked"] else "")
         )
     return lines
+
+
+def _way_name(way: Mapping[str, Any]) -> str:
+    copies = f"{way['replicas']} x " if _has_copies_of_stages(way) else ""
+    return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
+
+
+def _has_copies_of_stages(way: Mapping[str, Any]) -> bool:
+    return bool(way["parallel"] == "model" and way["replicas"] > 1)
 
 
 def evaluation_table(evaluation: Evaluation) -> Table:

@@ -123,7 +123,12 @@ def _train(
         raise
     group.open(config.parallel.timeout_seconds)
     circumstances = Circumstances(
-        experiment.config, experiment.topology, experiment.planned_size, devices, precision
+        experiment.config,
+        experiment.topology,
+        experiment.planned_size,
+        devices,
+        precision,
+        group.size,
     )
     settled = group.from_first(lambda: settle(circumstances).to_yaml())
     config = Config.from_yaml(settled)
@@ -153,8 +158,10 @@ def _train(
         step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(explain_out_of_memory(error, step)) from error
-    prediction = predict_memory(step)
-    warn_if_too_large(prediction)
+    prediction = None
+    if config.parallel.engine == "ddp":  # nn.DataParallel copies and gathers, which no step shows
+        prediction = predict_memory(step)
+        warn_if_too_large(prediction)
     executor = _executor(config, model, step.layout, group)
     loop = TrainingLoop(experiment, executor, folder, precision, num_workers, prediction, group)
     if resume:
@@ -167,7 +174,14 @@ def _train(
     try:
         return loop.run(console, quiet)
     except torch.OutOfMemoryError as error:
-        raise DoesNotFitError(explain_out_of_memory(error, step)) from error
+        reason = (
+            "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
+            f"{config.training.batch_size}; use parallel.engine=ddp, which takes less of the "
+            "first GPU, or a smaller --batch-size"
+            if prediction is None
+            else explain_out_of_memory(error, step)
+        )
+        raise DoesNotFitError(reason) from error
 
 
 def _devices(config: Config, group: Group) -> tuple[torch.device, ...]:

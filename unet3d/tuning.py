@@ -127,6 +127,12 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
             f"parallel.mode is {config.parallel.mode}, which has neither cuts nor a pipeline to "
             "measure; use --parallel model"
         )
+    if config.parallel.replicas > 1:
+        raise ConfigError(
+            f"parallel.replicas is {config.parallel.replicas}, but what is measured is one "
+            "replica: name its devices and its share of --batch-size, without --replicas; "
+            "training with replicas finds the result"
+        )
     devices = resolve_devices(config.parallel)
     wanted = config.training.precision
     precision = default_precision(devices) if wanted == "auto" else wanted
