@@ -166,6 +166,42 @@ def test_every_setting_can_say_what_it_allows() -> None:
             Config().with_values({key: Nothing()})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["parallel.replicas=2"], "parallel.replicas is 2 but parallel.mode none has no stages"),
+        (["parallel.replicas=2", "parallel.mode=data"], "--parallel data with a replica on each"),
+        (["parallel.engine=dataparallel"], "parallel.mode is none; add --parallel data"),
+        (
+            ["parallel.engine=dataparallel", "parallel.mode=data", "training.micro_batches=2"],
+            "dataparallel takes no micro-batches, but training.micro_batches is 2",
+        ),
+        (
+            ["parallel.output_device=1", "parallel.mode=data"],
+            "parallel.output_device is 1 but only parallel.engine=dataparallel",
+        ),
+        (["parallel.balance=time", "parallel.mode=data"], "parallel data is not cut"),
+        (["parallel.cuts=4", "parallel.mode=data"], "parallel data is not cut"),
+        (["parallel.replicas=0"], "parallel.replicas is 0; give a whole number above 0"),
+        (["parallel.engine=horovod"], "parallel.engine is 'horovod'; give ddp or dataparallel"),
+        (["parallel.timeout_seconds=0"], "parallel.timeout_seconds is 0; give a number above 0"),
+        (["parallel.max_restarts=-1"], "parallel.max_restarts is -1; give a whole number of at"),
+    ],
+    ids=str,
+)
+def test_replicas_that_do_not_suit_the_mode_are_refused(overrides: list[str], reason: str) -> None:
+    assert reason in refusal(*overrides)
+
+
+def test_replicas_that_suit_the_mode_are_taken() -> None:
+    load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.balance=memory"])
+    threads = load_config(
+        None,
+        ["parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"],
+    )
+    assert threads.parallel.output_device == "1"
+
+
 def test_batch_norm_with_accumulation_is_refused_with_the_reason() -> None:
     message = refusal("model.norm=batch", "training.micro_batches=2")
     assert "statistics" in message and "use model.norm=instance" in message

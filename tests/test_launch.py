@@ -16,7 +16,7 @@ import torch
 from tests.ranks import environment, free_port
 from tests.test_training import SMALL, losses, run, settings, start, wait_for, weights
 from unet3d.checkpoint import load_checkpoint
-from unet3d.errors import Unet3dError
+from unet3d.errors import ConfigError, Unet3dError
 from unet3d.parallel.launcher import _reason, launch
 from unet3d.ranks import Ranks
 
@@ -175,6 +175,70 @@ def test_the_reason_of_a_failing_rank_is_one_line(
     printed = capfd.readouterr().err
     # Whoever has started the ranks says it, not they, and torch elastic neither.
     assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
+
+
+@pytest.mark.multigpu
+def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = ("parallel.mode=data", "parallel.devices=0,1", "training.epochs=2")
+    process = start(folder, cache, *more, "training.precision=bfloat16", "training.batch_size=3")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    rows = json.loads((folder / "memory.json").read_text())["slots"]
+    assert [(row["slot"], row["rank"], row["device"]) for row in rows] == [
+        (0, 0, "cuda:0"),
+        (1, 1, "cuda:1"),
+    ]
+    for row in rows:
+        for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+            assert row["measured"][kind] == row["predicted"][kind] > 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["replicas"] == 2 and summary["precision"] == "bfloat16"
+    assert [loss < 10 for _, loss in losses(folder)] == [True, True]
+
+
+@pytest.mark.multigpu
+def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) -> None:
+    more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
+    script = Path(__file__).with_name("rank_machine.py")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(script), str(tmp_path), *words(tmp_path / "run", cache, *more)),
+        ],
+        env=environment(),
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        torch.load(tmp_path / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
+    )
+    for key, value in weights(tmp_path / "run").items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
+
+
+@pytest.mark.multigpu
+def test_nn_data_parallel_trains_in_one_process(cache: Path, tmp_path: Path) -> None:
+    threads = (
+        "parallel.mode=data",
+        "parallel.engine=dataparallel",
+        "parallel.devices=0,1",
+        "parallel.output_device=1",
+        "training.epochs=1",
+    )
+    with pytest.raises(ConfigError, match="a batch of 1 gives 1 of the 2 devices no patch"):
+        run(settings(cache, *threads, "training.batch_size=1"), tmp_path / "refused")
+    run(settings(cache, *threads, "training.batch_size=2"), tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "memory.json").read_text())["slots"]
+    assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
+    first, second = (row["measured"] for row in rows)
+    assert first["parameters_bytes"] == first["gradients_bytes"] > 0
+    assert second["parameters_bytes"] == second["gradients_bytes"] == 0  # a copy in each step
+    assert second["activations_bytes"] > 0 and second["peak_bytes"] > 0
 
 
 def can_make_networks() -> bool:

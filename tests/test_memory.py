@@ -10,11 +10,12 @@ from torch import Tensor
 
 from unet3d.config import ModelSettings, Recompute, TrainingSettings
 from unet3d.kernels import remake
-from unet3d.memory import MemoryMeter, SlotMemory, device_bytes, memory_record
+from unet3d.memory import MemoryMeter, SlotMemory, device_bytes, memory_record, merged_records
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.optimization import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
 from unet3d.parallel.schedule import SCHEDULES
+from unet3d.timeline import Mark, Timeline
 
 CPU = torch.device("cpu")
 
@@ -269,6 +270,28 @@ def test_the_record_has_a_row_for_each_slot() -> None:
         assert row["device_bytes"] == device_bytes(CPU)
         assert row["measured"] == measured[row["slot"]].to_dict()
         assert row["predicted"] == row["measured"] | {"peak_bytes": 7}
+
+
+def test_the_records_of_ranks_are_numbered_through() -> None:
+    executor = spread(small_topology(), 2)
+    _, measured = measure(executor)
+    marks = (
+        Mark(0, "forward", 0, 1, 2),
+        Mark(1, "loss", 0, 3, 4),
+        Mark(None, "optimizer", None, 5, 6),
+    )
+    lines = [Timeline("cpu", (index,), marks) for index in range(2)]
+    own = memory_record("model", executor.slots, measured, None, lines)
+    merged = merged_records([own, own, own])
+    assert [(row["slot"], row["rank"]) for row in merged["slots"]] == [
+        (number, number // 2) for number in range(6)
+    ]
+    assert [line["slots"] for line in merged["timeline"]] == [[number] for number in range(6)]
+    last = merged["timeline"][-1]
+    assert (last["rank"], [mark["slot"] for mark in last["marks"]]) == (2, [4, 5, None])
+    for row in merged["slots"]:
+        assert row["measured"] == measured[row["slot"] % 2].to_dict()
+        assert row["predicted"] is None
 
 
 def test_the_memory_of_the_machine() -> None:

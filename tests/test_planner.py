@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -320,6 +321,75 @@ def test_the_command_shows_every_way_side_by_side(
     table = out[: out.index("--parallel")]
     assert max(map(len, table.splitlines())) <= 80
     assert table.count("yes") + table.count("NO") == 4
+
+
+def ways_of(
+    capsys: pytest.CaptureFixture[str], path: Path, *arguments: str
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the ways of a plan, by name, and what the command printed."""
+    status, out, err = plan(capsys, "--shape", "32,32,32", "--json", str(path), *arguments, *TINY)
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    return {f"{way['parallel']} {way['num_micro_batches']}": way for way in record["ways"]}, out
+
+
+def test_a_replica_takes_what_its_share_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = ("--device-memory", "2")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "data.json",
+        *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
+    )
+    assert list(ways) == ["none 1", "data 1", "model 1"]
+    data = ways["data 1"]
+    assert data["asked"] and data["replicas"] == 3
+    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
+        (index, index, f"cuda:{index}") for index in range(3)
+    ]
+    # Each holds the whole network, and the largest share is of two patches.
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "0", "--batch-size", "2", *memory
+    )
+    (one,) = alone["none 1"]["slots"]
+    for slot in data["slots"]:
+        assert slot["blocks"] == one["blocks"]
+        for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
+            assert slot["predicted"][kind] == one["predicted"][kind] > 0
+        # Gradients stay where they are exchanged, and are there in forward too.
+        assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
+    assert math.prod(data["largest_shape"]) > math.prod(ways["none 1"]["largest_shape"])
+    assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
+
+
+def test_replicas_of_stages_share_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spread = ("--parallel", "model", "--micro-batches", "2")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "two.json",
+        *("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread),
+    )
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "cpu,cpu", "--batch-size", "2", *spread
+    )
+    two, one = ways["model 2"], alone["model 2"]
+    assert two["asked"] and two["replicas"] == 2
+    assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
+    for slot, wanted in zip(two["slots"], one["slots"] * 2, strict=True):
+        assert slot["predicted"] == wanted["predicted"]
+    # They share the memory of the machine.
+    assert math.prod(two["largest_shape"]) < math.prod(one["largest_shape"])
+    assert "2 x model, 2*" in out
+    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
+
+
+def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
+    _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")
+    assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
 
 
 def test_without_a_gpu_the_command_says_whose_memory_it_took(

@@ -376,7 +376,7 @@ class TrainingLoop:
             self.config.parallel.mode,
             self.executor.slots,
             measured,
-            self.prediction and self.prediction.memory,
+            None if self.prediction is None else self.prediction.memory,
             meter.timeline(measured),
         )
         self.memory = merged_records(self.group.exchange(own))

@@ -2,9 +2,18 @@ import pytest
 import torch
 
 from unet3d.config import ParallelSettings
-from unet3d.errors import DeviceError
-from unet3d.parallel import check_precision, default_precision, resolve_devices
+from unet3d.errors import ConfigError, DeviceError, Unet3dError
+from unet3d.parallel import (
+    check_data_parallel,
+    check_precision,
+    default_precision,
+    devices_of_rank,
+    devices_of_replicas,
+    output_device,
+    resolve_devices,
+)
 from unet3d.parallel.placement import describe_devices
+from unet3d.ranks import Ranks
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]
@@ -153,3 +162,141 @@ def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
 def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1)
     assert describe_devices() == "cpu and cuda:0 (Model 0)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "replicas"),
+    [
+        ({"mode": "none"}, ((GPUS[0],),)),
+        ({"mode": "data"}, ((GPUS[0],), (GPUS[1],), (GPUS[2],), (GPUS[3],))),
+        ({"mode": "data", "devices": "3,1"}, ((GPUS[3],), (GPUS[1],))),
+        ({"mode": "data", "devices": "cpu,cpu"}, ((CPU,), (CPU,))),
+        ({"mode": "data", "engine": "dataparallel", "devices": "0,1"}, (tuple(GPUS[:2]),)),
+        ({"mode": "model", "replicas": 2}, (tuple(GPUS[:2]), tuple(GPUS[2:]))),
+        (
+            {"mode": "model", "replicas": 2, "devices": "0,cpu,1,cpu"},
+            ((GPUS[0], CPU), (GPUS[1], CPU)),
+        ),
+        ({"mode": "model", "replicas": 2, "devices": "0,0,1,1"}, ((GPUS[0],) * 2, (GPUS[1],) * 2)),
+    ],
+    ids=str,
+)
+def test_devices_are_divided_over_the_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    replicas: tuple[tuple[torch.device, ...], ...],
+) -> None:
+    pretend(monkeypatch, 4)
+    assert devices_of_replicas(ParallelSettings(**settings)) == replicas
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"mode": "model", "replicas": 2, "devices": "0,1,2"}, "do not divide by 2 replicas"),
+        ({"mode": "model", "replicas": 3, "devices": "0,1"}, "do not divide by 3 replicas"),
+        ({"mode": "model", "replicas": 2, "devices": "0,1,0,1"}, "put two replicas on one GPU"),
+        ({"mode": "data", "devices": "0,0"}, "put two replicas on one GPU"),
+        ({"mode": "data", "devices": "0,cpu"}, "cuda:0 and cpu cannot exchange gradients"),
+        ({"mode": "data", "devices": "0,7"}, "device '7' does not exist"),
+    ],
+    ids=str,
+)
+def test_devices_that_replicas_cannot_share_are_refused(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], reason: str
+) -> None:
+    pretend(monkeypatch, 4)
+    with pytest.raises(DeviceError) as caught:
+        devices_of_replicas(ParallelSettings(**settings))
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "ranks", "devices"),
+    [
+        (4, {"mode": "data"}, Ranks(5, 8, 1, 4), (GPUS[1],)),
+        (4, {"mode": "data", "devices": "2,3"}, Ranks(3, 4, 1, 2), (GPUS[3],)),
+        (4, {"mode": "model"}, Ranks(1, 2, 1, 2), (GPUS[2], GPUS[3])),
+        (4, {"mode": "model"}, Ranks(1, 2, 0, 1), tuple(GPUS)),
+        (4, {"mode": "model", "replicas": 2}, Ranks(0, 2, 0, 2), (GPUS[0], GPUS[1])),
+        (0, {"mode": "data"}, Ranks(1, 2, 1, 2), (CPU,)),
+        (0, {"mode": "model"}, Ranks(1, 2, 1, 2), (CPU, CPU)),
+    ],
+    ids=str,
+)
+def test_a_rank_drives_its_share_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    settings: dict[str, object],
+    ranks: Ranks,
+    devices: tuple[torch.device, ...],
+) -> None:
+    pretend(monkeypatch, num_gpus)
+    assert devices_of_rank(ParallelSettings(**settings), ranks) == devices
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "kind", "reason"),
+    [
+        ({"mode": "data"}, Ranks(0, 5, 0, 5), DeviceError, "'4' does not exist"),
+        (
+            {"mode": "data", "devices": "0,1,2"},
+            Ranks(0, 2, 0, 2),
+            DeviceError,
+            "do not divide by 2",
+        ),
+        ({"mode": "data", "devices": "0,1"}, Ranks(0, 2, 0, 1), DeviceError, "needs one"),
+        ({"mode": "model", "devices": "0,1"}, Ranks(0, 2, 0, 2), DeviceError, "at least two"),
+        ({"mode": "model", "replicas": 3}, Ranks(0, 2, 0, 2), ConfigError, "2 ranks were started"),
+        (
+            {"mode": "data", "engine": "dataparallel"},
+            Ranks(0, 2, 0, 2),
+            ConfigError,
+            "parallel.engine=ddp under torchrun",
+        ),
+    ],
+    ids=str,
+)
+def test_a_rank_without_devices_of_its_own_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, object],
+    ranks: Ranks,
+    kind: type[Unet3dError],
+    reason: str,
+) -> None:
+    pretend(monkeypatch, 4)
+    with pytest.raises(kind) as caught:
+        devices_of_rank(ParallelSettings(**settings), ranks)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_output_device_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 2)
+    assert output_device(ParallelSettings()) is None
+    assert output_device(ParallelSettings(output_device=1)) == GPUS[1]
+    with pytest.raises(DeviceError, match="device '2' does not exist"):
+        output_device(ParallelSettings(output_device="2"))
+
+
+@pytest.mark.parametrize(
+    ("devices", "output", "batch_size", "reason"),
+    [
+        ((CPU, CPU), None, 2, "parallel.engine=ddp"),
+        ((GPUS[0], GPUS[0]), None, 2, "each named once"),
+        ((GPUS[0], CPU), None, 2, "not to cuda:0,cpu"),
+        (tuple(GPUS[:2]), GPUS[2], 2, "parallel.output_device is cuda:2, which is none of"),
+        (tuple(GPUS[:3]), None, 1, "a batch of 1 gives 2 of the 3 devices no patch"),
+    ],
+    ids=str,
+)
+def test_nn_data_parallel_is_refused_where_it_cannot_work(
+    devices: tuple[torch.device, ...], output: torch.device | None, batch_size: int, reason: str
+) -> None:
+    with pytest.raises(Unet3dError) as caught:
+        check_data_parallel(devices, output, batch_size)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_nn_data_parallel_takes_gpus_with_a_patch_each() -> None:
+    check_data_parallel(GPUS[:2], GPUS[1], 2)
+    check_data_parallel(GPUS[:2], None)

@@ -10,9 +10,11 @@ import torch
 from tests.parallel.rank_gradients import CASES, STEPS, WORLD_SIZES
 from tests.ranks import environment
 from tests.test_transparency import assert_close, make_batch, make_topology, plain_gradients
+from unet3d.errors import ConfigError
+from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
 
-GPUS = tuple(torch.device("cuda", index) for index in range(3))
-CPU = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(2))
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +47,45 @@ def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> N
                 assert torch.equal(value, by_rank[0][1][name]), name
                 if expected[name].norm() > 1e-12:
                     assert_close(value, expected[name], f"step {step}, {name}")
+
+
+def two_steps(executor: Executor) -> list[torch.Tensor]:
+    """Return all gradients in a row, after each of two steps on batches of four."""
+    found = []
+    for number in range(2):
+        image, target = (value[:4] for value in make_batch(5 + number, torch.float32))
+        target = target.to(executor.output_device)
+        executor.forward_backward(image.to(executor.input_device), target, dice_cross_entropy)
+        gradients = [p.grad.cpu().flatten() for p in executor.module.parameters()]
+        found.append(torch.cat(gradients))
+        with torch.no_grad():
+            for parameter in executor.module.parameters():
+                parameter -= 0.01 * parameter.grad
+                parameter.grad = None
+    return found
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("output", GPUS, ids=str)
+def test_nn_data_parallel_gives_the_gradients_of_one_gpu(output: torch.device) -> None:
+    networks = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        networks.append(UNet3d(make_topology()))
+    lowered = torch.bfloat16
+    threads = DataParallelExecutor(networks[0], GPUS, output, lowered)
+    assert (threads.input_device, threads.output_device) == (GPUS[0], output)
+    assert not torch.backends.cudnn.benchmark
+    one = parallelize(networks[1], Layout(GPUS[:1], None, 1, lowered))
+    for actual, expected in zip(two_steps(threads), two_steps(one), strict=True):
+        assert (actual - expected).norm() <= 2e-2 * expected.norm()
+    image, _ = make_batch(1, torch.float32)
+    logits = threads.predict(image.to(GPUS[0]))
+    assert logits.device == output
+    expected_logits = one.predict(image.to(GPUS[0]))
+    assert (logits.cpu() - expected_logits.cpu()).norm() <= 5e-2 * expected_logits.cpu().norm()
+
+
+def test_nn_data_parallel_refuses_batch_norm() -> None:
+    with pytest.raises(ConfigError, match=r"batch normalisation with 2 replicas"):
+        DataParallelExecutor(UNet3d(make_topology(norm="batch")), GPUS, None, None)

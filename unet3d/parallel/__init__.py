@@ -2,9 +2,10 @@
 
 ``placement`` names devices and slots, ``partition`` cuts the block list into stages, ``schedule``
 says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks skips
-in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``replicas`` keeps the copies
-of a network equal, ``process_group`` is what their ranks say to one another, ``launcher`` starts
-them. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they ask for.
+in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``replicas`` keeps the
+copies of a network equal, ``process_group`` is what their ranks say to one another, ``launcher``
+starts them. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they
+ask for.
 """
 
 from unet3d.model import UNet3d

@@ -25,14 +25,14 @@ from unet3d.config import Recompute
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.model import LossTerms, UNet3d
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
+from unet3d.parallel.graphs import RecordedPipeline
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.process_group import Group
 from unet3d.parallel.schedule import Schedule
 
 
-class ReplicaExecutor(PipelineExecutor):
+class ReplicaExecutor(RecordedPipeline):
     """One of several equal replicas, each in a process of its own, of one stage or more.
 
     The gradients that it leaves are the means over all ranks; where a rank's samples are another
@@ -114,6 +114,21 @@ class ReplicaExecutor(PipelineExecutor):
             return super().forward_backward(image, target, loss_fn, scale)
 
     def _before_last_backward(self, stage: Stage) -> None:
+        self._arm(stage)
+
+    def _after_replay(self) -> None:
+        """Let the reducers take over the recorded gradients.
+
+        The same messages go out as after a step that is not replayed, for the ranks may differ in
+        which of their steps are.
+        """
+        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
+            self._arm(stage)
+            parameters = list(wrapped.parameters())
+            nothing = torch.zeros((), device=stage.slot.device)
+            torch.autograd.backward(parameters, [nothing.expand_as(value) for value in parameters])
+
+    def _arm(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])
 
 
