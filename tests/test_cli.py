@@ -111,7 +111,7 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("train", "--epoch", "3"), "--epochs"),
         (("train", "--fold", "-1"), "-1 is not in the range"),
         (("train", "--seed", "x"), "'x' is not a valid integer"),
-        (("train", "--parallel", "data"), "'data' is not one of"),
+        (("train", "--parallel", "tensor"), "'tensor' is not one of"),
         (("predict",), "Missing argument 'IMAGES...'"),
         (("predict", "a.nii", "--overlap", "1"), "1.0 is not in the range"),
         (("evaluate", "a"), "Missing argument 'LABELS'"),
@@ -197,7 +197,10 @@ def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
         (("--devices", "97"), "device '97' does not exist; this machine has cpu and "),
         (("--devices", "cuda:98"), "device 'cuda:98' does not exist; this machine has"),
         (("--devices", "foo"), "device 'foo' is unknown; write 0, cuda:0 or cpu"),
-        (("--parallel", "none", "--devices", "cpu,cpu"), "add --parallel model, or name one"),
+        (
+            ("--parallel", "none", "--devices", "cpu,cpu"),
+            "add --parallel model or --parallel data, or name one",
+        ),
         (("--parallel", "model", "--devices", "cpu"), "needs a device for each of two stages"),
         pytest.param(
             ("--devices", "0"),

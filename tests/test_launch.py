@@ -341,7 +341,7 @@ def told(kind: str, seconds: float, text: str) -> Failure:
         ({0: told("consequence", 5.1, "rank 1 is gone")}, "rank 1 is gone"),
         ({2: Failure(7, 5)}, "rank 2 ended with status 7"),
     ],
-    ids=str,
+    ids=("killed", "earliest", "not its own", "consequence", "status"),
 )
 def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> None:
     assert str(_reason(failures)).startswith(reason)  # type: ignore[arg-type]

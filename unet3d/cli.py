@@ -76,14 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not is_launched():
             click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
         leave(interruption.exit_status)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("Stopped", err=True)
+        sys.exit(130)
     except Exception as error:
         report_end(error, "unexpected")
         if debug or not is_launched():
             raise
         leave(1)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("Stopped", err=True)
-        sys.exit(130)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
