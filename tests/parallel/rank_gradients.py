@@ -49,6 +49,11 @@ def take_part(folder: Path) -> None:
                 gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
                 (loss,) = group.sum([terms.total.item() * len(mine) / num_samples])
                 torch.save((loss, gradients), folder / f"{group.size}-{number}-{step}-{rank}.pt")
+            model.zero_grad()
+            for stage in executor.stages:  # as after a step that a GPU has replayed
+                parameters = [p for block in stage.blocks for p in block.module.parameters()]
+                executor._deliver(stage, {p: torch.full_like(p, rank) for p in parameters})
+            torch.save([p.grad for p in model.parameters()], folder / f"{group.size}-{number}.pt")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from unet3d.optimization import Optimization
 from unet3d.parallel import Executor, Layout, graphs, parallelize
 from unet3d.parallel.graphs import NUM_WARM_UP_STEPS, RecordedPipeline
 
-pytestmark = pytest.mark.gpu
-
 TOPOLOGY = Topology(1, 3, (8, 16, 32), ((1, 1, 1), (2, 2, 2), (2, 2, 2)))
 
 
@@ -31,7 +29,7 @@ def make_batch(number: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     image = torch.randn(num_samples, 1, 32, 32, 32, generator=generator)
     target = torch.randint(0, 3, (num_samples, 32, 32, 32), generator=generator)
-    return image.cuda(), target.to(torch.uint8).cuda()
+    return image, target.to(torch.uint8)
 
 
 def train(executor: Executor, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -40,7 +38,9 @@ def train(executor: Executor, batches: list[tuple[Tensor, Tensor]]) -> list[Tens
     for image, target in batches:
         losses.append(
             executor.forward_backward(
-                image, target.to(executor.output_device), dice_cross_entropy
+                image.to(executor.input_device),
+                target.to(executor.output_device),
+                dice_cross_entropy,
             ).total
         )
         optimization.step(0.01)
@@ -68,6 +68,7 @@ def check_replayed_steps(
     assert launched._lanes is None
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
 @pytest.mark.parametrize("devices", [(0,), (0, 0), (0, 0, 0)])
@@ -88,6 +89,7 @@ def test_replayed_steps_over_two_gpus(
     check_replayed_steps(monkeypatch, num_micro_batches, devices=(0, 1))
 
 
+@pytest.mark.gpu
 def test_a_step_that_is_measured_is_launched() -> None:
     executor = make_executor()
     batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)]
@@ -95,15 +97,16 @@ def test_a_step_that_is_measured_is_launched() -> None:
     meter = MemoryMeter(executor.slots, executor.module)
     executor.observer = meter
     meter.start()
-    image, target = make_batch(7)
+    image, target = (value.cuda() for value in make_batch(7))
     executor.forward_backward(image, target, dice_cross_entropy)
     optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
     assert meter.read(optimization.optimizer)[0].activations_bytes > 0
 
 
+@pytest.mark.gpu
 def test_gradients_that_are_there_are_added_to() -> None:
     executor = make_executor()
-    image, target = make_batch(1)
+    image, target = (value.cuda() for value in make_batch(1))
     for _ in range(NUM_WARM_UP_STEPS + 1):
         executor.module.zero_grad()
         executor.forward_backward(image, target, dice_cross_entropy)
@@ -113,9 +116,34 @@ def test_gradients_that_are_there_are_added_to() -> None:
         torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.gpu
 def test_another_shape_that_stays_is_recorded_instead() -> None:
     executor = make_executor()
     train(executor, [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)])
     first = executor._lanes
     train(executor, [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 1)])
     assert executor._lanes is not None and executor._lanes is not first
+
+
+def test_what_is_recorded_leaves_the_parameters_alone() -> None:
+    """What a recording does to gradients needs no GPU."""
+    model = UNet3d(TOPOLOGY)
+    calls: list[Tensor] = []
+    cpu = torch.device("cpu")
+    executor = parallelize(model, Layout((cpu, cpu)))
+    assert isinstance(executor, RecordedPipeline)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    image, target = make_batch(1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    before = model.state_dict()
+    with graphs._aliased(executor.stages[0]) as first, graphs._aliased(executor.stages[1]) as last:
+        dice_cross_entropy(model(image), target).total.backward()
+        assert not any(parameter.grad is not None for parameter in names)
+    assert dict(model.named_parameters()) == {name: p for p, name in names.items()}
+    assert all(value.data_ptr() == before[n].data_ptr() for n, value in model.state_dict().items())
+    assert not calls
+    dice_cross_entropy(model(image), target).total.backward()
+    for parameter, gradient in (first | last).items():
+        assert torch.equal(gradient, parameter.grad), names[parameter]
+    assert len(calls) == len(names) == len(first) + len(last)

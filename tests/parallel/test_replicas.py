@@ -49,6 +49,14 @@ def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> N
                     assert_close(value, expected[name], f"step {step}, {name}")
 
 
+@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
+@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
+def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: int) -> None:
+    mean = sum(range(num_ranks)) / num_ranks
+    for gradient in torch.load(answers / f"{num_ranks}-{case}.pt"):
+        assert torch.equal(gradient, torch.full_like(gradient, mean))
+
+
 def two_steps(executor: Executor) -> list[torch.Tensor]:
     """Return all gradients in a row, after each of two steps on batches of four."""
     found = []

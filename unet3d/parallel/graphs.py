@@ -12,11 +12,13 @@ copied into the reading lane's inputs.
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet3d.model import LossTerms
 from unet3d.parallel.executor import LossFunction, NoObserver
@@ -65,8 +67,8 @@ class RecordedPipeline(PipelineExecutor):
     """A pipeline that replays its steps on GPUs; see :class:`~unet3d.parallel.Executor`."""
 
     _lanes: list[list[_Lane]] | None = None
-    _gradients: list[Tensor]
-    """Of every parameter; recorded backward passes add to these."""
+    _gradients: list[dict[Tensor, Tensor]]
+    """Of each stage's parameters; recorded backward passes add to these."""
     _recorded: Any = None
     _last: Any = None
     _num_in_a_row = 0
@@ -100,15 +102,17 @@ class RecordedPipeline(PipelineExecutor):
             and len(image) % count == 0
             and last.issuperset(self.module.outputs())
             and isinstance(self.observer, NoObserver)
-            and self._begins_at_nothing()
+            and self._may_deliver()
         )
 
-    def _begins_at_nothing(self) -> bool:
-        """Return whether there are no gradients yet: what is replayed does not add to them."""
+    def _may_deliver(self) -> bool:
+        """Return whether there are no gradients yet, to which those of a replay would not add."""
         return all(parameter.grad is None for parameter in self.module.parameters())
 
-    def _after_replay(self) -> None:
-        """Do what hooks of autograd would do, which a replay does not call."""
+    def _deliver(self, stage: Stage, gradients: dict[Tensor, Tensor]) -> None:
+        """Make what was replayed the gradients of a stage's parameters."""
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
     def _has_room(self) -> bool:
         return all(
@@ -122,15 +126,13 @@ class RecordedPipeline(PipelineExecutor):
     ) -> list[list[_Lane]]:
         count = min(self.num_micro_batches, len(image))
         alive = most_alive(self.schedule, count, len(self.stages))
-        parameters = list(self.module.parameters())
-        self._gradients = [torch.zeros_like(parameter) for parameter in parameters]
-        for parameter, gradient in zip(parameters, self._gradients, strict=True):
-            parameter.grad = gradient
         lanes = []
+        self._gradients = []
         made = {"image": image.tensor_split(count)[0]}
         labels = target.tensor_split(count)[0]
         for stage in self.stages:
-            with torch.cuda.device(stage.slot.device):
+            with torch.cuda.device(stage.slot.device), _aliased(stage) as gradients:
+                self._gradients.append(gradients)
                 number = stage.slot.index
                 of_stage = [
                     self._record_lane(stage, made, labels, loss_fn, scale / count, 1 / count)
@@ -182,9 +184,8 @@ class RecordedPipeline(PipelineExecutor):
         return _Lane(forward, backward, leaves, target, outputs, terms, gradients, back)
 
     def _replay(self, lanes: list[list[_Lane]], image: Tensor, target: Tensor) -> LossTerms:
-        for parameter, gradient in zip(self.module.parameters(), self._gradients, strict=True):
-            parameter.grad = gradient
-        torch._foreach_zero_(self._gradients)
+        for gradients in self._gradients:
+            torch._foreach_zero_(list(gradients.values()))
         count = min(self.num_micro_batches, len(image))
         portions, labels = image.tensor_split(count), target.tensor_split(count)
         arriving = {(i, 0, "image"): Transfer(x, self.input_device) for i, x in enumerate(portions)}
@@ -214,8 +215,34 @@ class RecordedPipeline(PipelineExecutor):
                     for name, gradient in lane.input_gradients.items():
                         maker = self._maker[name].slot.device
                         returning[number, name].append(Transfer(gradient, maker))
-        self._after_replay()
+        for stage, gradients in zip(self.stages, self._gradients, strict=True):
+            self._deliver(stage, gradients)
         return sum(terms[1:], start=terms[0])
+
+
+@contextmanager
+def _aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
+    """Put aliases in the place of a stage's parameters, and give back what they add gradients to.
+
+    So no hook of the parameters is called in a recording, nor any that autograd keeps for them in
+    another stream, as it does for ``DistributedDataParallel``.
+    """
+    gradients: dict[Tensor, Tensor] = {}
+    owned = [
+        (module, name, parameter)
+        for block in stage.blocks
+        for module in block.module.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    for module, name, parameter in owned:
+        alias = nn.Parameter(parameter.detach())
+        alias.grad = gradients[parameter] = torch.zeros_like(parameter)
+        setattr(module, name, alias)
+    try:
+        yield gradients
+    finally:
+        for module, name, parameter in owned:
+            setattr(module, name, parameter)
 
 
 def _copied(terms: LossTerms) -> LossTerms:

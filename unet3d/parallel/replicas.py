@@ -116,17 +116,17 @@ class ReplicaExecutor(RecordedPipeline):
     def _before_last_backward(self, stage: Stage) -> None:
         self._arm(stage)
 
-    def _after_replay(self) -> None:
-        """Let the reducers take over the recorded gradients.
+    def _may_deliver(self) -> bool:
+        return True
+
+    def _deliver(self, stage: Stage, gradients: dict[Tensor, Tensor]) -> None:
+        """Add what was replayed, by way of autograd, whose hooks the reducers wait for.
 
         The same messages go out as after a step that is not replayed, for the ranks may differ in
         which of their steps are.
         """
-        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
-            self._arm(stage)
-            parameters = list(wrapped.parameters())
-            nothing = torch.zeros((), device=stage.slot.device)
-            torch.autograd.backward(parameters, [nothing.expand_as(value) for value in parameters])
+        self._arm(stage)
+        torch.autograd.backward(list(gradients), list(gradients.values()))
 
     def _arm(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])

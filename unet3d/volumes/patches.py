@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -274,13 +275,19 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _start_fork_server() -> None:
-    """Start what workers are forked from, deaf to SIGTERM, which launchers send to a group."""
+    """Start what workers are forked from, deaf to SIGTERM, which launchers send to a group.
+
+    With it starts what cleans up after us when we have been killed, or end in a hurry; it need not
+    say so.
+    """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may set handlers
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.warnoptions.append("ignore:resource_tracker")  # which is passed on to processes
     try:
         forkserver.ensure_running()
     finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
         signal.signal(signal.SIGTERM, before)
 
 
