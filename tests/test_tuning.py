@@ -346,12 +346,15 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
     assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
     assert all(row.seconds is not None for row in found.rows)
     here = found.circumstances
+    ratios = {}
     for row in found.rows:
         step = Step(here.topology, row.layout, here.size, 4, here.config.training, here.precision)
         expected = predict_memory(step)
         for slot in expected.slots:
             predicted = expected.memory[slot.index].peak_bytes
-            assert row.peak_bytes[slot.device] == pytest.approx(predicted, rel=0.15)
+            key = (row.layout.cuts, row.layout.num_micro_batches, slot.device)
+            ratios[key] = row.peak_bytes[slot.device] / predicted
+    assert all(ratio == pytest.approx(1, rel=0.15) for ratio in ratios.values()), ratios
 
 
 @pytest.mark.gpu
