@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from unet3d.advice import explain_out_of_memory, warn_if_too_large
+from unet3d.allocations import counted_allocations
 from unet3d.cli import main
 from unet3d.config import ModelSettings, Shape, TrainingSettings, load_config
 from unet3d.errors import VolumeError
@@ -19,6 +20,7 @@ from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.optimization import Optimization, autocast_dtype, image_dtype
 from unet3d.parallel import Layout, parallelize
 from unet3d.planner import UNCOUNTED_BYTES, Prediction, Step, largest_size, predict_memory
+from unet3d.stand_ins import stand_in
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(4))
@@ -122,6 +124,33 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices(num_devices: in
     assert eight[-1] <= 2 * one[-1]
     whole = activations(make_step(devices, batch_size=8))
     assert eight[0] < whole[0] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+def test_gpus_convert_the_maps_of_convolutions_in_float32(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    with counted_allocations() as recorder:
+        x = torch.empty(1, 8, 16, 16, 16, dtype=dtype, device=device)
+        weight = torch.empty(4, 8, 3, 3, 3, dtype=dtype, device=device)
+        y = torch.nn.functional.conv3d(x, weight, padding=1)
+    sizes = [x.nbytes, weight.nbytes, y.nbytes]
+    converted = device != CPU and dtype == torch.float32
+    assert recorder.now[device] == sum(-(-size // 512) * 512 for size in sizes)
+    copies = x.nbytes + y.nbytes if converted else 0
+    assert recorder.peak[device] == recorder.now[device] + copies
+
+
+@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> None:
+    with counted_allocations() as recorder:
+        x = torch.empty(128, 128, device=device)
+        bias = torch.empty(128, device=device)
+        assert recorder.workspace_bytes[device] == 0
+        for _ in range(2):
+            torch.nn.functional.linear(x, x, bias)
+    assert recorder.workspace_bytes[device] == (0 if device == CPU else 64 * 1024**2)
 
 
 def test_gpus_are_predicted_without_gpus() -> None:

@@ -137,7 +137,7 @@ def predict_memory(step: Step) -> Prediction:
         memory = meter.read(optimization.optimizer)
     for slot in executor.slots:
         if is_stand_in(slot.device):
-            peak_bytes = recorder.peak[slot.device]
+            peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
             memory[slot.index] = replace(
                 memory[slot.index],
                 peak_bytes=peak_bytes,

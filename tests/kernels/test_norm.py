@@ -104,7 +104,8 @@ def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
     x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
     instance_norm(x, weight, bias, 1e-5, 0.01)  # registers it
     inputs = tuple(value.requires_grad_() for value in (x, weight, bias))
-    torch.library.opcheck(torch.ops.unet3d.instance_norm.default, (*inputs, 1e-5, 0.01))
+    scalars = (1e-5, 0.01, False, False)
+    torch.library.opcheck(torch.ops.unet3d.instance_norm.default, (*inputs, *scalars))
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import ModelSettings
-from unet3d.kernels import instance_norm, remade_in_backward, remake
+from unet3d.kernels import conv3x3x3, instance_norm, remade_in_backward, remake, upsample
 from unet3d.kernels.remake import offer
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.saved_tensors import handling, storage_key
@@ -51,6 +51,26 @@ def test_of_other_norms_only_upsampled_features_are_made_again() -> None:
     # Two samples, 4 channels of 16 x 16 x 8 and 8 channels of 8 x 8 x 8 voxels, in float64.
     upsampled = 2 * 8 * (4 * 16 * 16 * 8 + 8 * 8 * 8 * 8)
     assert step(False, norm="group")[0] - step(True, norm="group")[0] == upsampled
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
+def test_what_autocast_lowered_is_made_again_as_low() -> None:
+    """As with group normalisation on GPUs, whose results are float32."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+    gradients = []
+    for remakes in (False, True):
+        up = torch.randn(4, 4, 2, 2, 2, generator=torch.Generator().manual_seed(1))
+        kernel = torch.randn(4, 4, 3, 3, 3, generator=torch.Generator().manual_seed(2))
+        weights = [up.requires_grad_(), kernel.requires_grad_()]
+        # Not every CPU has what oneDNN wants for bfloat16.
+        with torch.backends.mkldnn.flags(enabled=False):
+            with remade_in_backward() if remakes else nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    y = conv3x3x3(upsample(x, up, (2, 2, 2)), kernel)
+            y.square().sum().backward()
+        gradients.append([weight.grad for weight in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

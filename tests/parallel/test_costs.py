@@ -236,8 +236,8 @@ def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> No
     expected = counted_activations(entries, layout, cuts)
     measured = measured_activations(model, layout, 4)
     image_bytes = 4 * 2 * 16 * 16 * 8 * 4
-    assert measured[0] == pytest.approx(expected[0], abs=image_bytes + 4096)
-    assert measured[1] == pytest.approx(expected[1], abs=4096)
+    assert measured[0] == pytest.approx(expected[0], rel=0.03, abs=image_bytes)
+    assert measured[1] == pytest.approx(expected[1], rel=0.03)
 
 
 @pytest.mark.gpu

@@ -100,11 +100,11 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
         (N, O, X', Y', Z').
     """
     y = slabs.upsample(x, weight, stride)
-    made_from, weight = remaking(x), weight.detach()
+    made_from, weight, dtype = remaking(x), weight.detach(), y.dtype
 
     def again() -> Tensor:
-        x = made_from()
-        return slabs.upsample(x, weight.to(x.dtype), stride)
+        # In backward there is no autocast, which has lowered them.
+        return slabs.upsample(made_from().to(dtype), weight.to(dtype), stride)
 
     offer(y, again, kept_for(x))
     return y

@@ -138,7 +138,8 @@ def memory_cost(
         parameters = sum(entry.parameters_bytes for entry in run)
         image = voxels * model.topology.in_channels * dtype.itemsize if stage == 0 else 0
         target = voxels if loss is not None else 0  # class indices, one byte each
-        return moving + (1 + 1 + num_states) * parameters + image + target
+        always = (1 + 1 + num_states) * parameters + image + target
+        return moving + always + max(entry.workspace_bytes for entry in run)
 
     return cost
 

@@ -52,6 +52,7 @@ class BlockBytes:
             is there all the time, as one that a later stage sent is.
         passing_work_bytes: The same where that gradient goes once it is used, as one does that a
             block of the same stage made.
+        workspace_bytes: What libraries keep from their first call on; a stage's blocks share it.
     """
 
     name: str
@@ -63,6 +64,7 @@ class BlockBytes:
     kept: Mapping[str, int]
     work_bytes: int
     passing_work_bytes: int
+    workspace_bytes: int
 
     @property
     def output_bytes(self) -> int:
@@ -115,6 +117,7 @@ def block_bytes(
             known = {storage_key(tensor): name for name, tensor in tensors.items()}
             given = {storage_key(tensor) for tensor in (tensors["image"], *own)}
             saved.clear()
+            recorder.workspace_bytes.clear()
             made = run(*leaves)
             alive.append(made)
             tensors[name] = made.detach()
@@ -149,6 +152,7 @@ def block_bytes(
                 kept,
                 work_bytes,
                 passing_work_bytes,
+                recorder.workspace_bytes[place],
             )
 
         tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}

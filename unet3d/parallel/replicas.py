@@ -82,6 +82,7 @@ class ReplicaExecutor(RecordedPipeline):
                 f"the ranks' stages are on different kinds of devices ({described}); give every "
                 "machine the same kinds"
             )
+        use_plain_strides(module)
         self.group = group
         self._wrapped = []
         for stage in stages:
@@ -130,6 +131,20 @@ class ReplicaExecutor(RecordedPipeline):
 
     def _arm(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])
+
+
+def use_plain_strides(module: nn.Module) -> None:
+    """Give kernels of a single voxel the strides that autograd gives their gradients.
+
+    Along an axis of length one a stride means nothing, and ``to(memory_format=...)`` sets another;
+    but DDP compares them, and warns.
+
+    Args:
+        module: Its parameters stay where and what they are.
+    """
+    for parameter in module.parameters():
+        if parameter.dim() == 5 and parameter.shape[2:].numel() == 1:
+            parameter.data = parameter.data.flatten(1).view(parameter.shape)
 
 
 class DataParallelExecutor:
