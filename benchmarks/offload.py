@@ -71,7 +71,7 @@ def main() -> None:
                 print(f"{name:32} does not fit")
                 continue
             row["parked_gib"] = parked.peak / 2**30
-            peaks = " ".join(f"{peak:.2f}" for peak in row["peak_gib"])
+            peaks = " ".join(f"{peak:.2f}" for peak in row["allocated_gib"])
             print(f"{name:32} {1000 * row['seconds']:8.1f} {peaks:>9} {row['parked_gib']:11.2f}")
     if arguments.json:
         bench.write(device, arguments.json)

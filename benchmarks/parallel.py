@@ -143,12 +143,13 @@ class Bench:
             synchronize()
             if step >= self.arguments.warmup:
                 seconds.append(time.perf_counter() - began)
-        # Reserved, for what recorded steps use belongs to their graphs.
-        peaks = [torch.cuda.max_memory_reserved(gpu) for gpu in sorted(gpus, key=str)]
+        in_order = sorted(gpus, key=str)
         return {
             "seconds": statistics.median(seconds),
             "all_seconds": seconds,
-            "peak_gib": [peak / 2**30 for peak in peaks],
+            # Reserved, for what recorded steps use belongs to their graphs.
+            "peak_gib": [torch.cuda.max_memory_reserved(gpu) / 2**30 for gpu in in_order],
+            "allocated_gib": [torch.cuda.max_memory_allocated(gpu) / 2**30 for gpu in in_order],
         }
 
     def write(self, devices: tuple[torch.device, ...], path: Path) -> None:

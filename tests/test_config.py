@@ -280,3 +280,12 @@ def test_levels_that_are_made_again_cannot_be_parked() -> None:
     with pytest.raises(ConfigError, match=r"memory\.offload=skips with memory\.recompute=level"):
         load_config(None, settings)
     assert load_config(None, settings[:1]).memory.offload == "skips"
+
+
+@pytest.mark.parametrize("written", ["norm", "level", "off"])
+def test_recompute_is_taken_as_it_is_written(written: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"memory:\n  recompute: {written}\n")
+    for config in (load_config(file, []), load_config(None, [f"memory.recompute={written}"])):
+        assert config.memory.recompute == written
+        assert Config.from_yaml(config.to_yaml()).memory.recompute == written

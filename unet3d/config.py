@@ -236,6 +236,12 @@ class MemorySettings(Section):
     """skips: GPUs park what the encoder hands to the decoder in host memory while it is not used;
     the numbers are the same to the bit."""
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Take ``off`` as it is written: to YAML it means False."""
+        return "off" if value is False else value
+
 
 class InferenceSettings(Section):
     """Prediction, in validation too."""
