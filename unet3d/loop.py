@@ -173,10 +173,9 @@ class TrainingLoop:
         began = time.monotonic()
         sums: list[tuple[int, LossTerms]] = []
         for batch in self.loader.epoch(state.epoch, first_step=state.step):
-            sums.append((batch.num_samples, self._step(batch)))
+            terms = self._step(batch)
+            sums.append((batch.num_samples, terms))
             state.step += 1
-            if line.wants_loss():
-                line.step_done(state.epoch, state.step, sums[-1][1].total.item())
             is_due = time.monotonic() - self._saved_at >= self.config.training.save_every_seconds
             stop, save = self.group.agree(interruption.signal_number or 0, is_due)
             if stop or save:
@@ -186,6 +185,10 @@ class TrainingLoop:
                 self.save(improved=False)
             if stop:
                 self._stop(stop)
+            # Last, for reading a loss waits for the device, on which a rank that hangs may be
+            # missed; the others' wishes, just read, name it.
+            if line.wants_loss():
+                line.step_done(state.epoch, state.step, terms.total.item())
         self._add(sums)
         state.seconds += time.monotonic() - began
 
