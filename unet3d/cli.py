@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from unet3d.config import Config
-    from unet3d.ranks import Ranks
+    from unet3d.parallel import Group
     from unet3d.run_folder import RunFolder
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -247,7 +247,7 @@ def train(
     with joined(ranks) as group:
         # Only the first rank must be able to name a new run, and to see the files of an old one.
         settings, path, resume = group.from_first(
-            lambda: _choose_run(config_path, changes, output, resume, ranks)
+            lambda: _choose_run(config_path, changes, output, resume, group)
         )
         config, folder = Config.from_yaml(settings), RunFolder(Path(path))
         if group.size == 1 and num_processes(config) > 1:
@@ -538,7 +538,7 @@ def _choose_run(
     changes: Sequence[str],
     output: Path | None,
     resume: bool,
-    ranks: "Ranks",
+    group: "Group",
 ) -> tuple[str, str, bool]:
     """Return the settings of a training as YAML, its folder, and whether to continue in it."""
     from unet3d.choices import without_stale_cuts
@@ -553,8 +553,8 @@ def _choose_run(
     config = load_config(config_path, changes)
     if repeats:
         config = without_stale_cuts(config, load_config(config_path))
-    if ranks.world_size > 1:
-        config = for_ranks(config, ranks.world_size)
+    if group.size > 1:
+        config = for_ranks(config, group.size)
         if output is None and not resume and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0":
             raise ConfigError(
                 "torchrun may restart the ranks, which then must find the run again; name its "
@@ -564,7 +564,7 @@ def _choose_run(
         config = for_ranks(config, num_processes(config))
     if folder is None:
         folder = RunFolder(output or _new_run(config))
-        resume = ranks.restart_count > 0 and folder.latest.exists()
+        resume = group.has_begun(str(folder.path)) and folder.latest.exists()
     return config.to_yaml(), str(folder.path), resume
 
 

@@ -116,6 +116,7 @@ def _train(
                 folder.reopen()
             else:
                 folder.create()
+            group.begin(str(folder.path))
         experiment = group.in_turn(lambda: plan_experiment(config, num_workers))
     except Unet3dError:
         if group.is_first:

@@ -8,6 +8,7 @@ Gradients go through groups of their own; see :mod:`unet3d.parallel.replicas`.
 
 import json
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ Result = TypeVar("Result")
 
 JOIN_SECONDS = 600
 POLL = timedelta(seconds=0.3)
+JOIN_POLL_SECONDS = 0.02
 ENDLESS = timedelta(days=365)
 GRACE_SECONDS = 2.0
 """How long a rank that misses another waits for the rest to say that they miss it too."""
@@ -34,16 +36,20 @@ GRACE_SECONDS = 2.0
 class Group:
     """The ranks of one training, of which this process is one; it may be the only one."""
 
-    def __init__(self, ranks: Ranks, store: Store | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, store: Store | None = None, lasting: Store | None = None
+    ) -> None:
         """Take up a place.
 
         Args:
             ranks: The place.
             store: That all ranks reach; None for a single rank.
+            lasting: The same, where what is written outlives a restart.
         """
         self.ranks = ranks
         self.timeout = timedelta(seconds=JOIN_SECONDS)
         self._store = store
+        self._lasting = lasting
         self._num_exchanges = 0
         self._stale_keys: deque[str] = deque()
         self._message: tuple[torch.Tensor, Any] | None = None
@@ -78,6 +84,25 @@ class Group:
         )
         # From now on a rank may validate for long; who hangs is found out otherwise.
         _set_pg_timeout(ENDLESS)
+
+    def begin(self, run: str) -> None:
+        """Write down, for these ranks when they are restarted, that the run is theirs.
+
+        Args:
+            run: Its folder.
+        """
+        if self._lasting is not None:
+            self._lasting.set(f"begun/{run}", "")
+
+    def has_begun(self, run: str) -> bool:
+        """Return whether these ranks have begun a run before they were restarted.
+
+        Args:
+            run: Its folder.
+        """
+        if self._lasting is None:
+            return self.ranks.restart_count > 0
+        return self._lasting.check([f"begun/{run}"])
 
     def new_group(self, device: torch.device) -> dist.ProcessGroup:
         """Return a group of all ranks that moves tensors of a kind of device.
@@ -335,10 +360,50 @@ def joined(ranks: Ranks) -> Iterator[Group]:
         return
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS))))
+        lasting = PrefixStore("unet3d", store)
+        start = name_of_start(lasting, ranks.rank, ranks.world_size)
     except (ValueError, dist.DistError) as error:
         reason = " ".join(str(error).split())
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
     # The store outlives the ranks: what they left there before a restart would lead astray.
-    group = Group(ranks, PrefixStore(f"unet3d/{ranks.restart_count}", store))
+    group = Group(ranks, PrefixStore(start, lasting), lasting)
     yield group
     group.close()  # not after an error: it would wait for ranks that may be gone
+
+
+def name_of_start(store: Store, rank: int, num_ranks: int) -> str:
+    """Return a name that all ranks of this start share, and no earlier start had.
+
+    The number of restarts is no such name: torchrun counts on each machine only those that began
+    there. So the first rank makes one, and answers the others; what they asked in an earlier start
+    is answered too, and nobody reads it.
+
+    Args:
+        store: That outlives restarts.
+        rank: Of this process.
+        num_ranks: How many there are.
+
+    Raises:
+        RankError: Some ranks do not come.
+    """
+    deadline = time.monotonic() + JOIN_SECONDS
+    question = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks/{rank}", question)
+        while not store.check([f"answer/{question}"]):
+            if time.monotonic() > deadline:
+                raise RankError(f"rank 0 does not join within {JOIN_SECONDS} s")
+            time.sleep(JOIN_POLL_SECONDS)
+        name = store.get(f"answer/{question}").decode()
+        store.set(f"{name}/joined/{rank}", "")
+        return name
+    others = set(range(1, num_ranks))
+    while others:
+        for other in others:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", question)
+        time.sleep(JOIN_POLL_SECONDS)
+        others -= {other for other in others if store.check([f"{question}/joined/{other}"])}
+        if time.monotonic() > deadline:
+            raise RankError(f"rank {min(others)} does not join within {JOIN_SECONDS} s")
+    return question
