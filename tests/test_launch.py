@@ -18,7 +18,7 @@ from tests.test_training import SMALL, losses, run, settings, start, wait_for, w
 from unet3d.checkpoint import load_checkpoint
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.parallel.launcher import _reason, launch
-from unet3d.ranks import Ranks
+from unet3d.ranks import Kind, Ranks, report_end
 
 SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
 
@@ -350,3 +350,18 @@ def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> N
 def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert Ranks.from_environment() == Ranks(0, 1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(("kind", "has_traceback"), [("explained", False), ("unexpected", True)])
+def test_torchrun_is_shown_a_traceback_only_of_what_we_do_not_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, has_traceback: bool
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    try:
+        raise KeyError("which")
+    except KeyError as error:
+        report_end(error, kind)
+    shown = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "which" in shown
+    assert ("Traceback" in shown) == has_traceback

@@ -35,7 +35,7 @@ class Ranks:
         world_size: How many there are, on all machines.
         local_rank: Among those of this machine.
         local_world_size: How many there are on this machine.
-        restart_count: How often all of them have been started anew.
+        restart_count: How often this machine's own have been started anew after one had died.
     """
 
     rank: int = 0
@@ -92,6 +92,14 @@ def die_with_parent() -> None:
         os._exit(1)
 
 
+def silence_torch() -> None:
+    """Keep what PyTorch says of waits and lost connections off the terminal; we say it in a line.
+
+    It must be called before PyTorch is imported.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+
+
 def leave(status: int) -> NoReturn:
     """End this process; one of several at once.
 
@@ -122,10 +130,12 @@ def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None
     message = " ".join(str(error).split())
     if kind == "unexpected":
         message = f"{type(error).__name__}: {message}"
+    # torchrun shows this; an error that we explain needs no traceback.
+    shown = traceback.format_exc() if kind == "unexpected" else message
     content = {
         "message": {
             "message": message,
-            "extraInfo": {"py_callstack": traceback.format_exc(), "timestamp": str(int(now))},
+            "extraInfo": {"py_callstack": shown, "timestamp": str(int(now))},
         },
         "kind": kind,
         "signal": signal_number,

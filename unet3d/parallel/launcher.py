@@ -40,7 +40,7 @@ def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, on_gpus:
     debug = logging.getLogger("unet3d").isEnabledFor(logging.DEBUG)
     with (
         tempfile.TemporaryDirectory(prefix="unet3d-ranks-") as logs,
-        _environment(_variables(num_ranks, on_gpus, debug)),
+        _environment(_variables(num_ranks, on_gpus)),
         _signals_restored(),
     ):
         config = LaunchConfig(
@@ -90,14 +90,12 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Exception:
     return RankError(f"rank {rank} {reason}")
 
 
-def _variables(num_ranks: int, on_gpus: bool, debug: bool) -> dict[str, str]:
+def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
     """Return what the ranks find in their environment, unless it is set there already."""
     package = str(Path(unet3d.__file__).parent.parent)  # also where it is not installed
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), LAUNCHED: str(os.getpid())}
     defaults = {"GLOO_SOCKET_IFNAME": "lo"}  # a machine's name need not lead to itself
-    if not debug:
-        defaults["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # of lost connections; we say it in a line
     if not on_gpus:
         defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     return variables | {key: os.environ.get(key, value) for key, value in defaults.items()}
