@@ -12,6 +12,7 @@ from tests.command_line import run
 from unet3d.choices import (
     Choice,
     Circumstances,
+    forgotten_modes,
     recall_choice,
     remember_choice,
     settle,
@@ -245,6 +246,29 @@ def test_recorded_cuts_give_way_to_another_placement(
 ) -> None:
     recorded = settings(tmp_path).with_values({"parallel.cuts": [3]})
     assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
+
+
+@pytest.mark.parametrize("mode", ["none", "data", "model"])
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        ("parallel.mode=model", "parallel.replicas=2", "parallel.balance=time", "parallel.cuts=3"),
+        ("parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"),
+    ],
+    ids=("hybrid", "threads"),
+)
+def test_a_run_can_be_resumed_in_any_mode(
+    recorded: tuple[str, ...], mode: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    before = load_config(None, recorded)
+    path.write_text(before.to_yaml())
+    changes = [f"parallel.mode={mode}"]
+    resumed = load_config(path, [*forgotten_modes(before, changes), *changes])
+    if mode == before.parallel.mode:
+        assert resumed == before
+    else:
+        assert resumed.parallel == load_config(None, changes).parallel
 
 
 def test_names_of_blocks_need_no_memory() -> None:

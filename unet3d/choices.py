@@ -181,6 +181,28 @@ def without_stale_cuts(config: Config, recorded: Config) -> Config:
     return config.with_values({"parallel.cuts": None})
 
 
+def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
+    """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
+
+    They would be refused with the other mode, such as replicas with mode none, though nobody asks
+    for them any more.
+
+    Args:
+        recorded: What the run recorded.
+        changes: ``section.key=value`` strings of the user, the mode among them.
+    """
+    modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
+    if not modes or modes[-1] == recorded.parallel.mode:
+        return []
+    return [
+        "parallel.replicas=1",
+        "parallel.balance=auto",
+        "parallel.cuts=null",
+        "parallel.engine=ddp",
+        "parallel.output_device=null",
+    ]
+
+
 def _read(content: Any) -> Choice:
     choice = content["choice"]
     return Choice(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -77,8 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
         leave(interruption.exit_status)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("Stopped", err=True)
-        sys.exit(130)
+        ending = Interrupted(signal.SIGINT)
+        report_end(ending, "interrupted", ending.signal_number)
+        if not is_launched():
+            click.echo("Stopped", err=True)
+        leave(ending.exit_status)
     except Exception as error:
         report_end(error, "unexpected")
         if debug or not is_launched():
@@ -543,18 +547,18 @@ def _choose_run(
     group: "Group",
 ) -> tuple[str, str, bool]:
     """Return the settings of a training as YAML, its folder, and whether to continue in it."""
-    from unet3d.choices import without_stale_cuts
+    from unet3d.choices import forgotten_modes, without_stale_cuts
     from unet3d.config import load_config
     from unet3d.run_folder import RunFolder
     from unet3d.training import for_ranks, num_processes
 
     folder = _run_to_resume(output) if resume else None
-    repeats = folder is not None and config_path is None
     if folder is not None and config_path is None:
-        config_path = folder.config
-    config = load_config(config_path, changes)
-    if repeats:
-        config = without_stale_cuts(config, load_config(config_path))
+        recorded = load_config(folder.config)
+        config = load_config(folder.config, [*forgotten_modes(recorded, changes), *changes])
+        config = without_stale_cuts(config, recorded)
+    else:
+        config = load_config(config_path, changes)
     if group.size > 1:
         config = for_ranks(config, group.size)
         if output is None and not resume and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0":
