@@ -195,6 +195,7 @@ def test_devices_are_divided_over_the_replicas(
     [
         ({"mode": "model", "replicas": 2, "devices": "0,1,2"}, "do not divide by 2 replicas"),
         ({"mode": "model", "replicas": 3, "devices": "0,1"}, "do not divide by 3 replicas"),
+        ({"mode": "model", "replicas": 2, "devices": "0,1"}, "give each of 2 replicas one, but"),
         ({"mode": "model", "replicas": 2, "devices": "0,1,0,1"}, "put two replicas on one GPU"),
         ({"mode": "data", "devices": "0,0"}, "put two replicas on one GPU"),
         ({"mode": "data", "devices": "0,cpu"}, "cuda:0 and cpu cannot exchange gradients"),

@@ -98,7 +98,14 @@ def devices_of_replicas(
     devices = resolve_devices(settings, must_exist)
     if settings.mode == "data" and settings.engine == "ddp":
         return _divided(devices, len(devices), "replicas")
-    return _divided(devices, settings.replicas, "replicas")
+    groups = _divided(devices, settings.replicas, "replicas")
+    if settings.mode == "model" and len(groups[0]) < 2:
+        raise DeviceError(
+            f"devices {','.join(map(str, devices))} give each of {settings.replicas} replicas one, "
+            "but parallel mode model needs a device for each of two stages or more; name more "
+            "devices, or fewer --replicas"
+        )
+    return groups
 
 
 def output_device(settings: ParallelSettings) -> torch.device | None:
