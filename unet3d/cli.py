@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
         leave(interruption.exit_status)
     except (click.Abort, KeyboardInterrupt):
-        ending = Interrupted(signal.SIGINT)
-        report_end(ending, "interrupted", ending.signal_number)
+        stopped = Interrupted(signal.SIGINT)
+        report_end(stopped, "interrupted", interruption.signal_number)
         if not is_launched():
             click.echo("Stopped", err=True)
-        leave(ending.exit_status)
+        leave(stopped.exit_status)
     except Exception as error:
         report_end(error, "unexpected")
         if debug or not is_launched():

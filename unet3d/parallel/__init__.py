@@ -4,14 +4,15 @@
 says when each micro-batch runs where, ``transfer`` copies between devices, ``offload`` parks skips
 in host memory, ``pipeline`` does it, and ``graphs`` replays it on GPUs. ``replicas`` keeps the
 copies of a network equal, ``process_group`` is what their ranks say to one another, ``launcher``
-starts them. ``costs`` counts bytes and takes times of blocks, ``balance`` finds the cut that they
-ask for.
+starts them and ``joining`` brings them together. ``costs`` counts bytes and takes times of blocks,
+``balance`` finds the cut that they ask for.
 """
 
 from unet3d.model import UNet3d
 from unet3d.parallel.balance import choose_cuts
 from unet3d.parallel.executor import Executor, LossFunction
 from unet3d.parallel.graphs import RecordedPipeline
+from unet3d.parallel.joining import joined
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.placement import (
     Layout,
@@ -23,7 +24,7 @@ from unet3d.parallel.placement import (
     output_device,
     resolve_devices,
 )
-from unet3d.parallel.process_group import Group, joined
+from unet3d.parallel.process_group import Group
 from unet3d.parallel.replicas import DataParallelExecutor, ReplicaExecutor, check_data_parallel
 from unet3d.parallel.schedule import SCHEDULES
 

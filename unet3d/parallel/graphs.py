@@ -215,8 +215,8 @@ class RecordedPipeline(PipelineExecutor):
                     for name, gradient in lane.input_gradients.items():
                         maker = self._maker[name].slot.device
                         returning[number, name].append(Transfer(gradient, maker))
-        # The last stage first, as where steps are launched: replicas exchange in that order, and two
-        # stages on one GPU must do so in the same order everywhere.
+        # The last stage first, as where steps are launched: replicas exchange in that order, and
+        # two stages on one GPU must do so in the same order everywhere.
         for stage, gradients in zip(self.stages[::-1], self._gradients[::-1], strict=True):
             self._deliver(stage, gradients)
         return sum(terms[1:], start=terms[0])

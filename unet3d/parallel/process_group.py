@@ -1,4 +1,4 @@
-"""The ranks of one training: joining them, and what they tell one another beside gradients.
+"""The ranks of one training, and what they tell one another beside gradients.
 
 Two channels. A *store* of small values, kept by whoever started the ranks, which can be asked
 without waiting and so never times out: who is how far, who is done. And a *gloo* group for
@@ -8,7 +8,6 @@ Gradients go through groups of their own; see :mod:`unet3d.parallel.replicas`.
 
 import json
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
 from unet3d.errors import LostRankError, RankError
 from unet3d.ranks import Ranks
@@ -27,7 +25,6 @@ Result = TypeVar("Result")
 
 JOIN_SECONDS = 600
 POLL = timedelta(seconds=0.3)
-JOIN_POLL_SECONDS = 0.02
 ENDLESS = timedelta(days=365)
 GRACE_SECONDS = 2.0
 """How long a rank that misses another waits for the rest to say that they miss it too."""
@@ -346,64 +343,3 @@ class Group:
         """Return a key for the next thing that all ranks do together, in the same order."""
         self._num_exchanges += 1
         return f"exchange/{self._num_exchanges}"
-
-
-@contextmanager
-def joined(ranks: Ranks) -> Iterator[Group]:
-    """Join the ranks that torchrun has started, and leave them when all is done.
-
-    Args:
-        ranks: Of this process; a single one has nobody to join.
-    """
-    if ranks.world_size == 1:
-        yield Group(ranks)
-        return
-    try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS))))
-        lasting = PrefixStore("unet3d", store)
-        start = name_of_start(lasting, ranks.rank, ranks.world_size)
-    except (ValueError, dist.DistError) as error:
-        reason = " ".join(str(error).split())
-        raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
-    # The store outlives the ranks: what they left there before a restart would lead astray.
-    group = Group(ranks, PrefixStore(start, lasting), lasting)
-    yield group
-    group.close()  # not after an error: it would wait for ranks that may be gone
-
-
-def name_of_start(store: Store, rank: int, num_ranks: int) -> str:
-    """Return a name that all ranks of this start share, and no earlier start had.
-
-    The number of restarts is no such name: torchrun counts on each machine only those that began
-    there. So the first rank makes one, and answers the others; what they asked in an earlier start
-    is answered too, and nobody reads it.
-
-    Args:
-        store: That outlives restarts.
-        rank: Of this process.
-        num_ranks: How many there are.
-
-    Raises:
-        RankError: Some ranks do not come.
-    """
-    deadline = time.monotonic() + JOIN_SECONDS
-    question = uuid.uuid4().hex
-    if rank:
-        store.set(f"asks/{rank}", question)
-        while not store.check([f"answer/{question}"]):
-            if time.monotonic() > deadline:
-                raise RankError(f"rank 0 does not join within {JOIN_SECONDS} s")
-            time.sleep(JOIN_POLL_SECONDS)
-        name = store.get(f"answer/{question}").decode()
-        store.set(f"{name}/joined/{rank}", "")
-        return name
-    others = set(range(1, num_ranks))
-    while others:
-        for other in others:
-            if store.check([f"asks/{other}"]):
-                store.set(f"answer/{store.get(f'asks/{other}').decode()}", question)
-        time.sleep(JOIN_POLL_SECONDS)
-        others -= {other for other in others if store.check([f"{question}/joined/{other}"])}
-        if time.monotonic() > deadline:
-            raise RankError(f"rank {min(others)} does not join within {JOIN_SECONDS} s")
-    return question

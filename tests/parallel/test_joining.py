@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from unet3d.cli import _choose_run
 from unet3d.errors import RankError
-from unet3d.parallel import process_group
-from unet3d.parallel.process_group import Group, name_of_start
+from unet3d.parallel import Group, joining
+from unet3d.parallel.joining import name_of_start
 from unet3d.ranks import Ranks
 
 
@@ -36,7 +36,7 @@ def test_each_start_has_a_name_of_its_own_that_all_ranks_know() -> None:
 def test_who_does_not_join_is_named(
     rank: int, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "JOIN_SECONDS", 0.1)
+    monkeypatch.setattr(joining, "JOIN_SECONDS", 0.1)
     with pytest.raises(RankError, match=f"rank {missing} does not join"):
         name_of_start(dist.HashStore(), rank, 2)
 
