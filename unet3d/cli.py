@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         leave(interruption.exit_status)
     except (click.Abort, KeyboardInterrupt):
         stopped = Interrupted(signal.SIGINT)
-        report_end(stopped, "interrupted", interruption.signal_number)
+        report_end(stopped, "interrupted", stopped.signal_number)
         if not is_launched():
             click.echo("Stopped", err=True)
         leave(stopped.exit_status)
