@@ -153,6 +153,16 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert_all_end(family, 10)
     assert load_checkpoint(latest).training["state"]["epoch"] >= first["epoch"] + 2
 
+    # Before there is anything to resume, nobody is told to.
+    process = start(tmp_path / "brief", cache, *long, *SPREAD)
+    while len(ranks_of(process.pid)) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1] == "Stopped by SIGTERM"
+
     # And whoever kills the parent leaves no orphans.
     process = start(folder, cache, *long, *SPREAD)
     while len(ranks_of(process.pid)) < 2:

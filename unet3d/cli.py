@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except Interrupted as interruption:
         report_end(interruption, "interrupted", interruption.signal_number)
         if not is_launched():
-            click.echo(f"Stopped by {interruption}; continue with --resume", err=True)
+            advice = "; continue with --resume" if interruption.can_resume else ""
+            click.echo(f"Stopped by {interruption}{advice}", err=True)
         leave(interruption.exit_status)
     except (click.Abort, KeyboardInterrupt):
         stopped = Interrupted(signal.SIGINT)
@@ -578,6 +579,7 @@ def _start_ranks(config: "Config", folder: "RunFolder", resume: bool, quiet: boo
     """Train in a process for each replica, each started with the settings as they are now."""
     import tempfile
 
+    from unet3d.interruption import Interrupted
     from unet3d.parallel import devices_of_replicas
     from unet3d.parallel.launcher import launch
 
@@ -591,7 +593,12 @@ def _start_ranks(config: "Config", folder: "RunFolder", resume: bool, quiet: boo
         if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
             arguments.insert(0, "--debug")
         on_gpus = any(device.type == "cuda" for of_rank in devices for device in of_rank)
-        launch(arguments, len(devices), config.parallel.max_restarts, on_gpus)
+        try:
+            launch(arguments, len(devices), config.parallel.max_restarts, on_gpus)
+        except Interrupted as interruption:
+            raise Interrupted(
+                interruption.signal_number, can_resume=folder.latest.exists()
+            ) from interruption
 
 
 def _run_to_resume(output: Path | None) -> "RunFolder":

@@ -7,10 +7,17 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """The user or the system asked to stop, and what was done so far is saved."""
+    """The user or the system asked to stop."""
 
-    def __init__(self, signal_number: int) -> None:
+    def __init__(self, signal_number: int, can_resume: bool = True) -> None:
+        """Say who asked.
+
+        Args:
+            signal_number: Such as that of SIGTERM.
+            can_resume: Whether what was done so far is saved.
+        """
         super().__init__(signal.Signals(signal_number).name)
+        self.can_resume = can_resume
         self.signal_number = signal_number
         self.exit_status = 128 + signal_number
 

@@ -95,7 +95,11 @@ def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
     package = str(Path(unet3d.__file__).parent.parent)  # also where it is not installed
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), LAUNCHED: str(os.getpid())}
-    defaults = {"GLOO_SOCKET_IFNAME": "lo"}  # a machine's name need not lead to itself
+    defaults = {
+        "GLOO_SOCKET_IFNAME": "lo",  # a machine's name need not lead to itself
+        # For ranks that are asked to stop, to end their step and save; before PyTorch 2.13: 30.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
+    }
     if not on_gpus:
         defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
     return variables | {key: os.environ.get(key, value) for key, value in defaults.items()}
