@@ -30,14 +30,19 @@ class InterruptionRequest:
 
 
 @contextmanager
-def deferred_interruption() -> Iterator[InterruptionRequest]:
-    """Turn the first Ctrl-C or SIGTERM into a request; a second one acts at once."""
+def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest]:
+    """Turn the first Ctrl-C or SIGTERM into a request; a second one acts at once.
+
+    Args:
+        is_rank: A second one changes nothing: launchers pass on what a terminal has sent to all.
+    """
     request = InterruptionRequest()
     previous: dict[int, object] = {}
 
     def remember(number: int, frame: FrameType | None) -> None:
         request.signal_number = number
-        restore()
+        if not is_rank:
+            restore()
 
     def restore() -> None:
         while previous:

@@ -141,7 +141,7 @@ class TrainingLoop:
         is_first = self.group.is_first
         line = ProgressLine(console, epochs, self.loader.num_steps, quiet or not is_first)
         with (
-            deferred_interruption() as interruption,
+            deferred_interruption(is_rank=self.group.size > 1) as interruption,
             SummaryWriter(str(self.folder.tensorboard)) if is_first else nullcontext() as scalars,
             line.shown(),
         ):
