@@ -425,6 +425,8 @@ def test_ctrl_c_while_data_are_prepared_stops_at_once(folder: Path, num_workers:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,
+        # As at a terminal, also where these tests run in the background, deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     prepared = Path(os.environ["XDG_CACHE_HOME"]) / "unet3d" / "prepared"
     while not any(prepared.glob("[0-9a-f]*")):
