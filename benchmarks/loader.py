@@ -29,7 +29,8 @@ from unet3d.experiment import Experiment, plan_experiment
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.optimization import Optimization, autocast_dtype
 from unet3d.parallel import Layout, default_precision, parallelize
-from unet3d.volumes.patches import Batch, PatchLoader
+from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch
 
 PATCHES_PER_CASE = 10**4
 """More than are taken: a new epoch would begin with an empty queue."""

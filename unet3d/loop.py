@@ -32,7 +32,8 @@ from unet3d.planner import Prediction
 from unet3d.progress import ProgressLine
 from unet3d.report import write_memory_picture, write_progress_picture
 from unet3d.run_folder import RunFolder
-from unet3d.volumes.patches import Batch, PatchLoader
+from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch
 
 logger = logging.getLogger(__name__)
 

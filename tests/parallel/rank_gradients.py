@@ -11,7 +11,7 @@ from tests.test_transparency import make_batch, make_topology
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, joined, parallelize
 from unet3d.ranks import Ranks
-from unet3d.volumes.patches import share_of
+from unet3d.volumes.loader import share_of
 
 CASES = (
     # samples of the batch, stages, micro-batches, options of the network

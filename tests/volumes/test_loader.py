@@ -1,0 +1,131 @@
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.volumes.test_patches import LIVELY, PLAIN, Shape, known_volume, make_cases
+from unet3d.config import PatchSettings
+from unet3d.errors import ConfigError, DatasetError
+from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch
+
+
+def loader(
+    cases: Sequence[PreparedCase],
+    size: Shape | None = (4, 4, 4),
+    batch_size: int = 2,
+    num_workers: int = 0,
+    stride: Shape = (2, 2, 2),
+    seed: int = 0,
+    **settings: Any,
+) -> PatchLoader:
+    settings = {"per_case": 3, "augmentation": PLAIN, **settings}
+    return PatchLoader(
+        cases, PatchSettings(**settings), size, stride, batch_size, seed, num_workers, False
+    )
+
+
+def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
+    return len(left) == len(right) and all(
+        a.names == b.names and torch.equal(a.image, b.image) and torch.equal(a.target, b.target)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def test_the_last_partial_batch_is_used(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(6, 6, 6)] * 5)
+    batches = loader(cases, batch_size=4, per_case=3)
+    assert batches.num_steps == 4
+    drawn = list(batches.epoch(0))
+    assert [len(batch.names) for batch in drawn] == [4, 4, 4, 3]
+    assert [len(batch.image) for batch in drawn] == [4, 4, 4, 3]
+    names = Counter(name for batch in drawn for name in batch.names)
+    assert names == {f"case_{number}": 3 for number in range(5)}
+
+
+def test_the_order_differs_between_epochs(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(6, 6, 6)] * 8)
+    batches = loader(cases)
+    epochs = [[name for batch in batches.epoch(epoch) for name in batch.names] for epoch in (0, 1)]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert [name for batch in batches.epoch(0) for name in batch.names] == epochs[0]
+    other = loader(cases, seed=1)
+    assert [name for batch in other.epoch(0) for name in batch.names] != epochs[0]
+
+
+def test_patches_differ_between_epochs_and_within_one(tmp_path: Path) -> None:
+    (case,) = make_cases(tmp_path, [(20, 20, 20)])
+    batches = loader([case], batch_size=1, per_case=10)
+    corners = {float(batch.image.flatten()[0]) for e in (0, 1) for batch in batches.epoch(e)}
+    assert len(corners) >= 19
+
+
+def test_the_same_patches_whatever_the_workers_and_the_batch_size(tmp_path: Path) -> None:
+    labels = [np.random.default_rng(n).integers(0, 4, (9, 8, 7)).astype(np.uint8) for n in range(4)]
+    cases = make_cases(tmp_path, [(9, 8, 7)] * 4, labels)
+    alone = loader(cases, augmentation=LIVELY)
+    with_workers = loader(cases, augmentation=LIVELY, num_workers=2)
+    state = torch.get_rng_state()
+    for epoch in (0, 1):
+        assert same(list(alone.epoch(epoch)), list(with_workers.epoch(epoch)))
+    # A step left in the middle, then another epoch: nothing stale comes out of the workers.
+    next(with_workers.epoch(0))
+    assert same(list(alone.epoch(3)), list(with_workers.epoch(3)))
+    assert torch.equal(torch.get_rng_state(), state), "training's own random state is left alone"
+    larger = loader(cases, augmentation=LIVELY, batch_size=5)
+    for key in ("image", "target"):
+        patches = [torch.cat([getattr(b, key) for b in x.epoch(0)]) for x in (alone, larger)]
+        assert torch.equal(*patches)
+
+
+def test_resuming_at_a_step_gives_the_batches_that_were_left(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(9, 8, 7)] * 4)
+    whole = list(loader(cases, augmentation=LIVELY).epoch(2))
+    assert len(whole) == 6
+    for first_step in (0, 1, 5, 6):
+        resumed = list(loader(cases, augmentation=LIVELY).epoch(2, first_step))
+        assert same(resumed, whole[first_step:])
+
+
+def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path: Path) -> None:
+    shapes = [(7, 8, 5), (12, 4, 6), (9, 9, 9)]
+    cases = make_cases(tmp_path, shapes)
+    batches = loader(cases, size=None, batch_size=2, stride=(4, 4, 2), per_case=7)
+    assert batches.num_steps == 2
+    for batch in batches.epoch(0):
+        used = [shapes[int(name[-1])] for name in batch.names]
+        expected = [-(-max(s[a] for s in used) // n) * n for a, n in enumerate((4, 4, 2))]
+        assert list(batch.image.shape[2:]) == list(batch.target.shape[1:]) == expected
+        for image, shape in zip(batch.image[:, 0], used, strict=True):
+            assert (image != 0).sum() == np.prod(shape)
+            occupied = [np.unique(index) for index in np.nonzero(image.numpy())]
+            box = np.ix_(*occupied)
+            np.testing.assert_array_equal(image.numpy()[box], known_volume(shape)[0])
+            for places_, room, length in zip(occupied, expected, shape, strict=True):
+                before, after = places_[0], room - 1 - places_[-1]
+                assert abs(int(before) - int(after)) <= 1 and len(places_) == length
+
+
+def test_many_classes_come_as_int64(tmp_path: Path) -> None:
+    label = np.full((4, 4, 4), 3, np.uint16)
+    (batch,) = loader(make_cases(tmp_path, [(4, 4, 4)], [label]), per_case=1).epoch(0)
+    assert batch.target.dtype == torch.int64
+    assert (batch.target == 3).all()
+
+
+def test_refuses_what_cannot_work(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(9, 9, 9)])
+    with pytest.raises(ConfigError, match=r"10x8x8; .*multiples of 4x4x4, such as 12x8x8"):
+        loader(cases, size=(10, 8, 8), stride=(4, 4, 4))
+    with pytest.raises(DatasetError, match="no training cases"):
+        loader([])
+    batches = loader(cases, num_workers=0)
+    (cases[0].folder / "image.npy").unlink()
+    with pytest.raises(DatasetError, match="gone or damaged"):
+        next(batches.epoch(0))

@@ -1,0 +1,194 @@
+"""Handing out batches of patches, cut in this process or in others.
+
+Every worker can cut any patch of any epoch, so nothing of a batch is the main process's but its
+number. Several ranks each take a share of the same batch.
+"""
+
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from unet3d.config import PatchSettings
+from unet3d.errors import DatasetError
+from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.patches import Batch, PatchSampler, collate
+from unet3d.volumes.resample import Shape
+
+Step = tuple[int, int]
+"""An epoch and a step in it."""
+
+
+class PatchLoader:
+    """Hands out batches, cut in this process or in workers that live as long as the loader."""
+
+    def __init__(
+        self,
+        cases: Sequence[PreparedCase],
+        settings: PatchSettings,
+        size: Shape | None,
+        stride: Shape,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
+        """Set up the loader; workers start with the first epoch.
+
+        Args:
+            cases: The training cases.
+            settings: See :class:`PatchSampler`.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes.
+            stride: What the shape of a patch must be a multiple of.
+            batch_size: Patches in a batch; the last batch of an epoch holds what is left.
+            seed: Seed of every random choice.
+            num_workers: Processes that cut patches; 0: this one.
+            pin_memory: Whether batches lie in page-locked memory, for copies to a GPU.
+            rank: Whose shares of the batches are handed out.
+            num_ranks: How many ranks share each batch.
+
+        Raises:
+            ConfigError: ``size`` is not a multiple of ``stride``.
+            DatasetError: There are no cases.
+        """
+        sampler = PatchSampler(cases, settings, size, stride, seed)
+        self.num_steps = math.ceil(sampler.num_patches / batch_size)
+        self._steps = _Steps(self.num_steps)
+        context = None
+        if num_workers:
+            # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
+            # and it has imported MONAI already.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
+            _start_fork_server()
+        self._loader: DataLoader[Batch] = DataLoader(
+            _Batches(sampler, batch_size, rank, num_ranks),
+            batch_size=None,
+            sampler=self._steps,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            persistent_workers=num_workers > 0,
+            worker_init_fn=_obey_only_parent,
+            multiprocessing_context=context,
+            # The loader draws a seed at every epoch: not from the global generator, which is ours
+            # to save and restore.
+            generator=torch.Generator(),
+        )
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """Yield the batches of an epoch.
+
+        Args:
+            epoch: From 0.
+            first_step: The batch to begin with, where a run resumes within an epoch.
+
+        Raises:
+            DatasetError: A worker died.
+        """
+        self._steps.epoch, self._steps.first_step = epoch, first_step
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DatasetError(
+                "a process that cuts patches died; give the container more shared memory "
+                f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
+            ) from error
+
+
+def _obey_only_parent(worker: int) -> None:
+    """Ignore what terminals and launchers send to workers too: the parent wants to save first.
+
+    A worker ends when its parent has no more work for it, or is gone. PyTorch's own look-out for
+    that sees the server that workers are forked from, which in turn lives while they do.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+def _start_fork_server() -> None:
+    """Start what workers are forked from, deaf to SIGTERM, which launchers send to a group.
+
+    With it starts what cleans up after us when we have been killed, or end in a hurry; it need not
+    say so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # only the main thread may set handlers
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.warnoptions.append("ignore:resource_tracker")  # which is passed on to processes
+    try:
+        forkserver.ensure_running()
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Steps(Sampler[Step]):
+    """The steps still to do; lives in the main process, so workers need not be told the epoch."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.epoch = 0
+        self.first_step = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter([(self.epoch, step) for step in range(self.first_step, self.num_steps)])
+
+    def __len__(self) -> int:
+        return self.num_steps - self.first_step
+
+
+class _Batches(Dataset[Batch]):
+    def __init__(self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.rank = rank
+        self.num_ranks = num_ranks
+
+    def __getitem__(self, step: Step) -> Batch:
+        epoch, number = step
+        first = number * self.batch_size
+        batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
+        mine = share_of(batch, self.rank, self.num_ranks)
+        weight = len(mine) * self.num_ranks / len(batch)
+        # Who has nothing repeats something, with no weight: all ranks must take part in a step.
+        mine = mine or batch[:1]
+        shape = None
+        if self.num_ranks > 1:
+            shapes = [self.sampler.patch_shape(epoch, index) for index in batch]
+            shape = [max(sizes) for sizes in zip(*shapes, strict=True)]
+        batched = collate([self.sampler.patch(epoch, index) for index in mine], shape)
+        return replace(batched, weight=weight)
+
+
+def share_of(items: range, rank: int, num_ranks: int) -> range:
+    """Return one rank's share of items: neighbours, as many as the others have, or one more.
+
+    Args:
+        items: To divide.
+        rank: Whose share.
+        num_ranks: Over how many ranks.
+    """
+    size, rest = divmod(len(items), num_ranks)
+    start = rank * size + min(rank, rest)
+    return items[start : start + size + (rank < rest)]
