@@ -10,7 +10,8 @@ the last backward::
     stage 1   .. F0 B0 F1 B1 (arm) F2 B2 ┬─ all-reduce ─┐
     stage 0   F0 F1 .. B0 F2 B1 ..    (arm) B2 ┬─ all-reduce ─┐  step
 
-A step that is replayed (:mod:`unet3d.parallel.graphs`) hands its gradients to the reducers at its end.
+A step that is replayed (:mod:`unet3d.parallel.graphs`) hands its gradients to the reducers at its
+end.
 
 Inside one process ``nn.DataParallel`` does it all, with a thread for each device.
 """
