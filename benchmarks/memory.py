@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from unet3d.config import ModelSettings, TrainingSettings
-from unet3d.memory import MemoryMeter
+from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.optimization import Optimization, autocast_dtype, image_dtype
+from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
 from unet3d.parallel import Layout, parallelize
-from unet3d.planner import Step, predict_memory
+from unet3d.planning.memory_estimate import Step, predict_memory
 
 CHANNELS = (32, 64, 128, 256, 320, 320)
 

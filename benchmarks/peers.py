@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.config import ModelSettings, Offload, Recompute, Shape, TrainingSettings
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.optimization import Optimization, autocast_dtype
+from unet3d.model.optimizer import Optimization, autocast_dtype
 from unet3d.parallel import Layout, Slot, default_precision, parallelize
 
 NUM_CLASSES = 3

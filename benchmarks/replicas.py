@@ -30,19 +30,19 @@ import torch
 from common import circumstances, parse_shape, synchronize
 
 from unet3d.config import ModelSettings, ParallelSettings, Shape, TrainingSettings
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.optimization import Optimization, autocast_dtype
+from unet3d.model.optimizer import Optimization, autocast_dtype
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
-    Group,
     Layout,
     default_precision,
-    joined,
     parallelize,
     resolve_devices,
 )
-from unet3d.ranks import Ranks
 
 
 @dataclass(frozen=True)

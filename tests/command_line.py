@@ -1,6 +1,6 @@
 """Running the command line inside the tests' process, where warnings are errors."""
 
-from unet3d.cli import main
+from unet3d.cli.app import main
 
 
 def run(*arguments: object) -> int:

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from unet3d.checkpoint import Checkpoint, save_checkpoint
 from unet3d.config import load_config
 from unet3d.model import Topology, UNet3d
+from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
 
 

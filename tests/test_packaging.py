@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from unet3d import __version__
-from unet3d.cli import commands
+from unet3d.cli.app import commands
 from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -35,9 +35,9 @@ def python(*arguments, **options):
     "statement",
     [
         "import unet3d",
-        "import unet3d.cli",
-        "from unet3d.cli import commands; commands(['--help'], standalone_mode=False)",
-        "from unet3d.cli import commands; commands(['train', '--help'], standalone_mode=False)",
+        "import unet3d.cli.app",
+        "from unet3d.cli.app import commands; commands(['--help'], standalone_mode=False)",
+        "from unet3d.cli.app import commands; commands(['train', '--help'], standalone_mode=False)",
     ],
 )
 def test_loads_nothing_heavy(statement):

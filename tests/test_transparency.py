@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Balance, ModelSettings, Recompute
-from unet3d.kernels import remake
+from unet3d.kernels import recompute as remake
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 

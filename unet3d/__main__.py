@@ -1,6 +1,6 @@
 """``python -m unet3d`` is the command line."""
 
-from unet3d.cli import main
+from unet3d.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import Topology, UNet3d
 from unet3d.model.blocks import (
     Block,
@@ -20,7 +21,6 @@ from unet3d.model.blocks import (
     run_blocks,
     run_levels,
 )
-from unet3d.saved_tensors import handling, storage_key
 
 
 class Add(nn.Module):

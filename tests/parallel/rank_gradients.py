@@ -8,9 +8,10 @@ import torch._dynamo  # which DDP imports, and the forks need not
 
 from tests.ranks import in_ranks
 from tests.test_transparency import make_batch, make_topology
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy
-from unet3d.parallel import Layout, joined, parallelize
-from unet3d.ranks import Ranks
+from unet3d.parallel import Layout, parallelize
 from unet3d.volumes.loader import share_of
 
 CASES = (

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from unet3d.config import ModelSettings, TrainingSettings
-from unet3d.kernels import remake
-from unet3d.memory import MemoryMeter
+from unet3d.kernels import recompute as remake
+from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, parallelize, pipeline
 from unet3d.parallel.offload import ParkedMemory, skip_names
-from unet3d.planner import Step, predict_memory
+from unet3d.planning.memory_estimate import Step, predict_memory
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -181,7 +181,7 @@ def test_nothing_of_a_parked_skip_is_left_behind() -> None:
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
-    from tests.test_planner import measure
+    from tests.planning.test_memory_estimate import measure
 
     topology = topology_of()
     predicted = []
@@ -273,7 +273,7 @@ def test_no_memory_is_reused_or_read_too_early(
 
 @pytest.mark.gpu
 def test_a_gpu_needs_less_by_what_was_predicted() -> None:
-    from tests.test_planner import measure
+    from tests.planning.test_memory_estimate import measure
 
     model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from unet3d.config import ParallelSettings
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, Unet3dError
 from unet3d.parallel import (
     check_data_parallel,
@@ -13,7 +14,6 @@ from unet3d.parallel import (
     resolve_devices,
 )
 from unet3d.parallel.placement import describe_devices
-from unet3d.ranks import Ranks
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]

@@ -4,10 +4,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.volumes.samples import write_json, write_msd, write_volume
 from unet3d.volumes.check import Finding, check_dataset, check_headers
 from unet3d.volumes.dataset import load_dataset
-
-from .samples import write_json, write_msd, write_volume
 
 SHAPE = (12, 14, 10)
 

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d.errors import DatasetError
 from unet3d.volumes.dataset import fold_cases, load_dataset
-
-from .samples import blob_label, write_json, write_msd, write_volume
 
 
 def test_reads_the_decathlon_layout(tmp_path: Path) -> None:

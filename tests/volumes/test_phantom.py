@@ -8,7 +8,7 @@ import pytest
 from scipy import ndimage
 
 from unet3d.errors import ConfigError, DatasetError
-from unet3d.volumes import heads
+from unet3d.volumes import phantom_anatomy as heads
 from unet3d.volumes.phantom import (
     LABEL_NAMES,
     head_phantom,

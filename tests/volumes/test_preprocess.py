@@ -12,6 +12,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.volumes import cache as cache_module
@@ -25,8 +26,6 @@ from unet3d.volumes.preprocess import (
     prepare_image,
     prepare_label,
 )
-
-from .samples import blob_label, write_msd, write_volume
 
 
 @pytest.fixture

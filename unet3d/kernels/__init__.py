@@ -1,11 +1,11 @@
 """Operations that PyTorch is slow at: one plain reference and one fast version of each."""
 
-from unet3d.kernels.convolution import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
-from unet3d.kernels.norm import instance_norm
-from unet3d.kernels.overlap import overlap
+from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
+from unet3d.kernels.conv.slabs import convolve
+from unet3d.kernels.dice_ce.api import overlap
+from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.padding import was_folded
-from unet3d.kernels.remake import kept_for, remade_in_backward
-from unet3d.kernels.slabs import convolve
+from unet3d.kernels.recompute import kept_for, remade_in_backward
 
 __all__ = [
     "conv1x1x1",

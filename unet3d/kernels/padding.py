@@ -2,14 +2,14 @@
 
 Channels-last memory of such a map can be read as voxels of twice the channels that begin one voxel
 before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
-not half of three (:mod:`unet3d.kernels.convolution`). The kernels that write a map anyway write it
+not half of three (:mod:`unet3d.kernels.conv.api`). The kernels that write a map anyway write it
 so; a map shows its own voxels only, and who does not know of the zeros reads it as any other.
 """
 
 import torch
 from torch import Tensor
 
-from unet3d.stand_ins import is_gpu
+from unet3d.memory.fake_devices import is_gpu
 
 MAX_CHANNELS = 32
 """Up to here two voxels are computed as one."""

@@ -8,11 +8,12 @@ starts them and ``joining`` brings them together. ``costs`` counts bytes and tak
 ``balance`` finds the cut that they ask for.
 """
 
+from unet3d.distributed.group import Group
+from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d
-from unet3d.parallel.balance import choose_cuts
+from unet3d.parallel.balance.cuts import choose_cuts
+from unet3d.parallel.cuda_graphs import RecordedPipeline
 from unet3d.parallel.executor import Executor, LossFunction
-from unet3d.parallel.graphs import RecordedPipeline
-from unet3d.parallel.joining import joined
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.placement import (
     Layout,
@@ -24,7 +25,6 @@ from unet3d.parallel.placement import (
     output_device,
     resolve_devices,
 )
-from unet3d.parallel.process_group import Group
 from unet3d.parallel.replicas import DataParallelExecutor, ReplicaExecutor, check_data_parallel
 from unet3d.parallel.schedule import SCHEDULES
 

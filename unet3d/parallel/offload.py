@@ -11,7 +11,7 @@ a step, between the two, all skips are there and none is in use::
 What is parked is memory, not a tensor: it is emptied and filled again below every tensor that
 shares it, be it one that a stage still hands on or one that autograd has saved, by whichever
 operation. So backward does the same as without, on the same values. Where a skip is not kept but
-made again (:mod:`unet3d.kernels.remake`), what it is made from is parked in its place.
+made again (:mod:`unet3d.kernels.recompute`), what it is made from is parked in its place.
 
 A copy runs on a stream of its own, but memory is taken and given back on the stream that computes,
 in the order of its work: no event of another stream decides when memory is free, and a prediction
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels import kept_for
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block
-from unet3d.stand_ins import is_gpu
 
 Resized = Callable[[Tensor], None]
 """Is told of a tensor whose memory was given back or taken again."""

@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
 from unet3d.kernels import remade_in_backward
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, BlockWatcher, LossTerms, UNet3d, run_blocks, run_levels
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.offload import ParkedMemory, StageParking, can_park, skip_names
@@ -30,7 +31,6 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
 from unet3d.parallel.transfer import Transfer
-from unet3d.stand_ins import is_gpu
 
 
 @dataclass

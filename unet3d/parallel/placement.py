@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 
 from unet3d.config import Offload, ParallelSettings, Recompute
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
-from unet3d.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ the last backward::
     stage 1   .. F0 B0 F1 B1 (arm) F2 B2 ┬─ all-reduce ─┐
     stage 0   F0 F1 .. B0 F2 B1 ..    (arm) B2 ┬─ all-reduce ─┐  step
 
-A step that is replayed (:mod:`unet3d.parallel.graphs`) hands its gradients to the reducers at its
-end.
+A step that is replayed (:mod:`unet3d.parallel.cuda_graphs`) hands its gradients to the reducers at
+its end.
 
 Inside one process ``nn.DataParallel`` does it all, with a thread for each device.
 """
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unet3d.config import Recompute
+from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.model import LossTerms, UNet3d
+from unet3d.parallel.cuda_graphs import RecordedPipeline
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
-from unet3d.parallel.graphs import RecordedPipeline
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.process_group import Group
 from unet3d.parallel.schedule import Schedule
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.errors import DatasetError
-from unet3d.volumes.heads import LABEL_NAMES, Shape, Spacing, head_phantom
+from unet3d.volumes.phantom_anatomy import LABEL_NAMES, Shape, Spacing, head_phantom
 
 __all__ = ["LABEL_NAMES", "head_phantom", "write_phantom_case", "write_phantom_dataset"]
 

@@ -24,7 +24,8 @@ from unet3d.volumes import cache as caching
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.nifti import read_header, read_image, read_label, same_grid
-from unet3d.volumes.prepare import (
+from unet3d.volumes.resample import Shape, Spacing, resampled_shape
+from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
@@ -33,7 +34,6 @@ from unet3d.volumes.prepare import (
     restore_logits,
     three,
 )
-from unet3d.volumes.resample import Shape, Spacing, resampled_shape
 
 __all__ = [
     "ChannelNormalization",

@@ -1,0 +1,377 @@
+"""The ranks that the command line starts: killed, stopped, failing, and on two machines."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import environment, free_port
+from tests.training.test_job import SMALL, losses, run, settings, start, wait_for, weights
+from unet3d.distributed.launcher import _reason, launch
+from unet3d.distributed.ranks import Kind, Ranks, report_end
+from unet3d.errors import ConfigError, Unet3dError
+from unet3d.runs.checkpoint import load_checkpoint
+
+SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def children_of(parent: int) -> list[int]:
+    """Return the processes that another one has started, in their order."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if int(fields[1]) == parent:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def ranks_of(parent: int) -> list[int]:
+    commands = {child: Path(f"/proc/{child}/cmdline") for child in children_of(parent)}
+    return [
+        child
+        for child, path in commands.items()
+        if path.exists() and b"unet3d\0train" in path.read_bytes()
+    ]
+
+
+def family_of(parent: int) -> list[int]:
+    """Return the processes that another one has started, and those that these have."""
+    children = children_of(parent)
+    return [*children, *(one for child in children for one in family_of(child))]
+
+
+def is_running(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def assert_all_end(processes: list[int], within_seconds: float) -> None:
+    deadline = time.monotonic() + within_seconds
+    while left := [process for process in processes if is_running(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def words(folder: Path, cache: Path, *more: str) -> list[str]:
+    """Return a command of ours that trains a small network."""
+    overrides = [*SMALL, f"data.cache={cache}", *more]
+    return ["train", "--output", str(folder), *(w for o in overrides for w in ("--set", o))]
+
+
+def kill_second_rank(folder: Path, killed: list[int]) -> None:
+    """Kill a rank after the first epoch, in the middle of another."""
+    deadline = time.monotonic() + 100
+    metrics, latest = folder / "metrics.jsonl", folder / "checkpoint-latest.pt"
+    while not (metrics.exists() and latest.exists()):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.01)
+    killed.append(ranks_of(os.getpid())[1])
+    os.kill(killed[0], signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    long = ("training.epochs=12", "training.validate_every=12", "training.batch_size=3")
+    run(settings(cache, *long), tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    killed: list[int] = []
+    killer = threading.Thread(target=kill_second_rank, args=(folder, killed))
+    killer.start()
+    command = words(folder, cache, *long, *SPREAD, "training.save_every_seconds=0.2")
+    launch(command, 2, 3, on_gpus=False)
+    killer.join()
+    assert len(killed) == 1
+    assert "resumed after epoch" in capfd.readouterr().err
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == list(range(1, 13))
+    assert lines[-1]["step"] == 12 * 3
+    expected = json.loads((tmp_path / "undisturbed" / "summary.json").read_text())
+    actual = json.loads((folder / "summary.json").read_text())
+    assert actual["best_dice"] == pytest.approx(expected["best_dice"], abs=0.02)
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) -> None:
+    long = (
+        "training.epochs=1000",
+        "training.save_every_seconds=1000",
+        "training.validate_every=1000",
+    )
+    folder = tmp_path / "run"
+    latest = folder / "checkpoint-latest.pt"
+
+    # A signal to the process that the user has started; workers are no orphans either.
+    process = start(folder, cache, *long, *SPREAD, "data.num_workers=1")
+    wait_for(folder / "metrics.jsonl", process)
+    family = family_of(process.pid)
+    assert len(ranks_of(process.pid)) == 2
+    assert len(family) >= 6  # a rank has a server that forks its worker
+    assert not latest.exists()
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1] == "Stopped by SIGTERM; continue with --resume"
+    assert "Traceback" not in errors
+    assert_all_end(family, 10)
+    first = load_checkpoint(latest).training["state"]
+    assert first["epoch"] >= 1
+
+    # A terminal sends Ctrl-C to all of a group.
+    process = start(folder, cache, *long, *SPREAD)
+    while len(losses(folder)) < first["epoch"] + 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    family = family_of(process.pid)
+    for one in (process.pid, *family):
+        os.kill(one, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.splitlines()[-1] == "Stopped by SIGINT; continue with --resume"
+    assert "Traceback" not in errors
+    assert_all_end(family, 10)
+    assert load_checkpoint(latest).training["state"]["epoch"] >= first["epoch"] + 2
+
+    # Before there is anything to resume, nobody is told to.
+    process = start(tmp_path / "brief", cache, *long, *SPREAD)
+    while len(ranks_of(process.pid)) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert errors.splitlines()[-1] == "Stopped by SIGTERM"
+
+    # And whoever kills the parent leaves no orphans.
+    process = start(folder, cache, *long, *SPREAD)
+    while len(ranks_of(process.pid)) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    family = family_of(process.pid)
+    process.kill()
+    process.communicate()
+    assert_all_end(family, 10)
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_failing_rank_is_one_line(
+    cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    diverging = ("training.learning_rate=1e30", "training.gradient_clip=1e30")
+    command = words(tmp_path / "run", cache, *SPREAD, *diverging)
+    with pytest.raises(Unet3dError, match="^the loss is not finite in epoch 1; [^\n]*$"):
+        launch(command, 2, 0, on_gpus=False)
+    printed = capfd.readouterr().err
+    # Whoever has started the ranks says it, not they, and torch elastic neither.
+    assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
+
+
+@pytest.mark.multigpu
+def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = ("parallel.mode=data", "parallel.devices=0,1", "training.epochs=2")
+    process = start(folder, cache, *more, "training.precision=bfloat16", "training.batch_size=3")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    rows = json.loads((folder / "memory.json").read_text())["slots"]
+    assert [(row["slot"], row["rank"], row["device"]) for row in rows] == [
+        (0, 0, "cuda:0"),
+        (1, 1, "cuda:1"),
+    ]
+    for row in rows:
+        for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+            assert row["measured"][kind] == row["predicted"][kind] > 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["replicas"] == 2 and summary["precision"] == "bfloat16"
+    assert [loss < 10 for _, loss in losses(folder)] == [True, True]
+
+
+@pytest.mark.multigpu
+def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) -> None:
+    more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
+    script = Path(__file__).with_name("rank_machine.py")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+            *(str(script), str(tmp_path), *words(tmp_path / "run", cache, *more)),
+        ],
+        env=environment(),
+        timeout=120,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        torch.load(tmp_path / f"weights-{rank}.pt", map_location="cpu") for rank in range(2)
+    )
+    for key, value in weights(tmp_path / "run").items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
+
+
+@pytest.mark.multigpu
+def test_nn_data_parallel_trains_in_one_process(cache: Path, tmp_path: Path) -> None:
+    threads = (
+        "parallel.mode=data",
+        "parallel.engine=dataparallel",
+        "parallel.devices=0,1",
+        "parallel.output_device=1",
+        "training.epochs=1",
+    )
+    with pytest.raises(ConfigError, match="a batch of 1 gives 1 of the 2 devices no patch"):
+        run(settings(cache, *threads, "training.batch_size=1"), tmp_path / "refused")
+    run(settings(cache, *threads, "training.batch_size=2"), tmp_path / "run")
+    rows = json.loads((tmp_path / "run" / "memory.json").read_text())["slots"]
+    assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
+    first, second = (row["measured"] for row in rows)
+    assert first["parameters_bytes"] == first["gradients_bytes"] > 0
+    assert second["parameters_bytes"] == second["gradients_bytes"] == 0  # a copy in each step
+    assert second["activations_bytes"] > 0 and second["peak_bytes"] > 0
+
+
+def can_make_networks() -> bool:
+    tools = shutil.which("ip") and shutil.which("unshare")
+    return bool(tools) and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_network(cache: Path, tmp_path: Path) -> None:
+    names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]
+    has_networks = os.geteuid() == 0 and can_make_networks()
+    address, port = ("10.77.0.1" if has_networks else "127.0.0.1"), free_port()
+    ends = [f"u3d{os.getpid() % 10**6}{node}" for node in range(2)]
+    overrides = [*SMALL, f"data.cache={cache}", "training.batch_size=3", "training.epochs=2"]
+    script = Path(__file__).with_name("rank_machine.py")
+    agents = []
+    try:
+        if has_networks:
+            make_networks(names, ends)
+        for node in range(2):
+            inside = ["ip", "netns", "exec", names[node]] if has_networks else []
+            command = [
+                *(*inside, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"),
+                *("--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-id=test{os.getpid()}"),
+                f"--rdzv-endpoint={address}:{port}",
+                f"--rdzv-conf=is_host={1 - node}",
+                f"--local-addr={f'10.77.0.{node + 1}' if has_networks else '127.0.0.1'}",
+                *(str(script), str(tmp_path), "train", "--output", str(tmp_path / "run")),
+                *(word for override in overrides for word in ("--set", override)),
+            ]
+            interface = ends[node] if has_networks else "lo"
+            agents.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment(), "GLOO_SOCKET_IFNAME": interface},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for agent in agents:
+            _, errors = agent.communicate(timeout=150)
+            assert agent.returncode == 0, errors
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+        if has_networks:
+            for name in names:
+                subprocess.run(["ip", "netns", "delete", name], check=False)
+    first, second = (torch.load(tmp_path / f"weights-{rank}.pt") for rank in range(2))
+    stored = weights(tmp_path / "run")
+    for key, value in stored.items():
+        assert torch.equal(first[key], value), key
+        assert torch.equal(second[key], value), key
+    addresses = {(tmp_path / f"address-{rank}.txt").read_text() for rank in range(2)}
+    assert len(addresses) == (2 if has_networks else 1)
+
+
+def make_networks(names: list[str], ends: list[str]) -> None:
+    """Make two network namespaces with an address each, and a cable between them."""
+    commands = [f"netns add {name}" for name in names]
+    commands.append(f"link add {ends[0]} type veth peer name {ends[1]}")
+    for node, (name, end) in enumerate(zip(names, ends, strict=True)):
+        commands += [
+            f"link set {end} netns {name}",
+            f"-n {name} address add 10.77.0.{node + 1}/24 dev {end}",
+            f"-n {name} link set {end} up",
+            f"-n {name} link set lo up",
+        ]
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+class Failure:
+    """What torch elastic says of a rank."""
+
+    def __init__(self, exitcode: int, seconds: int, **content: object) -> None:
+        self.exitcode = exitcode
+        self.timestamp = seconds
+        self.error_file_data = content or {"message": "<NONE>"}
+
+    def signal_name(self) -> str:
+        return signal.Signals(-self.exitcode).name
+
+
+def told(kind: str, seconds: float, text: str) -> Failure:
+    return Failure(1, int(seconds), kind=kind, time=seconds, message={"message": text})
+
+
+@pytest.mark.parametrize(
+    ("failures", "reason"),
+    [
+        ({0: told("consequence", 5.1, "gone"), 1: Failure(-9, 5)}, "rank 1 was killed by SIGKILL"),
+        ({0: told("explained", 5.2, "late"), 1: told("explained", 5.1, "first")}, "first"),
+        (
+            {0: Failure(-15, 4), 1: told("unexpected", 5.1, "KeyError: 3")},
+            "rank 1 stopped with Key",
+        ),
+        ({0: told("consequence", 5.1, "rank 1 is gone")}, "rank 1 is gone"),
+        ({2: Failure(7, 5)}, "rank 2 ended with status 7"),
+    ],
+    ids=("killed", "earliest", "not its own", "consequence", "status"),
+)
+def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> None:
+    assert str(_reason(failures)).startswith(reason)  # type: ignore[arg-type]
+
+
+def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert Ranks.from_environment() == Ranks(0, 1, 0, 1, 0)
+
+
+@pytest.mark.parametrize(("kind", "has_traceback"), [("explained", False), ("unexpected", True)])
+def test_torchrun_is_shown_a_traceback_only_of_what_we_do_not_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, has_traceback: bool
+) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    try:
+        raise KeyError("which")
+    except KeyError as error:
+        report_end(error, kind)
+    shown = json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert "which" in shown
+    assert ("Traceback" in shown) == has_traceback

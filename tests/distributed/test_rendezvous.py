@@ -1,0 +1,55 @@
+"""What ranks leave in a store that outlives them: it must not lead their successors astray."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from unet3d.cli.app import _choose_run
+from unet3d.distributed import rendezvous as joining
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import name_of_start
+from unet3d.errors import RankError
+
+
+def start_all(store: dist.Store, num_ranks: int) -> set[str]:
+    """Return the names that ranks agree on which start at the same time, the first rank last."""
+    with ThreadPoolExecutor(num_ranks) as ranks:
+        names = [
+            ranks.submit(name_of_start, store, rank, num_ranks)
+            for rank in reversed(range(num_ranks))
+        ]
+        return {name.result(20) for name in names}
+
+
+def test_each_start_has_a_name_of_its_own_that_all_ranks_know() -> None:
+    store = dist.HashStore()
+    store.set("asks/2", "of a rank that was killed before anybody answered")
+    names = [start_all(store, 3) for _ in range(3)]
+    assert [len(of_start) for of_start in names] == [1, 1, 1]
+    assert len(set.union(*names)) == 3
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_who_does_not_join_is_named(
+    rank: int, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "JOIN_SECONDS", 0.1)
+    with pytest.raises(RankError, match=f"rank {missing} does not join"):
+        name_of_start(dist.HashStore(), rank, 2)
+
+
+@pytest.mark.parametrize("restart_count", [0, 1])
+def test_restarted_ranks_continue_their_own_run_only(tmp_path: Path, restart_count: int) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    group = Group(Ranks(0, 2, 0, 1, restart_count), dist.PrefixStore("start", store), store)
+    (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
+    *_, resume = _choose_run(None, [], tmp_path, False, group)
+    assert not resume
+    group.begin(str(tmp_path))
+    *_, resume = _choose_run(None, [], tmp_path, False, group)
+    assert resume

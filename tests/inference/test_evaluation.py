@@ -1,0 +1,240 @@
+import json
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from scipy.spatial.distance import cdist
+
+from unet3d.errors import DatasetError, VolumeError
+from unet3d.inference.evaluation import dice_per_class, evaluate
+
+SPACING_MM = (0.5, 1.0, 3.0)
+
+
+def cube(start, stop, shape=(20, 20, 20), value=1):
+    array = np.zeros(shape, dtype=np.uint8)
+    array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = value
+    return array
+
+
+def write(path: Path, array, spacing_mm=SPACING_MM, origin_mm=0.0) -> Path:
+    affine = np.diag([*spacing_mm, 1.0])
+    affine[0, 3] = origin_mm
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nib.save(nib.Nifti1Image(array, affine), path)
+    return path
+
+
+def surface_mm(mask, spacing_mm):
+    """Positions of the voxels with one of their six neighbours outside, the plain way."""
+    padded = np.pad(mask, 1)
+    inner = np.ones_like(mask)
+    for axis in range(3):
+        for step in (-1, 1):
+            inner &= np.roll(padded, step, axis)[1:-1, 1:-1, 1:-1]
+    return np.argwhere(mask & ~inner) * spacing_mm
+
+
+def test_dice_per_class_is_twice_the_overlap_over_the_sum():
+    prediction = torch.tensor([0, 0, 1, 1, 1, 2]).reshape(1, 2, 3)
+    target = torch.tensor([0, 1, 1, 1, 0, 3]).reshape(1, 2, 3)
+    # background: 1 of 2 and 2; class 1: 2 of 3 and 3; 2 and 3: no overlap; 4: nowhere
+    expected = [0.5, 2 / 3, 0.0, 0.0, None]
+    assert dice_per_class(prediction, target, 5) == pytest.approx(expected)
+    assert dice_per_class(prediction.numpy(), target.numpy(), 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
+def test_dice_per_class_takes_any_integer_type(dtype):
+    array = cube((2, 2, 2), (6, 6, 6)).astype(dtype)
+    array.setflags(write=False)  # as a memory-mapped label map is
+    assert dice_per_class(array, array, 3) == [1.0, 1.0, None]
+
+
+def test_shifted_cubes_have_the_dice_distance_and_volume_of_the_hand(tmp_path):
+    # Shifted by 2 of 10 voxels along Z, whose voxels are 3 mm.
+    prediction = write(tmp_path / "p.nii.gz", cube((5, 5, 5), (15, 15, 15)))
+    label = write(tmp_path / "l.nii.gz", cube((5, 5, 7), (15, 15, 17)))
+    score = evaluate(prediction, label).cases[0].scores[1]
+    assert score.dice == pytest.approx(0.8)
+    assert score.hd95_mm == pytest.approx(6.0)
+    assert score.prediction_ml == pytest.approx(1000 * 1.5 / 1000)
+    assert score.label_ml == pytest.approx(1.5)
+
+
+def test_hd95_is_that_of_all_distances_between_the_surfaces(tmp_path):
+    rng = np.random.default_rng(0)
+    noise = rng.random((2, 14, 12, 9))
+    shape = cube((3, 2, 2), (12, 10, 8), noise.shape[1:])
+    masks = (noise * 0.4 + shape) > 0.7
+    masks[0, -2:, :3, :3] = True  # touches the border, where outside counts as outside
+    write(tmp_path / "p.nii.gz", masks[0].astype(np.uint8))
+    write(tmp_path / "l.nii.gz", masks[1].astype(np.uint8))
+    ours = evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz").cases[0].scores[1]
+    distances = cdist(*(surface_mm(mask, SPACING_MM) for mask in masks))
+    expected = max(np.percentile(distances.min(axis), 95) for axis in (0, 1))
+    assert expected > 0
+    assert ours.hd95_mm == pytest.approx(expected, rel=1e-5)
+
+
+def test_stored_orientation_does_not_matter(tmp_path):
+    array = cube((2, 3, 4), (9, 12, 15))
+    write(tmp_path / "p.nii.gz", array)
+    image = nib.Nifti1Image(array, np.diag([*SPACING_MM, 1.0]))
+    turned = image.as_reoriented(nib.orientations.axcodes2ornt(("P", "S", "L")))
+    nib.save(turned, tmp_path / "l.nii.gz")
+    score = evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz").cases[0].scores[1]
+    assert (score.dice, score.hd95_mm) == (1.0, 0.0)
+
+
+def test_any_label_values_and_labels_that_one_side_lacks(tmp_path):
+    first, second = cube((1, 1, 1), (5, 5, 5), value=127), cube((8, 8, 8), (10, 10, 10), value=255)
+    write(tmp_path / "p" / "a_seg.nii.gz", first)
+    write(tmp_path / "l" / "a.nii.gz", first + second)
+    write(tmp_path / "p" / "b_seg.nii.gz", first)
+    write(tmp_path / "l" / "b.nii.gz", first)
+    evaluation = evaluate(tmp_path / "p", tmp_path / "l")
+    assert evaluation.label_values == (127, 255)
+    a, b = (case.scores for case in evaluation.cases)
+    assert (a[127].dice, a[255].dice, b[127].dice, b[255].dice) == (1.0, 0.0, 1.0, None)
+    assert a[255].hd95_mm is None and b[255].hd95_mm is None
+    assert evaluation.num_cases(127) == (2, 2)
+    assert evaluation.num_cases(255) == (1, 0)
+    assert (evaluation.mean(255).dice, evaluation.mean(255).hd95_mm) == (0.0, None)
+    assert evaluation.mean(255).label_ml == pytest.approx(8 * 1.5 / 1000 / 2)
+    assert evaluation.mean_dice == 0.5
+
+
+def test_json_holds_every_case_and_mean(tmp_path):
+    prediction = write(tmp_path / "p.nii.gz", cube((5, 5, 5), (15, 15, 15), value=2))
+    label = write(tmp_path / "l.nii.gz", cube((5, 5, 7), (15, 15, 17), value=2))
+    record = json.loads(json.dumps(evaluate(prediction, label).to_dict(), allow_nan=False))
+    (case,) = record["cases"]
+    assert case["case"] == "l" and case["label"] == str(label)
+    assert case["labels"]["2"]["dice"] == pytest.approx(0.8)
+    assert record["mean"]["2"]["hd95_mm"] == pytest.approx(6.0)
+    assert record["mean"]["2"]["num_cases_dice"] == 1
+    assert record["mean_dice"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "label"),
+    [
+        ("case.nii.gz", "case.nii.gz"),
+        ("case_seg.nii.gz", "case.nii.gz"),
+        ("case_0000_seg.nii.gz", "case.nii.gz"),
+        ("case_0000_seg.nii.gz", "case_0000.nii"),
+        ("case_seg.nii.gz", "case_seg.nii.gz"),
+    ],
+)
+def test_pairs_by_name(tmp_path, prediction, label):
+    array = cube((5, 5, 5), (15, 15, 15))
+    write(tmp_path / "p" / prediction, array)
+    write(tmp_path / "l" / label, array)
+    (tmp_path / "p" / "statistics.json").write_text("{}")
+    (tmp_path / "l" / f"._{label}").write_text("what some systems leave behind")
+    (case,) = evaluate(tmp_path / "p", tmp_path / "l").cases
+    assert case.name == label.removesuffix(".gz").removesuffix(".nii")
+
+
+def test_one_prediction_finds_its_label_in_a_folder(tmp_path):
+    array = cube((5, 5, 5), (15, 15, 15))
+    prediction = write(tmp_path / "a_seg.nii.gz", array)
+    write(tmp_path / "l" / "a.nii.gz", array)
+    write(tmp_path / "l" / "b.nii.gz", array)
+    assert [case.name for case in evaluate(prediction, tmp_path / "l").cases] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("predictions", "labels", "message"),
+    [
+        (["b"], ["a"], r"b\.nii\.gz has no label map in .*looked for b; "),
+        (["a"], ["a", "b", "c"], "no prediction for 2 of the 3 label maps in .*: b, c; "),
+        (["a"], ["a", "b", "c", "d", "e"], ": b, c, d and 1 more; "),
+        (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
+        ([], ["a"], "holds no volume"),
+        (["a"], [], "holds no volume"),
+    ],
+)
+def test_files_without_partner_are_refused(tmp_path, predictions, labels, message):
+    for folder, names in (("p", predictions), ("l", labels)):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            write(tmp_path / folder / f"{name}.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    with pytest.raises(DatasetError, match=message) as caught:
+        evaluate(tmp_path / "p", tmp_path / "l")
+    assert "\n" not in str(caught.value)
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    array = cube((1, 1, 1), (5, 5, 5))
+    write(tmp_path / "p" / "a.nii.gz", array)
+    write(tmp_path / "l" / "a.nii.gz", array)
+    write(tmp_path / "l" / "a.nii", array)
+    with pytest.raises(DatasetError, match="have one name; keep one"):
+        evaluate(tmp_path / "p", tmp_path / "l")
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(DatasetError, match="there is no file or folder .*nowhere"):
+        evaluate(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "origin_mm", "message"),
+    [((20, 20, 21), 0.0, "shapes .* differ"), ((20, 20, 20), 4.0, "4 mm apart")],
+)
+def test_other_grids_are_refused(tmp_path, shape, origin_mm, message):
+    write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    write(tmp_path / "l.nii.gz", cube((1, 1, 1), (5, 5, 5), shape), origin_mm=origin_mm)
+    with pytest.raises(VolumeError, match=message):
+        evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz")
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (np.float32, r"image\.nii\.gz has \d+ voxels that are no integer labels.*is it an image\?"),
+        (np.int16, r"image\.nii\.gz is an image, not a label map: it holds \d{3} different values"),
+    ],
+)
+def test_an_image_in_place_of_a_label_map_is_refused(tmp_path, dtype, message, swapped):
+    grey = np.random.default_rng(0).normal(200, 60, (20, 20, 20)).astype(dtype)
+    pair = (
+        write(tmp_path / "image.nii.gz", grey),
+        write(tmp_path / "l.nii.gz", cube((1, 1, 1), (5, 5, 5))),
+    )
+    with pytest.raises(VolumeError, match=message) as caught:
+        evaluate(*(reversed(pair) if swapped else pair))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_atlas_of_many_labels_is_no_image(tmp_path):
+    atlas = np.arange(6**3, dtype=np.uint8).reshape(6, 6, 6)
+    prediction, label = (write(tmp_path / name, atlas) for name in ("p.nii", "l.nii"))
+    assert len(evaluate(prediction, label).label_values) == 215
+
+
+def test_nothing_but_background_is_refused(tmp_path):
+    empty = np.zeros((8, 8, 8), dtype=np.uint8)
+    write(tmp_path / "p.nii.gz", empty)
+    write(tmp_path / "l.nii.gz", empty)
+    with pytest.raises(DatasetError, match="nothing to compare"):
+        evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz")
+
+
+def test_real_labels_against_themselves(test_data, tmp_path):
+    folder = test_data / "hippocampus" / "labelsTr"
+    labels = sorted(folder.glob("hippocampus_*.nii.gz"))[:3]
+    for label in labels:
+        (tmp_path / label.name).write_bytes(label.read_bytes())
+    evaluation = evaluate(tmp_path, tmp_path)
+    assert evaluation.label_values == (1, 2)
+    for case in evaluation.cases:
+        voxels = nib.load(case.label).get_fdata()
+        for value, score in case.scores.items():
+            assert (score.dice, score.hd95_mm) == (1.0, 0.0)
+            assert score.label_ml == pytest.approx((voxels == value).sum() / 1000)

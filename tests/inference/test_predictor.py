@@ -1,0 +1,290 @@
+"""From files to files: orientations, placements, windows, names of outputs, statistics."""
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from tests.networks import random_checkpoint
+from tests.volumes.samples import write_volume
+from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.inference import predictor as prediction
+from unet3d.inference.predictor import Predictor
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.nifti import Volume
+from unet3d.volumes.scans import Scan, find_scans, read_scan, write_segmentation
+
+ORIENTATIONS = [
+    "".join(codes)
+    for axes in itertools.permutations(("RL", "AP", "SI"))
+    for codes in itertools.product(*axes)
+]
+SPACING_MM = (0.9765625, 0.8, 3.3)
+
+
+def oblique(spacing_mm: tuple[float, float, float] = SPACING_MM) -> np.ndarray:
+    turn, tilt = np.deg2rad(25), np.deg2rad(10)
+    around_z = [[np.cos(turn), -np.sin(turn), 0], [np.sin(turn), np.cos(turn), 0], [0, 0, 1]]
+    around_x = [[1, 0, 0], [0, np.cos(tilt), -np.sin(tilt)], [0, np.sin(tilt), np.cos(tilt)]]
+    affine = np.eye(4)
+    affine[:3, :3] = np.array(around_x) @ np.array(around_z) @ np.diag(spacing_mm)
+    affine[:3, 3] = [-31.4, 15.9, 26.5]
+    return affine
+
+
+AFFINES = {"straight": np.diag([*SPACING_MM, 1.0]), "oblique": oblique()}
+
+
+def head(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
+    """Blurred noise around 100, so that no two voxels, and no two corners, are alike."""
+    rng = np.random.default_rng(seed)
+    waves = sum(
+        np.sin(np.indices(shape)[axis] / (2.0 + axis) + seed) * 20 for axis in range(len(shape))
+    )
+    return (100 + waves + rng.normal(0, 15, shape)).astype(np.float32)
+
+
+def volume_of(array: np.ndarray, folder: Path) -> Volume:
+    return read_scan(Scan((write_volume(folder / "volume.nii", array),), folder / "unused.nii"))
+
+
+def place(
+    checkpoint: Checkpoint, *devices: str, inference: InferenceSettings | None = None, **more: Any
+) -> Predictor:
+    mode = "model" if len(devices) > 1 else "none"
+    parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
+    return Predictor(checkpoint, parallel, inference or InferenceSettings())
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return random_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def predictor(checkpoint: Checkpoint) -> Predictor:
+    return place(checkpoint)
+
+
+def segment_file(predictor: Predictor, path: Path, output: Path | None = None) -> nib.Nifti1Image:
+    """Do what the command does with one scan."""
+    (scan,) = find_scans([path], output, len(predictor.preprocessing.channels), overwrite=False)
+    image = read_scan(scan)
+    write_segmentation(scan, predictor.segment(image), image.header)
+    return nib.load(scan.output)
+
+
+@pytest.mark.parametrize("target_mm", [None, (1.0, 1.0, 2.0)], ids=["native", "resampled"])
+@pytest.mark.parametrize("affine", AFFINES)
+def test_all_orientations_of_a_scan_are_segmented_alike(
+    tmp_path: Path, affine: str, target_mm: tuple[float, float, float] | None
+) -> None:
+    predictor = place(random_checkpoint(spacing_mm=target_mm))
+    original = nib.Nifti1Image(head(), AFFINES[affine])
+    as_it_is = nib.io_orientation(original.affine)
+    reference = None
+    assert len(set(ORIENTATIONS)) == 48
+    for codes in ORIENTATIONS:
+        wanted = nib.orientations.axcodes2ornt(tuple(codes))
+        turned = original.as_reoriented(nib.orientations.ornt_transform(as_it_is, wanted))
+        path = tmp_path / f"{codes}.nii"
+        nib.save(turned, path)
+        segmentation = segment_file(predictor, path)
+        assert "".join(nib.aff2axcodes(segmentation.affine)) == codes
+        assert segmentation.shape == turned.shape
+        labels = np.asarray(nib.as_closest_canonical(segmentation).dataobj)
+        reference = labels if reference is None else reference
+        np.testing.assert_array_equal(labels, reference, err_msg=codes)
+    assert (np.bincount(reference.ravel(), minlength=3) > 50).all()
+
+
+@pytest.mark.parametrize("codes", [(1, 2), (2, 0), (0, 4), (3, 1)])
+def test_the_segmentation_has_the_geometry_of_the_scan(
+    predictor: Predictor, tmp_path: Path, codes: tuple[int, int]
+) -> None:
+    # Axes stored as posterior, superior, left; qform and sform lie apart.
+    image = nib.Nifti1Image(head((17, 13, 20)), None)
+    image.set_qform(oblique() @ np.eye(4)[[2, 0, 1, 3]].T, code=codes[0])
+    image.set_sform(oblique() @ np.diag([1, -1, 1, 1]), code=codes[1])
+    image.header.set_xyzt_units("mm", "sec")
+    nib.save(image, tmp_path / "scan.nii.gz")
+    scan = nib.load(tmp_path / "scan.nii.gz")
+    segmentation = segment_file(predictor, tmp_path / "scan.nii.gz")
+    assert Path(segmentation.get_filename()) == tmp_path / "scan_seg.nii.gz"
+    assert segmentation.get_data_dtype() == np.uint8
+    assert segmentation.shape == scan.shape
+    np.testing.assert_array_equal(segmentation.affine, scan.affine)
+    for name in ("qform_code", "sform_code", "pixdim", "xyzt_units", "srow_x", "qoffset_x"):
+        np.testing.assert_array_equal(segmentation.header[name], scan.header[name], err_msg=name)
+
+
+def test_label_values_are_those_of_the_data_set(tmp_path: Path) -> None:
+    """Classes 0, 1, 2 stand for the labels 0, 7 and 300, which needs 16 bits."""
+    path = write_volume(tmp_path / "scan.nii", head())
+    classes = np.asarray(segment_file(place(random_checkpoint()), path).dataobj)
+    predictor = place(random_checkpoint(label_values=(0, 7, 300)))
+    segmentation = segment_file(predictor, path, tmp_path / "values.nii")
+    assert segmentation.get_data_dtype() == np.uint16
+    np.testing.assert_array_equal(segmentation.dataobj, np.array([0, 7, 300])[classes])
+
+
+def test_a_whole_volume_is_segmented_as_the_plain_network_does(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64)
+    array = head((12, 14, 10))
+    with torch.no_grad():
+        image = torch.from_numpy((array - array.mean()) / array.std()).double()
+        expected = checkpoint.build_model().eval()(image[None, None])[0].argmax(0)
+    found = place(checkpoint).segment(volume_of(array, tmp_path))
+    assert (found == expected.numpy()).mean() > 0.999  # normalised in float32
+    assert len(np.unique(found)) == 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "more"),
+    [
+        (("cpu", "cpu"), {}),
+        (("cpu", "cpu", "cpu"), {}),
+        (("cpu", "cpu"), {"cuts": (1,)}),
+        (("cpu",) * 8, {}),
+    ],
+    ids=["two", "three", "early cut", "one block each"],
+)
+def test_every_placement_gives_the_same_labels(
+    checkpoint: Checkpoint,
+    predictor: Predictor,
+    tmp_path: Path,
+    devices: tuple[str, ...],
+    more: dict[str, Any],
+) -> None:
+    image = volume_of(head((30, 25, 19)), tmp_path)
+    np.testing.assert_array_equal(
+        place(checkpoint, *devices, **more).segment(image), predictor.segment(image)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("0",), ("0", "0"), ("cpu", "0")])
+def test_a_gpu_gives_nearly_the_same_labels(
+    checkpoint: Checkpoint, predictor: Predictor, tmp_path: Path, devices: tuple[str, ...]
+) -> None:
+    image = volume_of(head((30, 25, 19)), tmp_path)
+    agreement = place(checkpoint, *devices).segment(image) == predictor.segment(image)
+    assert agreement.mean() > 0.9  # logits of random weights lie close, and bfloat16 is coarse
+
+
+def test_the_last_batch_of_windows_is_predicted(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """18 windows: in batches of 4 and 5 the last holds 2 and 3."""
+    image = volume_of(head((40, 24, 32)), tmp_path)
+    logits = {}
+    for batch_size in (1, 4, 5, 18, 50):
+        settings = InferenceSettings(batch_size=batch_size)
+        logits[batch_size] = place(checkpoint, inference=settings).segment(image)
+    for batch_size, labels in logits.items():
+        # Convolutions of other batch sizes may round otherwise.
+        assert (labels == logits[1]).mean() > 0.999, batch_size
+    last_corner = logits[4][-16:, -16:, -16:]
+    assert len(np.unique(last_corner)) == 3
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 6, 7), (1, 1, 1), (40, 33, 1), (1, 20, 20), (17, 31, 23), (16, 16, 16), (90, 3, 2)],
+)
+def test_every_shape_is_segmented(
+    predictor: Predictor, tmp_path: Path, shape: tuple[int, int, int]
+) -> None:
+    path = write_volume(tmp_path / "scan.nii.gz", head(shape))
+    segmentation = segment_file(predictor, path)
+    assert segmentation.shape == nib.load(path).shape
+    assert set(np.unique(segmentation.dataobj)) <= {0, 1, 2}
+
+
+def test_a_coarser_network_grid_comes_back_to_the_grid_of_the_scan(tmp_path: Path) -> None:
+    predictor = place(random_checkpoint(spacing_mm=(2.0, 2.0, 4.0)))
+    path = write_volume(tmp_path / "scan.nii", head((33, 41, 29)), (0.7, 0.9, 1.3))
+    segmentation = segment_file(predictor, path)
+    assert segmentation.shape == (33, 41, 29)
+    assert len(np.unique(segmentation.dataobj)) == 3
+
+
+def test_channels_that_do_not_suit_the_network_are_refused(
+    predictor: Predictor, tmp_path: Path
+) -> None:
+    two = volume_of(head((6, 7, 8, 2)), tmp_path)
+    with pytest.raises(VolumeError, match=r"volume.nii has 2 channel\(s\) but .* on 1 \(channel 0"):
+        predictor.segment(two)
+    one = volume_of(head((6, 7, 8)), tmp_path)
+    with pytest.raises(VolumeError, match="has 1 channel.* trained on 2 .*case_0000, case_0001"):
+        place(random_checkpoint(num_channels=2)).segment(one)
+
+
+# Memory that runs out
+
+
+def limit_memory(monkeypatch: pytest.MonkeyPatch, predictor: Predictor, max_voxels: int) -> None:
+    predict = predictor.executor.predict
+
+    def limited(image: torch.Tensor) -> torch.Tensor:
+        if image.numel() > max_voxels:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        return predict(image)
+
+    monkeypatch.setattr(predictor.executor, "predict", limited)
+
+
+def test_a_network_of_whole_volumes_falls_back_to_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = random_checkpoint(patch_size=None)
+    image = volume_of(head((32, 24, 20)), tmp_path)
+    # 32x24x20 does not fit, nor does 16x24x20; 16x12x20 does.
+    small = place(checkpoint)
+    limit_memory(monkeypatch, small, 16 * 12 * 20)
+    with caplog.at_level(logging.WARNING, logger="unet3d"):
+        found = small.segment(image)
+    assert [record.message.split()[-1] for record in caplog.records] == ["16x24x20", "16x12x20"]
+    windows = place(checkpoint, inference=InferenceSettings(window=(16, 12, 20)))
+    np.testing.assert_array_equal(found, windows.segment(image))
+
+
+def test_memory_too_small_for_any_window_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = place(random_checkpoint(patch_size=None))
+    limit_memory(monkeypatch, predictor, 0)
+    with pytest.raises(DoesNotFitError, match="do not fit on cpu .*inference.window"):
+        predictor.segment(volume_of(head(), tmp_path))
+
+
+def test_whole_volumes_that_were_asked_for_are_not_cut_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = place(random_checkpoint(), inference=InferenceSettings(window="whole"))
+    limit_memory(monkeypatch, predictor, 16**3)
+    with pytest.raises(DoesNotFitError, match="20x18x14"):
+        predictor.segment(volume_of(head(), tmp_path))
+
+
+def test_logits_on_a_fine_grid_leave_a_full_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = volume_of(head(), tmp_path)
+    predictor = place(random_checkpoint(spacing_mm=(2.0, 2.0, 2.0)))
+    expected = predictor.segment(image)
+    restore, calls = prediction.restore_logits, []
+
+    def full_at_first(logits: torch.Tensor, shape: Any) -> torch.Tensor:
+        calls.append(logits.device.type)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return restore(logits, shape)
+
+    monkeypatch.setattr(prediction, "restore_logits", full_at_first)
+    np.testing.assert_array_equal(predictor.segment(image), expected)
+    assert calls == ["cpu", "cpu"]

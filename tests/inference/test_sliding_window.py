@@ -1,0 +1,240 @@
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from monai.data.utils import compute_importance_map
+from monai.inferers import sliding_window_inference
+from torch import Tensor
+
+from unet3d.config import ModelSettings
+from unet3d.errors import DoesNotFitError
+from unet3d.inference.sliding_window import gaussian_weight, predict_logits, window_starts
+from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.parallel import Layout, parallelize
+
+CPU = torch.device("cpu")
+STRIDES = ((1, 1, 1), (2, 2, 1), (2, 2, 2))  # in all 4, 4, 2
+
+
+class Voxelwise:
+    """An executor whose network looks at each voxel alone: windows cannot matter to it."""
+
+    input_device = output_device = CPU
+    slots = (SimpleNamespace(device=CPU),)
+
+    def __init__(
+        self, function: Callable[[Tensor], Tensor] = lambda image: image, num_classes: int = 2
+    ) -> None:
+        topology = Topology(num_classes, num_classes, (4, 4, 4), STRIDES)
+        self.module = SimpleNamespace(topology=topology)
+        self.function = function
+        self.batches: list[tuple[int, ...]] = []
+
+    def predict(self, image: Tensor) -> Tensor:
+        self.batches.append(tuple(image.shape))
+        return self.function(image)
+
+
+def make_image(size: tuple[int, int, int], channels: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(math.prod(size))
+    return torch.randn(channels, *size, generator=generator)
+
+
+def small_network(**options: object) -> tuple[UNet3d, object]:
+    torch.manual_seed(0)
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
+    return model, parallelize(model, Layout((CPU,)))
+
+
+@pytest.mark.parametrize("size", [(20, 20, 10), (21, 17, 11), (16, 33, 8), (37, 16, 9)])
+@pytest.mark.parametrize(
+    ("overlap", "batch_size"), [(0.0, 1), (0.0, 3), (0.25, 100), (0.5, 1), (0.5, 3), (0.9, 100)]
+)
+def test_a_voxelwise_network_gives_the_same_with_windows(
+    size: tuple[int, int, int], overlap: float, batch_size: int
+) -> None:
+    """No voxel is left out, tails included, and none of the last batch is left at zero."""
+    image = make_image(size)
+    executor = Voxelwise(lambda x: 2 * x - 1)
+    logits = predict_logits(executor, image, (16, 16, 8), overlap, batch_size)
+    torch.testing.assert_close(logits, 2 * image - 1, rtol=1e-5, atol=1e-5)
+    assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
+    assert all(shape[0] == batch_size for shape in executor.batches[:-1])
+
+
+def test_the_last_batch_is_a_partial_one_and_counts() -> None:
+    executor = Voxelwise()
+    image = make_image((40, 16, 8)).abs() + 1
+    logits = predict_logits(executor, image, (16, 16, 8), 0.5, 3)
+    assert [shape[0] for shape in executor.batches] == [3, 1]
+    assert logits.min() >= 1 - 1e-5
+    torch.testing.assert_close(logits[:, -8:], image[:, -8:])  # seen by the last window alone
+
+
+@pytest.mark.parametrize("size", [(9, 20, 5), (3, 2, 1), (17, 40, 40), (1, 1, 1)])
+def test_volumes_smaller_than_the_window(size: tuple[int, int, int]) -> None:
+    image = make_image(size)
+    executor = Voxelwise()
+    logits = predict_logits(executor, image, (16, 32, 32), 0.5, 2)
+    torch.testing.assert_close(logits, image, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_is_zero_and_even_on_both_sides() -> None:
+    seen = []
+    executor = Voxelwise(lambda x: seen.append(x) or x)
+    image = make_image((9, 16, 8)) + 10
+    predict_logits(executor, image, (16, 16, 8), 0.5, 1)
+    (padded,) = seen
+    assert torch.equal(padded[0, :, 3:12], image)
+    assert not padded[0, :, :3].any() and not padded[0, :, 12:].any()
+
+
+def test_whole_is_one_pass_over_all() -> None:
+    image = make_image((21, 18, 11))
+    executor = Voxelwise()
+    logits = predict_logits(executor, image, "whole", 0.5, 4)
+    assert executor.batches == [(1, 2, 24, 20, 12)]  # up to multiples of 4, 4, 2
+    assert torch.equal(logits, image)
+
+
+def test_a_window_is_rounded_up_to_the_strides() -> None:
+    executor = Voxelwise()
+    predict_logits(executor, make_image((30, 30, 30)), (13, 16, 7), 0.5, 1)
+    assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
+
+
+@pytest.mark.parametrize("window", ["whole", (4, 4, 4), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("size", [(1, 1, 1), (4, 4, 4), (3, 2, 4)])
+def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(
+    window: object, size: tuple[int, int, int]
+) -> None:
+    _, executor = small_network()
+    logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
+    assert logits.shape == (3, *size)
+    assert logits.isfinite().all()
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("window", [1, 2, 10, 20, 31])
+def test_starts_cover_an_axis_with_the_overlap_asked_for(window: int, overlap: float) -> None:
+    for size in range(window, 4 * window + 3):
+        starts = window_starts(size, window, overlap)
+        assert starts[0] == 0
+        assert starts[-1] == size - window
+        steps = [b - a for a, b in itertools.pairwise(starts)]
+        assert all(step >= 1 for step in steps)
+        # The overlap, but at least one voxel of progress.
+        assert all(step <= max(1.0, window * (1 - overlap) + 1e-9) for step in steps)
+        if steps:
+            assert max(steps) - min(steps) <= 1  # evenly spread
+
+
+def test_no_more_windows_than_needed() -> None:
+    assert window_starts(100, 100, 0.5) == [0]
+    assert window_starts(101, 100, 0.5) == [0, 1]
+    assert window_starts(150, 100, 0.5) == [0, 50]
+    assert window_starts(151, 100, 0.5) == [0, 26, 51]
+    assert window_starts(300, 100, 0.0) == [0, 100, 200]
+    # 20 * (1 - 0.9) is 1.9999999999999996 in floating point, yet two voxels are meant.
+    assert window_starts(40, 20, 0.9) == list(range(0, 21, 2))
+
+
+@pytest.mark.parametrize("window", [(16, 16, 16), (16, 9, 4), (5, 1, 8)])
+def test_weights_are_monais_gaussian(window: tuple[int, int, int]) -> None:
+    weight = gaussian_weight(window)
+    theirs = compute_importance_map(window, mode="gaussian", sigma_scale=0.125)
+    theirs = theirs / theirs.max()
+    seen = theirs > 2e-3  # below, MONAI's floor is another
+    assert seen.sum() > 4
+    torch.testing.assert_close(weight[seen], theirs[seen], rtol=1e-5, atol=0)
+    assert weight.max() == 1
+    assert weight.min() >= 1e-4
+
+
+def test_weights_are_the_closed_form() -> None:
+    weight = gaussian_weight((9, 1, 1))[:, 0, 0]
+    expected = [math.exp(-0.5 * ((i - 4) / (9 / 8)) ** 2) for i in range(9)]
+    assert weight.tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(weight, weight.flip(0))
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("size", [(24, 32, 16), (20, 16, 24)])
+def test_windows_of_a_network_agree_with_monai(size: tuple[int, int, int], batch_size: int) -> None:
+    model, executor = small_network()
+    image = make_image(size, 1)
+    ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
+    with torch.no_grad():
+        theirs = sliding_window_inference(
+            image[None],
+            (16, 16, 16),
+            1,
+            model,
+            overlap=0.5,
+            roi_weight_map=gaussian_weight((16, 16, 16)),
+        )
+    torch.testing.assert_close(ours, theirs[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 7, 50])
+def test_the_batch_size_does_not_matter(batch_size: int) -> None:
+    _, executor = small_network()
+    image = make_image((30, 21, 18), 1)
+    one_by_one = predict_logits(executor, image, (16, 16, 16), 0.5, 1)
+    together = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
+    torch.testing.assert_close(together, one_by_one, rtol=1e-4, atol=1e-5)
+
+
+def test_blending_by_hand_on_one_axis() -> None:
+    """Two windows that answer 0 and 1 are mixed by their weights."""
+    answers = iter([0.0, 1.0])
+    executor = Voxelwise(lambda x: torch.full_like(x, next(answers)))
+    logits = predict_logits(executor, make_image((24, 16, 8)), (16, 16, 8), 0.5, 1)
+    weight = gaussian_weight((16, 16, 8))
+    middle = weight[:8, 3, 3] / (weight[:8, 3, 3] + weight[8:, 3, 3])
+    expected = torch.cat([torch.zeros(8), middle, torch.ones(8)])
+    torch.testing.assert_close(logits[0, :, 3, 3], expected)
+
+
+@pytest.mark.parametrize("window", ["whole", (16, 16, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "result"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_logits_are_added_up_in_float32_at_least(
+    window: object, dtype: torch.dtype, result: torch.dtype
+) -> None:
+    image = make_image((20, 20, 10)).to(torch.float64)
+    executor = Voxelwise(lambda x: x.to(dtype))
+    logits = predict_logits(executor, image, window, 0.5, 2)
+    assert logits.dtype == result
+    torch.testing.assert_close(logits, image.to(dtype).to(result), rtol=1e-5, atol=1e-5)
+
+
+def test_deep_supervision_gives_the_full_resolution() -> None:
+    model, executor = small_network(deep_supervision=True)
+    image = make_image((16, 16, 16), 1)
+    logits = predict_logits(executor, image, "whole", 0.5, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(image[None])[0])
+
+
+def test_too_little_memory_says_what_to_do() -> None:
+    def fail(image: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
+
+    with pytest.raises(DoesNotFitError) as caught:
+        predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
+    assert str(caught.value) == (
+        "windows of 16x16x8 voxels do not fit on cpu (CUDA out of memory); "
+        "use a smaller inference.window or more devices"
+    )

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.kernels import instance_norm
+from unet3d.kernels import triton_support as triton_here
+from unet3d.kernels.norm import api as norm
+from unet3d.kernels.norm.api import reference
+
+
+def closed_form(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
+    space = (2, 3, 4)
+    mean = x.mean(space, keepdim=True)
+    variance = ((x - mean) ** 2).mean(space, keepdim=True)
+    shape = (1, -1, 1, 1, 1)
+    y = (x - mean) / torch.sqrt(variance + eps) * weight.view(shape) + bias.view(shape)
+    return torch.where(y > 0, y, slope * y)
+
+
+def arguments(shape: tuple[int, ...], mean: float, dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(shape, generator=generator) + mean).to(dtype)
+    weight, bias = torch.randn(2, shape[1], generator=generator)
+    gradient = torch.randn(shape, generator=generator).to(dtype)
+    return [value.to(device) for value in (x, weight, bias, gradient)]
+
+
+def value_and_gradients(inputs: list[Tensor], function: object, slope: float) -> list[Tensor]:
+    x, weight, bias = (value.clone().requires_grad_() for value in inputs[:3])
+    y = function(x, weight, bias, 1e-5, slope)
+    y.backward(inputs[3])
+    return [y.detach(), x.grad, weight.grad, bias.grad]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.cpu().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("slope", [0.01, 1.0])
+def test_the_reference_is_the_closed_form(slope: float) -> None:
+    inputs = [value.double() for value in arguments((2, 3, 4, 5, 6), 2.0, torch.float32, "cpu")]
+    actual = value_and_gradients(inputs, instance_norm, slope)
+    expected = value_and_gradients(inputs, closed_form, slope)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_the_reference_has_right_derivatives() -> None:
+    inputs = [value.double() for value in arguments((2, 3, 2, 3, 2), 0.0, torch.float32, "cpu")]
+    x, weight, bias = (value.requires_grad_() for value in inputs[:3])
+    assert torch.autograd.gradcheck(reference, (x, weight, bias, 1e-5, 0.01))
+
+
+@pytest.fixture
+def triton_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm, "MIN_ELEMENTS", 0)
+
+
+SHAPES = [
+    (1, 32, 40, 48, 56),
+    (2, 5, 7, 9, 11),
+    (3, 70, 3, 5, 7),
+    (1, 320, 6, 6, 6),
+    (2, 1, 8, 8, 8),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+@pytest.mark.parametrize("slope", [0.01, 1.0])
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_on_a_gpu_against_float64(
+    shape: tuple[int, ...], mean: float, slope: float
+) -> None:
+    inputs = arguments(shape, mean, torch.float32, "cuda")
+    expected = value_and_gradients([value.cpu().double() for value in inputs], closed_form, slope)
+    actual = value_and_gradients(inputs, instance_norm, slope)
+    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
+        # A gradient of weight or bias is a sum that may cancel: judged by what was added up.
+        scale = max(b.norm().item(), inputs[3].norm().item()) if b.dim() == 1 else b.norm().item()
+        assert (a.cpu().double() - b).norm().item() <= 1e-6 * scale, name
+    again = value_and_gradients(inputs, instance_norm, slope)
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_low_precision_on_a_gpu(
+    dtype: torch.dtype, tolerance: float, layout: torch.memory_format
+) -> None:
+    inputs = arguments((2, 33, 16, 17, 18), 1.0, dtype, "cuda")
+    inputs[0] = inputs[0].contiguous(memory_format=layout)
+    expected = value_and_gradients([value.cpu().double() for value in inputs], closed_form, 0.01)
+    actual = value_and_gradients(inputs, instance_norm, 0.01)
+    assert actual[0].dtype == dtype
+    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
+        assert relative_error(a, b) <= tolerance, name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
+    x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
+    instance_norm(x, weight, bias, 1e-5, 0.01)  # registers it
+    inputs = tuple(value.requires_grad_() for value in (x, weight, bias))
+    scalars = (1e-5, 0.01, False, False)
+    torch.library.opcheck(torch.ops.unet3d.instance_norm.default, (*inputs, *scalars))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    x = torch.randn(1, 32, 8, 8, 8, device="cuda", dtype=torch.bfloat16)
+    large = x.repeat(1, 1, 52, 52, 52).contiguous(memory_format=torch.channels_last_3d)
+    assert large.numel() > 2**31
+    one, zero = torch.ones(32, device="cuda"), torch.zeros(32, device="cuda")
+    with torch.no_grad():
+        # The statistics of a volume and of its copies are the same.
+        y = instance_norm(large, one, zero, 1e-5, 0.01)
+        expected = closed_form(x.double(), one.double(), zero.double(), 1e-5, 0.01)
+    assert relative_error(y[..., -8:, -8:, -8:], expected.cpu()) <= 4e-3
+    assert relative_error(y[..., :8, :8, :8], expected.cpu()) <= 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) -> None:
+    triton_here.works.cache_clear()
+    x, weight, bias, _ = arguments((1, 2, 3, 4, 5), 0.0, torch.float32, "cuda")
+    with torch.no_grad():
+        instance_norm(x, weight, bias, 1e-5, 0.01)
+    assert not caplog.records

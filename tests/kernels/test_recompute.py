@@ -1,0 +1,155 @@
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings
+from unet3d.kernels import (
+    conv3x3x3,
+    instance_norm,
+    remade_in_backward,
+    upsample,
+)
+from unet3d.kernels import (
+    recompute as remake,
+)
+from unet3d.kernels.recompute import offer
+from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
+
+
+def step(remakes: bool, **options: object) -> tuple[int, list[Tensor]]:
+    """Return the bytes that are kept for backward, and the gradients."""
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    torch.manual_seed(0)
+    model = UNet3d(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)).double()
+    image = torch.randn(2, 2, 16, 16, 8, dtype=torch.float64)
+    target = torch.randint(0, 3, (2, 16, 16, 8), dtype=torch.uint8)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> None:
+        kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+    with handling(note), remade_in_backward() if remakes else nullcontext():
+        loss = dice_cross_entropy(model(image), target).total
+    loss.backward()
+    return sum(kept.values()), [value.grad for value in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"encoder": "residual", "deep_supervision": True}], ids=str
+)
+def test_gradients_are_bit_identical_and_less_is_kept(options: dict[str, object]) -> None:
+    kept, gradients = step(True, **options)
+    kept_all, expected = step(False, **options)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert kept < 0.8 * kept_all
+
+
+def test_of_other_norms_only_upsampled_features_are_made_again() -> None:
+    # Two samples, 4 channels of 16 x 16 x 8 and 8 channels of 8 x 8 x 8 voxels, in float64.
+    upsampled = 2 * 8 * (4 * 16 * 16 * 8 + 8 * 8 * 8 * 8)
+    assert step(False, norm="group")[0] - step(True, norm="group")[0] == upsampled
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
+def test_what_autocast_lowered_is_made_again_as_low() -> None:
+    """As with group normalisation on GPUs, whose results are float32."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+    gradients = []
+    for remakes in (False, True):
+        up = torch.randn(4, 4, 2, 2, 2, generator=torch.Generator().manual_seed(1))
+        kernel = torch.randn(4, 4, 3, 3, 3, generator=torch.Generator().manual_seed(2))
+        weights = [up.requires_grad_(), kernel.requires_grad_()]
+        # Not every CPU has what oneDNN wants for bfloat16.
+        with torch.backends.mkldnn.flags(enabled=False):
+            with remade_in_backward() if remakes else nullcontext():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    y = conv3x3x3(upsample(x, up, (2, 2, 2)), kernel)
+            y.square().sum().backward()
+        gradients.append([weight.grad for weight in weights])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_all, _ = step(False)
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", 10**9)
+    assert step(True)[0] == kept_all
+
+
+@pytest.fixture
+def reading() -> Iterator[list[Tensor]]:
+    """What a handler around is asked about: what is not made again."""
+    seen: list[Tensor] = []
+    with handling(seen.append):
+        yield seen
+
+
+def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> None:
+    values = torch.arange(24.0)
+    leaf = torch.ones(2, 3, requires_grad=True)
+    num_made = []
+
+    def recipe() -> Tensor:
+        num_made.append(1)
+        return values.clone().view(4, 6)
+
+    with remade_in_backward():
+        tensor = recipe()
+        offer(tensor, recipe, values)
+        view = tensor[1:3, ::2]
+        made = leaf * view
+    assert storage_key(tensor) not in map(storage_key, reading)
+    saved = made.grad_fn._saved_other
+    assert (saved.shape, saved.stride(), saved.storage_offset()) == ((2, 3), (6, 2), 6)
+    assert torch.equal(saved, view)
+    assert storage_key(saved) != storage_key(tensor)
+    assert len(num_made) == 2
+
+
+def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All storages have one key here, as a new one may have that of one that is gone."""
+    monkeypatch.setattr(remake, "storage_key", lambda tensor: 7)
+    leaf = torch.ones(3, requires_grad=True)
+    with remade_in_backward():
+        first = torch.full((3,), 5.0)
+        offer(first, lambda: torch.full((3,), 5.0), leaf)
+        del first
+        gc.collect()
+        made = leaf * torch.full((3,), 2.0)
+    made.sum().backward()
+    assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
+    source = torch.ones(3)
+    gone = weakref.ref(source)
+    with remade_in_backward():
+        result = source.clone()
+        offer(result, source.clone, source)
+    del source
+    gc.collect()
+    assert gone() is None
+    assert result.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_outside_the_context_nothing_is_offered(reading: list[Tensor]) -> None:
+    x = torch.randn(1, 2, 4, 4, 4, requires_grad=True)
+    weight, bias = torch.ones(2), torch.zeros(2)
+    with remade_in_backward():
+        pass
+    y = instance_norm(x, weight, bias, 1e-5, 0.01)
+    y.square()
+    assert storage_key(y) in map(storage_key, reading)

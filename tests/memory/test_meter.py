@@ -1,0 +1,401 @@
+import gc
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings, Recompute, TrainingSettings
+from unet3d.kernels import recompute as remake
+from unet3d.memory.meter import (
+    MemoryMeter,
+    SlotMemory,
+    device_bytes,
+    memory_record,
+    merged_records,
+)
+from unet3d.memory.timeline import Mark, Timeline
+from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model.optimizer import Optimization
+from unet3d.parallel import Executor, Layout, parallelize
+from unet3d.parallel.schedule import SCHEDULES
+
+CPU = torch.device("cpu")
+
+
+def spread(
+    topology: Topology,
+    num_devices: int,
+    num_micro_batches: int = 1,
+    cuts: tuple[int, ...] | None = None,
+) -> Executor:
+    torch.manual_seed(0)
+    return parallelize(UNet3d(topology), Layout((CPU,) * num_devices, cuts, num_micro_batches))
+
+
+def small_topology(**options: object) -> Topology:
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    return plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
+
+
+def make_batch(num_samples: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(num_samples, 2, 16, 16, 16, generator=generator)
+    target = torch.randint(0, 3, (num_samples, 16, 16, 16), generator=generator)
+    return image, target.to(torch.uint8)  # as the loader gives it
+
+
+def measure(
+    executor: Executor, optimizer: str = "sgd", num_samples: int = 2
+) -> tuple[MemoryMeter, dict[int, SlotMemory]]:
+    """Run one step as training does."""
+    optimization = Optimization(executor.module, TrainingSettings(optimizer=optimizer), "float32")
+    meter = MemoryMeter(executor.slots, executor.module)
+    meter.start()
+    executor.observer = meter
+    optimization.optimizer.register_step_post_hook(lambda *_: meter.end_step())
+    executor.forward_backward(*make_batch(num_samples), dice_cross_entropy)
+    meter.note_gradients()
+    optimization.step(0.01)
+    return meter, meter.read(optimization.optimizer)
+
+
+def mean_of_squares(logits: Tensor | list[Tensor], target: Tensor) -> LossTerms:
+    """A loss of which autograd keeps one tensor only: the logits."""
+    assert isinstance(logits, Tensor)
+    loss = (logits * logits).mean()
+    return LossTerms(loss, loss, loss)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "min_elements", "remakes"),
+    [("off", 0, False), ("norm", 0, True), ("norm", 10**9, False)],
+)
+def test_activations_are_the_tensors_that_the_layers_keep(
+    recompute: Recompute, min_elements: int, remakes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by hand for two levels, in float32, for one sample.
+
+    A convolution keeps its input. InstanceNorm with its activation keeps its input and for each
+    channel the mean and the inverse deviation. So what it writes is kept by the next convolution,
+    once, or made again.
+    """
+    monkeypatch.setattr(remake, "MIN_ELEMENTS", min_elements)
+    topology = Topology(1, 2, (3, 5), ((1, 1, 1), (2, 2, 2)))
+    executor = parallelize(UNet3d(topology), Layout((CPU, CPU), recompute=recompute))
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.observer = meter
+    image = torch.randn(1, 1, 8, 8, 8)
+    executor.forward_backward(image, torch.zeros(1, 8, 8, 8), mean_of_squares)
+    optimizer = torch.optim.SGD(executor.module.parameters())
+    measured = meter.read(optimizer)
+
+    full, half = 8**3, 4**3
+
+    def unit(channels: int, voxels: int, is_read: bool = True) -> int:
+        """Return what is kept of a unit: the norm's input, statistics, and its result if read."""
+        result = channels * voxels if is_read and not remakes else 0
+        return channels * voxels + 2 * channels + result
+
+    # Nothing in the encoder reads what its last unit writes.
+    encoder = 1 * full + 2 * unit(3, full) + unit(5, half) + unit(5, half, is_read=False)
+    # Skip and lowest features come from the encoder: leaves, which are never made again.
+    upsampled = 0 if remakes else 3 * full
+    decoder = 3 * full + 5 * half + upsampled + 2 * unit(3, full)
+    logits = 2 * full
+    assert measured[0].activations_bytes == 4 * encoder
+    assert measured[1].activations_bytes == 4 * (decoder + logits)
+
+
+class Saved:
+    """All tensors that autograd keeps in a context, found without the meter."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, int] = {}
+        self.keep_alive: list[Tensor] = []
+
+    def __enter__(self) -> "Saved":
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.keep_alive.append(tensor)
+        self.storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual"}, {"norm": "batch"}, {"norm": "group", "deep_supervision": True}],
+    ids=str,
+)
+def test_one_slot_keeps_what_the_plain_network_keeps(options: dict[str, object]) -> None:
+    topology = small_topology(**options)
+    image, target = make_batch()
+    torch.manual_seed(0)
+    model = UNet3d(topology)
+    with Saved() as saved:
+        dice_cross_entropy(model(image), target)
+    own = {v.untyped_storage().data_ptr() for v in (*model.parameters(), *model.buffers())}
+    expected = sum(size for pointer, size in saved.storages.items() if pointer not in own)
+    _, measured = measure(spread(topology, 1))
+    # The pipeline takes the loss on detached logits, which share their storage: nothing more.
+    assert measured[0].activations_bytes == expected
+
+
+def test_counting_changes_neither_loss_nor_gradients() -> None:
+    plain, watched = spread(small_topology(), 2), spread(small_topology(), 2)
+    meter = MemoryMeter(watched.slots, watched.module)
+    watched.observer = meter
+    losses = [
+        executor.forward_backward(*make_batch(), dice_cross_entropy).total
+        for executor in (plain, watched)
+    ]
+    assert torch.equal(*losses)
+    for a, b in zip(plain.module.parameters(), watched.module.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_everything_is_let_go_after_backward(num_devices: int) -> None:
+    """By reference counts alone: what waits for the garbage collector would fill a GPU."""
+    executor = spread(small_topology(deep_supervision=True), num_devices, num_micro_batches=2)
+    meter = MemoryMeter(executor.slots, executor.module)
+    executor.observer = meter
+    peaks = []
+    for _ in range(3):
+        meter.start()
+        executor.forward_backward(*make_batch(), dice_cross_entropy)
+        peaks.append([meter._kept[slot.index].peak for slot in executor.slots])
+        assert [meter._kept[slot.index].now for slot in executor.slots] == [0] * num_devices
+    assert all(peak > 16**3 * 4 for peak in peaks[0])
+    assert peaks == [peaks[0]] * 3  # nothing is added up over steps
+
+
+def test_prediction_keeps_nothing() -> None:
+    executor = spread(small_topology(), 2)
+    with Saved() as saved:
+        executor.predict(make_batch()[0])
+    assert not saved.storages
+
+
+@pytest.mark.parametrize("cuts", [(1,), (6,), (12,), None], ids=str)
+def test_slots_add_up_to_the_network(cuts: tuple[int, ...] | None) -> None:
+    _, alone = measure(spread(small_topology(), 1))
+    executor = spread(small_topology(), 2, cuts=cuts)
+    _, measured = measure(executor)
+    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert sum(getattr(measured[i], kind) for i in (0, 1)) == getattr(alone[0], kind), kind
+    # What crosses the cut is kept on both sides, as copies would be on two devices.
+    total = sum(measured[i].activations_bytes for i in (0, 1))
+    assert total >= alone[0].activations_bytes
+    assert all(measured[i].activations_bytes < alone[0].activations_bytes for i in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "counters"), [("sgd", 1, 0), ("adamw", 2, 1)], ids=["sgd", "adamw"]
+)
+def test_parameters_gradients_and_optimizer_by_arithmetic(
+    optimizer: str, states: int, counters: int
+) -> None:
+    executor = spread(small_topology(norm="batch"), 2)
+    _, measured = measure(executor, optimizer)
+    halves = (executor.module.encoder, executor.module.decoder)
+    for slot, half in zip(executor.slots, halves, strict=True):
+        parameters = list(half.parameters())
+        numbers = 4 * sum(value.numel() for value in parameters)
+        buffers = sum(value.numel() * value.element_size() for value in half.buffers())
+        found = measured[slot.index]
+        assert buffers > 0
+        assert found.parameters_bytes == numbers + buffers
+        assert found.gradients_bytes == numbers
+        assert found.optimizer_bytes == states * numbers + counters * 4 * len(parameters)
+        assert found.peak_bytes == found.reserved_bytes
+        assert found.peak_bytes == (
+            found.parameters_bytes
+            + found.gradients_bytes
+            + found.optimizer_bytes
+            + found.activations_bytes
+        )
+
+
+def test_micro_batches_lower_the_activations_of_one_slot() -> None:
+    _, whole = measure(spread(small_topology(), 1), num_samples=4)
+    _, portions = measure(spread(small_topology(), 1, num_micro_batches=4), num_samples=4)
+    image = make_batch(4)[0].numel() * 4  # a portion of it is a view, which keeps the whole batch
+    ratio = (portions[0].activations_bytes - image) / (whole[0].activations_bytes - image)
+    assert ratio == pytest.approx(1 / 4, rel=1e-6)
+
+
+def test_a_new_start_forgets() -> None:
+    executor = spread(small_topology(), 1)
+    meter, measured = measure(executor)
+    assert measured[0].activations_bytes > 0
+    meter.start()
+    again = meter.read(torch.optim.SGD(executor.module.parameters()))[0]
+    assert (again.activations_bytes, again.gradients_bytes, again.optimizer_bytes) == (0, 0, 0)
+    assert again.parameters_bytes == measured[0].parameters_bytes
+
+
+def test_gradients_are_the_most_that_were_there() -> None:
+    executor = spread(small_topology(), 2)
+    meter, measured = measure(executor)
+    assert all(value.grad is None for value in executor.module.parameters())
+    meter.note_gradients()  # they have been cleared by now
+    optimizer = torch.optim.SGD(executor.module.parameters())
+    assert meter.read(optimizer)[0].gradients_bytes == measured[0].gradients_bytes
+
+
+def test_the_record_has_a_row_for_each_slot() -> None:
+    executor = spread(small_topology(), 2)
+    _, measured = measure(executor)
+    predicted = {index: replace(memory, peak_bytes=7) for index, memory in measured.items()}
+    record = memory_record("model", executor.slots, measured, predicted)
+    assert record["parallel"] == "model"
+    assert [row["slot"] for row in record["slots"]] == [0, 1]
+    blocks = [name for row in record["slots"] for name in row["blocks"]]
+    assert blocks == [block.name for block in executor.module.blocks()]
+    for row in record["slots"]:
+        assert row["device"] == "cpu"
+        assert row["device_bytes"] == device_bytes(CPU)
+        assert row["measured"] == measured[row["slot"]].to_dict()
+        assert row["predicted"] == row["measured"] | {"peak_bytes": 7}
+
+
+def test_the_records_of_ranks_are_numbered_through() -> None:
+    executor = spread(small_topology(), 2)
+    _, measured = measure(executor)
+    marks = (
+        Mark(0, "forward", 0, 1, 2),
+        Mark(1, "loss", 0, 3, 4),
+        Mark(None, "optimizer", None, 5, 6),
+    )
+    lines = [Timeline("cpu", (index,), marks) for index in range(2)]
+    own = memory_record("model", executor.slots, measured, None, lines)
+    merged = merged_records([own, own, own])
+    assert [(row["slot"], row["rank"]) for row in merged["slots"]] == [
+        (number, number // 2) for number in range(6)
+    ]
+    assert [line["slots"] for line in merged["timeline"]] == [[number] for number in range(6)]
+    last = merged["timeline"][-1]
+    assert (last["rank"], [mark["slot"] for mark in last["marks"]]) == (2, [4, 5, None])
+    for row in merged["slots"]:
+        assert row["measured"] == measured[row["slot"] % 2].to_dict()
+        assert row["predicted"] is None
+
+
+def test_the_memory_of_the_machine() -> None:
+    with open("/proc/meminfo") as file:
+        kibibytes = int(next(line.split()[1] for line in file if line.startswith("MemTotal")))
+    assert device_bytes(CPU) == kibibytes * 1024
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(
+    schedule: Literal["1f1b", "all-forward"],
+) -> None:
+    layout = Layout((CPU, CPU), None, 3, None, schedule)
+    executor = parallelize(UNet3d(small_topology()), layout)
+    measure(executor, num_samples=3)
+    meter, measured = measure(executor, num_samples=3)
+    expected: list[tuple[int | None, str, int | None]] = []
+    for action in SCHEDULES[schedule](3, 2):
+        expected.append((action.stage, action.kind, action.micro_batch))
+        if action.kind == "forward" and action.stage == 1:
+            expected.append((1, "loss", action.micro_batch))
+    expected.append((None, "optimizer", None))
+    lines = meter.timeline(measured)
+    assert [line.slots for line in lines] == [(0,), (1,)]
+    for line in lines:
+        assert [(m.slot, m.kind, m.micro_batch) for m in line.marks] == expected
+        found = measured[line.slots[0]]
+        still = found.peak_bytes - found.activations_bytes
+        # Nothing is kept at the end, and the gradients are there.
+        assert line.marks[-1].bytes == still
+        without_gradients = still - found.gradients_bytes
+        first = next(m for m in line.marks if m.slot == line.slots[0])
+        assert first.bytes > without_gradients
+        assert all(mark.peak_bytes >= mark.bytes for mark in line.marks[:-1])
+        peak = max(mark.peak_bytes for mark in line.marks)
+        assert without_gradients + found.activations_bytes <= peak <= found.peak_bytes
+
+
+def test_an_idle_slot_keeps_what_it_had() -> None:
+    executor = spread(small_topology(), 2, num_micro_batches=2)
+    meter, measured = measure(executor)
+    for line in meter.timeline(measured):
+        for before, mark in itertools.pairwise(line.marks):
+            if mark.slot not in (None, *line.slots):
+                assert mark.bytes == before.bytes
+
+
+@pytest.mark.gpu
+def test_marks_do_not_lose_the_peak_of_the_step() -> None:
+    gpu = torch.device("cuda", 0)
+    peaks = []
+    for observed in (False, True):
+        torch.manual_seed(0)
+        executor = parallelize(UNet3d(small_topology()), Layout((gpu,), None, 2))
+        optimizer = torch.optim.SGD(executor.module.parameters())
+        meter = MemoryMeter(executor.slots, executor.module)
+        image, target = (value.to(gpu) for value in make_batch())
+        for _ in range(2):
+            optimizer.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(gpu)
+            if observed:
+                meter.start()
+                executor.observer = meter
+            executor.forward_backward(image, target, dice_cross_entropy)
+        if observed:
+            measured = meter.read(optimizer)
+            (line,) = meter.timeline(measured)
+            assert line.device == "cuda:0"
+            assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
+            assert max(mark.peak_bytes for mark in line.marks) == measured[0].peak_bytes
+            now = torch.cuda.memory_allocated(gpu)  # the loss is smaller when it is returned
+            assert now <= line.marks[-1].bytes <= now + 2**16
+            peaks.append(measured[0].peak_bytes)
+        else:
+            peaks.append(torch.cuda.max_memory_allocated(gpu))
+        del executor, optimizer, meter, image, target
+    # The loss is returned before the next step of either begins, so nothing else differs.
+    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_by_its_allocator() -> None:
+    gpu = torch.device("cuda", 0)
+    executor = parallelize(UNet3d(small_topology()), Layout((gpu,)))
+    optimization = Optimization(executor.module, TrainingSettings(), "float32")
+    meter = MemoryMeter(executor.slots, executor.module)
+    meter.start()
+    executor.observer = meter
+    image, target = make_batch()
+    executor.forward_backward(image.to(gpu), target.to(gpu), dice_cross_entropy)
+    meter.note_gradients()
+    optimization.step(0.01)
+    found = meter.read(optimization.optimizer)[0]
+    _, on_cpu = measure(spread(small_topology(), 1))
+    # The sums of the loss keep less where they are one kernel.
+    assert 0.7 * on_cpu[0].activations_bytes <= found.activations_bytes
+    assert found.activations_bytes <= 1.05 * on_cpu[0].activations_bytes
+    assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes
+    assert found.reserved_bytes >= found.peak_bytes
+    assert device_bytes(gpu) == torch.cuda.mem_get_info(gpu)[1]

@@ -1,0 +1,91 @@
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d.memory.saved_tensors import Saved, handling, storage_key
+
+
+class Copy:
+    """Stands for a tensor by a copy of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value = tensor.detach().clone()
+
+    def restore(self) -> Tensor:
+        return self.value
+
+
+class Asked:
+    """Remembers what it is asked about, and takes tensors of one shape."""
+
+    def __init__(self, takes: tuple[int, ...] | None = None) -> None:
+        self.takes = takes
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, tensor: Tensor) -> Saved | None:
+        self.shapes.append(tuple(tensor.shape))
+        return Copy(tensor) if tuple(tensor.shape) == self.takes else None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b  # keeps both
+
+
+@pytest.fixture
+def factors() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    a = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    return a, torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+
+def test_the_innermost_is_asked_first_and_the_outer_sees_what_it_passes(
+    factors: tuple[Tensor, Tensor],
+) -> None:
+    outer, inner = Asked(), Asked(takes=(2, 3))
+    with handling(outer), handling(inner):
+        product(*factors)
+    assert sorted(inner.shapes) == [(2, 3), (3, 4)]
+    assert outer.shapes == [(3, 4)]
+
+
+@pytest.mark.parametrize("outer", [None, (2, 3), (3, 4)])
+@pytest.mark.parametrize("inner", [None, (2, 3), (3, 4)])
+def test_gradients_are_the_same_whoever_takes_a_tensor(
+    factors: tuple[Tensor, Tensor], outer: tuple[int, ...] | None, inner: tuple[int, ...] | None
+) -> None:
+    expected = torch.autograd.grad(product(*factors).square().sum(), factors)
+    with handling(Asked(outer)), handling(Asked(inner)):
+        made = product(*factors).square().sum()
+    for actual, value in zip(torch.autograd.grad(made, factors), expected, strict=True):
+        assert torch.equal(actual, value)
+
+
+def test_backward_gets_what_stands_for_a_tensor(factors: tuple[Tensor, Tensor]) -> None:
+    class Ones(Copy):
+        def restore(self) -> Tensor:
+            return torch.ones_like(self.value)
+
+    with handling(Ones):
+        made = product(*factors)
+    (gradient,) = torch.autograd.grad(made, factors[:1], torch.ones_like(made))
+    assert torch.equal(gradient, torch.full_like(gradient, 4.0))
+
+
+def test_nobody_is_asked_after_the_context_even_if_it_failed(
+    factors: tuple[Tensor, Tensor],
+) -> None:
+    outer, inner = Asked(), Asked()
+    with handling(outer):
+        with pytest.raises(ZeroDivisionError), handling(inner):
+            raise ZeroDivisionError
+        product(*factors)
+    product(*factors)
+    assert inner.shapes == []
+    assert len(outer.shapes) == 2
+
+
+def test_views_share_a_key_and_copies_do_not() -> None:
+    tensor = torch.zeros(4, 5)
+    assert storage_key(tensor[1:].T) == storage_key(tensor.detach()) == storage_key(tensor)
+    copy = tensor.clone()
+    assert storage_key(copy) != storage_key(tensor)

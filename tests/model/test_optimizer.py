@@ -1,0 +1,213 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
+from unet3d.parallel import Layout, parallelize
+
+CPU = torch.device("cpu")
+
+
+class Vector(nn.Module):
+    def __init__(self, *values: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+def make(module: nn.Module, precision: str = "float32", **settings: object) -> Optimization:
+    return Optimization(module, TrainingSettings(**settings), precision)
+
+
+def test_the_learning_rate_decays_polynomially() -> None:
+    optimization = make(Vector(1), learning_rate=0.02)
+    assert optimization.learning_rate(0, 1000) == 0.02
+    assert optimization.learning_rate(500, 1000) == pytest.approx(0.02 * 0.5**0.9)
+    assert optimization.learning_rate(999, 1000) == pytest.approx(0.02 * 0.001**0.9)
+    rates = [optimization.learning_rate(step, 50) for step in range(50)]
+    assert all(0 < after < before for before, after in zip(rates, rates[1:], strict=False))
+
+
+def nesterov(
+    start: Tensor, gradients: list[Tensor], rates: list[float], momentum: float, decay: float
+) -> Tensor:
+    """Written out (Sutskever et al., ICML 2013, in PyTorch's form)."""
+    weight, velocity = start.clone(), None
+    for gradient, rate in zip(gradients, rates, strict=True):
+        gradient = gradient + decay * weight
+        velocity = gradient if velocity is None else momentum * velocity + gradient
+        weight = weight - rate * (gradient + momentum * velocity)
+    return weight
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_is_nesterovs(momentum: float) -> None:
+    module = Vector(1.0, -2.0, 3.0)
+    start = module.weight.detach().clone()
+    optimization = make(module, momentum=momentum, weight_decay=0.01, gradient_clip=1e9)
+    gradients = [torch.tensor([k, 1.0, -k], dtype=torch.float64) for k in (1.0, 2.0, 3.0)]
+    rates = [0.1, 0.05, 0.02]
+    for gradient, rate in zip(gradients, rates, strict=True):
+        module.weight.grad = gradient.clone()
+        optimization.step(rate)
+    expected = nesterov(start, gradients, rates, momentum, 0.01)
+    torch.testing.assert_close(module.weight.detach(), expected)
+
+
+def test_adamw_by_hand() -> None:
+    module = Vector(1.0, -2.0)
+    optimization = make(module, optimizer="adamw", weight_decay=0.1)
+    gradient = torch.tensor([0.5, -3.0], dtype=torch.float64)
+    module.weight.grad = gradient.clone()
+    optimization.step(0.01)
+    # After one step both moments are the gradient itself, so the step is the sign of it.
+    start = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    expected = start * (1 - 0.01 * 0.1) - 0.01 * gradient / (gradient.abs() + 1e-8)
+    torch.testing.assert_close(module.weight.detach(), expected)
+
+
+def test_gradients_are_clipped_together_and_cleared() -> None:
+    module = nn.ModuleList([Vector(0.0, 0.0), Vector(0.0)])
+    optimization = make(module, momentum=0.0, weight_decay=0.0, gradient_clip=2.0)
+    module[0].weight.grad = torch.tensor([3.0, 0.0], dtype=torch.float64)
+    module[1].weight.grad = torch.tensor([4.0], dtype=torch.float64)
+    optimization.step(1.0)
+    # Their norm together is 5, so both are shortened to 2/5.
+    found = torch.cat([vector.weight.detach() for vector in module])
+    expected = torch.tensor([-1.2, 0.0, -1.6], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_small_gradients_are_left_alone() -> None:
+    module = Vector(0.0)
+    optimization = make(module, momentum=0.0, weight_decay=0.0, gradient_clip=2.0)
+    module.weight.grad = torch.tensor([1.5], dtype=torch.float64)
+    optimization.step(1.0)
+    assert module.weight.item() == -1.5
+
+
+def network() -> UNet3d:
+    torch.manual_seed(0)
+    settings = ModelSettings(base_channels=4, num_levels=2)
+    return UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 2))
+
+
+def train_steps(
+    num_devices: int, precision: str, num_steps: int = 3
+) -> tuple[UNet3d, Optimization]:
+    executor = parallelize(network(), Layout((CPU,) * num_devices))
+    optimization = make(executor.module, precision)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        image = torch.randn(2, 1, 16, 16, 16, generator=generator)
+        target = (image[:, 0] > 0).to(torch.uint8)
+        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+        optimization.step(0.01)
+    return executor.module, optimization
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_scaled_gradients_make_the_same_steps(num_devices: int) -> None:
+    """A scale is a power of two, so it changes no bit: the loss is scaled and unscaled again."""
+    plain, without = train_steps(1, "float32")
+    scaled, with_scale = train_steps(num_devices, "float16")
+    assert without.scale == 1.0
+    assert with_scale.scale == 2.0**16
+    for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_skips_the_step_and_lowers_the_scale(bad: float) -> None:
+    module = nn.Linear(2, 1)
+    before = copy.deepcopy(module.state_dict())
+    optimization = make(module, "float16")
+    module.weight.grad = torch.tensor([[1.0, bad]])
+    module.bias.grad = torch.ones(1)
+    optimization.step(0.01)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert optimization.scale == 2.0**15
+    assert module.weight.grad is None
+
+
+def test_the_scale_is_resumed() -> None:
+    module = nn.Linear(2, 1)
+    optimization = make(module, "float16")
+    for _ in range(3):
+        module.weight.grad = torch.full((1, 2), float("inf"))
+        module.bias.grad = torch.ones(1)
+        optimization.step(0.01)
+    assert optimization.scale == 2.0**13
+    resumed = make(nn.Linear(2, 1), "float16")
+    resumed.load_state_dict(optimization.state_dict())
+    assert resumed.scale == 2.0**13
+
+
+@pytest.mark.parametrize(("first", "second"), [("float16", "float32"), ("float32", "float16")])
+def test_a_run_can_go_on_in_another_precision(first: str, second: str) -> None:
+    _, optimization = train_steps(1, first)
+    resumed = make(network(), second)
+    resumed.load_state_dict(optimization.state_dict())
+    assert resumed.scale == (2.0**16 if second == "float16" else 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_resumed_optimizer_takes_the_same_steps(optimizer: str) -> None:
+    def run(module: Vector, optimization: Optimization, steps: range) -> None:
+        for step in steps:
+            module.weight.grad = torch.tensor([1.0 + step, -0.5], dtype=torch.float64)
+            optimization.step(optimization.learning_rate(step, 10))
+
+    whole, first = Vector(1.0, 2.0), Vector(1.0, 2.0)
+    run(whole, make(whole, optimizer=optimizer), range(6))
+    optimization = make(first, optimizer=optimizer)
+    run(first, optimization, range(3))
+    stored = io.BytesIO()
+    torch.save({"weight": first.weight.detach(), **optimization.state_dict()}, stored)
+    stored.seek(0)
+    state = torch.load(stored, weights_only=True)
+    second = Vector(0.0, 0.0)
+    second.weight.data = state.pop("weight")
+    resumed = make(second, optimizer=optimizer)
+    resumed.load_state_dict(state)
+    run(second, resumed, range(3, 6))
+    assert torch.equal(second.weight, whole.weight)
+
+
+def test_the_state_of_another_network_is_refused() -> None:
+    optimization = make(nn.Linear(2, 1))
+    with pytest.raises(ValueError, match="parameter group"):
+        optimization.load_state_dict(make(Vector(1.0)).state_dict())
+
+
+def test_precisions_and_types() -> None:
+    assert autocast_dtype("bfloat16") is torch.bfloat16
+    assert autocast_dtype("float16") is torch.float16
+    assert autocast_dtype("float32") is None
+    assert autocast_dtype("float64") is None
+    assert image_dtype(parallelize(network().double(), Layout((CPU,)))) is torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu"), ("cpu", "cuda:0")], ids=str)
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_lower_precision_learns_on_gpus(devices: tuple[str, ...], precision: str) -> None:
+    layout = Layout(tuple(map(torch.device, devices)), autocast=autocast_dtype(precision))
+    executor = parallelize(network(), layout)
+    optimization = make(executor.module, precision, momentum=0.9)
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(2, 1, 16, 16, 16, generator=generator)
+    target = (image[:, 0] > 0).to(torch.uint8).to(executor.output_device)
+    image = image.to(executor.input_device)
+    losses = []
+    for _ in range(10):
+        terms = executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+        losses.append(terms.total.item())
+        optimization.step(0.05)
+    assert losses[-1] < 0.9 * losses[0]
+    assert {value.dtype for value in executor.module.parameters()} == {torch.float32}

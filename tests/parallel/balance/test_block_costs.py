@@ -1,0 +1,250 @@
+import functools
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+from unet3d.config import ModelSettings
+from unet3d.errors import DatasetError
+from unet3d.memory.meter import MemoryMeter
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.balance import block_costs as costs
+from unet3d.parallel.balance import stopwatch as timings
+from unet3d.parallel.balance.block_costs import BlockBytes, block_bytes, block_seconds
+from unet3d.parallel.schedule import SCHEDULES, most_alive
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+SIZE = (16, 16, 8)
+
+
+def make_model(**options: object) -> UNet3d:
+    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    torch.manual_seed(0)
+    return UNet3d(plan_topology(settings, SIZE, (1.0, 1.0, 2.5), 2, 3))
+
+
+@functools.cache
+def counted(num_samples: int, **options: object) -> Any:
+    return block_bytes(make_model(**options), SIZE, num_samples, None, CPU)
+
+
+def measured_activations(
+    model: UNet3d, layout: Layout, batch_size: int, dtype: torch.dtype = torch.float32
+) -> list[int]:
+    """Run a step and return what autograd kept at most, slot by slot."""
+    executor = parallelize(model, layout)
+    meter = MemoryMeter(executor.slots, model)
+    executor.observer = meter
+    image = torch.randn(batch_size, 2, *SIZE, dtype=dtype, device=executor.input_device)
+    target = torch.zeros(batch_size, *SIZE, dtype=torch.uint8, device=executor.output_device)
+    executor.forward_backward(image, target, dice_cross_entropy)
+    measured = meter.read(torch.optim.SGD(model.parameters()))
+    return [measured[slot.index].activations_bytes for slot in executor.slots]
+
+
+def kept_bytes(run: Sequence[BlockBytes]) -> int:
+    """Return what autograd keeps of one micro-batch; what two blocks keep counts once."""
+    return sum({name: size for entry in run for name, size in entry.kept.items()}.values())
+
+
+def counted_activations(entries: Any, layout: Layout, cuts: tuple[int, ...]) -> list[int]:
+    num_stages, num_blocks = len(layout.devices), len(entries) - 1
+    alive = most_alive(SCHEDULES[layout.schedule], layout.num_micro_batches, num_stages)
+    activations = [
+        alive[stage][stage] * kept_bytes(entries[start:end])
+        for stage, (start, end) in enumerate(itertools.pairwise((0, *cuts, num_blocks)))
+    ]
+    activations[-1] += kept_bytes(entries[-1:])  # the loss goes backward before anything else
+    return activations
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}],
+    ids=str,
+)
+@pytest.mark.parametrize("cuts", [(1,), (8,), (11,), (3, 6, 9)], ids=str)
+@pytest.mark.parametrize("num_micro_batches", [1, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+def test_what_is_counted_is_what_a_training_step_keeps(
+    options: dict[str, object],
+    cuts: tuple[int, ...],
+    num_micro_batches: int,
+    schedule: Literal["1f1b", "all-forward"],
+) -> None:
+    model, batch_size = make_model(**options), 4
+    layout = Layout((CPU,) * (len(cuts) + 1), cuts, num_micro_batches, None, schedule)
+    entries = counted(batch_size // num_micro_batches, **options)
+    expected = counted_activations(entries, layout, cuts)
+    # The first convolution keeps the image, a view of the batch that is there anyway.
+    expected[0] += batch_size * 2 * 16 * 16 * 8 * 4
+    assert measured_activations(model, layout, batch_size) == expected
+
+
+def test_counting_is_the_same_in_every_run_and_grows_with_the_samples() -> None:
+    model = make_model()
+    one, two = (block_bytes(model, SIZE, num_samples, None, CPU) for num_samples in (1, 2))
+    assert [entry.name for entry in one] == [*(b.name for b in model.blocks()), "loss"]
+    assert [entry.output_bytes for entry in two[:-1]] == [2 * e.output_bytes for e in one[:-1]]
+    assert sum(entry.parameters_bytes for entry in one) == sum(4 * p.numel() for p in one_of(model))
+    assert [sorted(e.kept.values()) for e in one] == [
+        sorted(e.kept.values()) for e in block_bytes(model, SIZE, 1, None, CPU)
+    ]
+
+
+def one_of(model: UNet3d) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def test_a_volume_of_any_size_can_be_counted() -> None:
+    entries = block_bytes(make_model(), (4096, 4096, 4096), 1, None, CPU)
+    assert entries[0].output_bytes == 4 * 4 * 4096**3
+
+
+def test_lower_precision_halves_what_crosses_and_keeps_lowered_weights() -> None:
+    model = make_model()
+    full, lowered = (
+        block_bytes(model, SIZE, 1, autocast, GPU) for autocast in (None, torch.bfloat16)
+    )
+    assert [e.output_bytes for e in full[:-1]] == [2 * e.output_bytes for e in lowered[:-1]]
+    assert kept_bytes(full[:-1]) > kept_bytes(lowered[:-1]) > kept_bytes(full[:-1]) / 2
+
+
+class Clock:
+    """Stands still but for the blocks, each of which takes its own time."""
+
+    def __init__(self, model: UNet3d, seconds: list[float]) -> None:
+        self.now = 0.0
+        self.num_passes = 0
+        for block, duration in zip(model.blocks(), seconds, strict=True):
+            block.module.register_forward_hook(lambda *_, d=duration: self.advance(d))
+
+    def advance(self, duration: float) -> None:
+        self.num_passes += 1
+        # Each first pass is slow, as the compilation of a kernel is.
+        slow = 100 if self.num_passes % 7 == 1 else 1
+        self.now += slow * duration
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_the_time_of_a_block_is_the_median_of_its_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    durations = [float(2**index) for index in range(len(model.blocks()))]
+    clock = Clock(model, durations)
+    monkeypatch.setattr(timings.time, "perf_counter", clock.perf_counter)
+    seconds = block_seconds(model, CPU, SIZE, 2, None, tmp_path)
+    assert seconds == (*durations, 0.0)
+
+
+def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    first = block_seconds(model, CPU, SIZE, 1, None, tmp_path / "new" / "timings")
+    assert all(seconds > 0 for seconds in first)
+    assert len(first) == len(model.blocks()) + 1
+
+    def refuse(*arguments: object) -> float:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(costs, "median_seconds", refuse)
+    assert block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "new" / "timings") == first
+    # A CPU computes in the parameters' precision, whatever the GPUs beside it do.
+    folder = tmp_path / "new" / "timings"
+    assert block_seconds(model, CPU, SIZE, 1, torch.bfloat16, folder) == first
+
+
+@pytest.mark.parametrize(
+    "change", ["size", "samples", "network", "precision", "threads", "version"]
+)
+def test_other_circumstances_are_measured_anew(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
+    model, size, num_samples = make_model(), SIZE, 1
+    block_seconds(model, CPU, size, num_samples, None, tmp_path)
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 2.0)
+    if change == "size":
+        size = (16, 16, 16)
+    elif change == "samples":
+        num_samples = 2
+    elif change == "network":
+        model = make_model(norm="group")
+    elif change == "precision":
+        model = model.double()
+    elif change == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    else:
+        monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert set(block_seconds(model, CPU, size, num_samples, None, tmp_path)) == {2.0}
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", '{"seconds": null}', '{"seconds": ["x"]}', '{"seconds": [1, 2]}']
+)
+def test_a_damaged_memory_of_times_is_replaced(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
+    model = make_model()
+    first = block_seconds(model, CPU, SIZE, 1, None, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert block_seconds(model, CPU, SIZE, 1, None, tmp_path) == first
+    assert json.loads(file.read_text())["seconds"] == list(first)
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DatasetError, match=r"cannot write .*file.*data\.cache") as caught:
+        block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "file")
+    assert "\n" not in str(caught.value)
+
+
+def test_counting_and_timing_leave_no_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(norm="batch")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    with caplog.at_level(logging.INFO):
+        block_bytes(model, SIZE, 2, None, CPU)
+        block_seconds(model, CPU, SIZE, 2, None, tmp_path)
+    assert "measuring the time of each block on cpu" in caplog.text
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> None:
+    model, gpu, cuts = make_model(), torch.device("cuda:0"), (6,)
+    entries = block_bytes(model, SIZE, 2, autocast, gpu)
+    layout = Layout((gpu, gpu), cuts, 2, autocast)
+    expected = counted_activations(entries, layout, cuts)
+    measured = measured_activations(model, layout, 4)
+    image_bytes = 4 * 2 * 16 * 16 * 8 * 4
+    assert measured[0] == pytest.approx(expected[0], rel=0.03, abs=image_bytes)
+    assert measured[1] == pytest.approx(expected[1], rel=0.03)
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_a_cpu_are_timed_apart(tmp_path: Path) -> None:
+    model, gpu = make_model(), torch.device("cuda:0")
+    for device in (gpu, CPU):
+        assert all(s > 0 for s in block_seconds(model, device, SIZE, 1, torch.bfloat16, tmp_path))
+    assert len(list(tmp_path.iterdir())) == 2

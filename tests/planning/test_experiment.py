@@ -1,0 +1,249 @@
+"""From settings to patch size, network and cases, on made and on real data."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.volumes.samples import write_json, write_msd, write_volume
+from unet3d.config import Config, load_config
+from unet3d.errors import ConfigError, DatasetError
+from unet3d.planning.experiment import fitting_size, plan_experiment, report_findings
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.job import train
+from unet3d.volumes.check import Finding
+
+
+def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
+    named = [] if dataset is None else [f"data.dataset={dataset}"]
+    return load_config(None, [f"data.cache={folder / 'cache'}", *named, *overrides])
+
+
+# The patch
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "max_voxels", "expected"),
+    [
+        ((256, 256, 256), (1, 1, 1), 128**3, (128, 128, 128)),
+        ((256, 256, 256), (0.3, 0.3, 0.3), 128**3, (128, 128, 128)),
+        ((100, 90, 80), (1, 1, 1), 128**3, (100, 90, 80)),
+        ((128, 128, 128), (1, 1, 1), 128**3, (128, 128, 128)),
+        # Slices four times as thick: a quarter as many, for a cube in mm.
+        ((512, 512, 512), (1, 1, 4), 64 * 64 * 16, (64, 64, 16)),
+        ((512, 512, 512), (4, 1, 2), 16 * 64 * 32, (16, 64, 32)),
+        # An axis that is whole leaves its share of the budget to the others.
+        ((512, 512, 16), (1, 1, 1), 64 * 64 * 16, (64, 64, 16)),
+        ((512, 8, 512), (1, 1, 1), 64 * 64 * 8, (64, 8, 64)),
+        ((10, 10, 10), (1, 1, 1), 1, (1, 1, 1)),
+        ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 1000)),
+    ],
+)
+def test_a_patch_is_a_cube_in_mm_within_the_budget(
+    shape: Any, spacing_mm: Any, max_voxels: int, expected: Any
+) -> None:
+    assert fitting_size(shape, spacing_mm, max_voxels) == expected
+
+
+def test_no_larger_cube_would_have_fitted() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        shape = tuple(int(size) for size in rng.integers(20, 400, 3))
+        spacing_mm = tuple(float(mm) for mm in rng.uniform(0.4, 5, 3))
+        budget = int(rng.integers(20**3, 150**3))
+        size = fitting_size(shape, spacing_mm, budget)
+        assert math.prod(size) <= budget
+        assert all(voxels <= available for voxels, available in zip(size, shape, strict=True))
+        if size == shape:
+            continue
+        # The edge at which one more voxel fits along some axis, and the precision of the search.
+        cut = [axis for axis in range(3) if size[axis] < shape[axis]]
+        edge_mm = min((size[axis] + 1) * spacing_mm[axis] for axis in cut) + min(spacing_mm) / 4
+        larger = [
+            min(voxels, math.floor(edge_mm / mm))
+            for voxels, mm in zip(shape, spacing_mm, strict=True)
+        ]
+        assert math.prod(larger) > budget, (shape, spacing_mm, budget, size)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "max_voxels", "patch_size", "strides"),
+    [
+        ((60, 60, 60), (1.0, 1.0, 1.0), 48**3, (48, 48, 48), (8, 8, 8)),
+        # A cube of 47 would be padded to 48.
+        ((60, 60, 60), (1.0, 1.0, 1.0), 47**3, (40, 40, 40), (8, 8, 8)),
+        ((60, 60, 60), (1.0, 1.0, 1.0), 32**3, (32, 32, 32), (8, 8, 8)),
+        # One voxel less and there is a level less.
+        ((13, 13, 13), (1.0, 1.0, 1.0), 13**3, (12, 12, 12), (2, 2, 2)),
+        # Nothing is cut: padded to the strides, for the budget is generous.
+        ((37, 50, 31), (1.0, 1.0, 1.0), 64**3, (40, 64, 32), (8, 16, 8)),
+        # Thick slices are halved less often.
+        ((64, 64, 16), (1.0, 1.0, 4.0), 64**3, (64, 64, 16), (16, 16, 4)),
+    ],
+)
+def test_auto_patches_suit_the_strides_and_the_budget(
+    tmp_path: Path, shape: Any, spacing_mm: Any, max_voxels: int, patch_size: Any, strides: Any
+) -> None:
+    root = write_msd(tmp_path / "data", 2, shape, spacing_mm)
+    config = settings(tmp_path, root, f"patches.max_voxels={max_voxels}", "model.base_channels=4")
+    experiment = plan_experiment(config, 0)
+    assert experiment.topology.total_stride == strides
+    assert experiment.patch_size == patch_size
+    assert experiment.config.patches.size == patch_size
+    assert all(n % step == 0 for n, step in zip(patch_size, strides, strict=True))
+
+
+def test_the_budget_gives_way_to_the_levels_that_are_asked_for(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", 2, (60, 60, 60))
+    config = settings(tmp_path, root, f"patches.max_voxels={30**3}", "model.num_levels=4")
+    assert plan_experiment(config, 0).patch_size == (32, 32, 32)
+    with pytest.raises(ConfigError, match="has 5 levels but a patch of 30x30x30 voxels gives 4"):
+        plan_experiment(config.with_values({"model.num_levels": 5}), 0)
+
+
+def test_a_patch_that_was_asked_for_is_kept_whatever_the_budget(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data")
+    overrides = ("patches.size=24,17,16", "patches.max_voxels=100", "model.num_levels=2")
+    experiment = plan_experiment(settings(tmp_path, root, *overrides), 0)
+    assert experiment.patch_size == (24, 18, 16)  # multiples of 2
+
+
+def test_whole_volumes_have_no_patch(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", shape=(33, 40, 16))
+    experiment = plan_experiment(settings(tmp_path, root, "patches.size=whole"), 0)
+    assert experiment.patch_size is None
+    assert experiment.config.patches.size == "whole"
+    assert experiment.topology.total_stride == (8, 8, 4)  # of the median volume
+
+
+def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data")
+    config = settings(tmp_path, root, "patches.size=16,16,16", "model.num_levels=5")
+    with pytest.raises(ConfigError, match="has 5 levels but a patch of 16x16x16 voxels gives 3"):
+        plan_experiment(config, 0)
+
+
+# The configuration, the cases
+
+
+def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", 5, (20, 24, 12), (1.0, 1.0, 2.5))
+    experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=6"), 0)
+    config = experiment.config
+    assert config.data.spacing_mm == (1.0, 1.0, 2.5)
+    assert config.patches.size == experiment.patch_size == (20, 24, 12)
+    assert experiment.topology.channels == (6, 12, 24)
+    assert {case.name for case in experiment.training} == {f"case_{n}" for n in range(5)} - {
+        case.name for case in experiment.validation
+    }
+    assert len(experiment.validation) == 1
+    again = plan_experiment(Config.from_yaml(config.to_yaml()), 0)
+    assert again == experiment
+
+
+def test_native_spacing_stays_native(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", 2, (20, 24, 12), (1.0, 1.0, 2.5))
+    write_volume(root / "imagesTr/case_1.nii.gz", np.ones((8, 9, 7), np.float32), (2, 3, 4))
+    write_volume(root / "labelsTr/case_1.nii.gz", np.ones((8, 9, 7), np.uint8), (2, 3, 4))
+    experiment = plan_experiment(settings(tmp_path, root, "data.spacing_mm=native"), 0)
+    assert experiment.config.data.spacing_mm == "native"
+    shapes = {case.name: case.image().shape for case in experiment.training + experiment.validation}
+    assert shapes == {"case_0": (1, 20, 24, 12), "case_1": (1, 8, 9, 7)}
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_the_fold_is_that_of_the_datalist(tmp_path: Path, fold: int) -> None:
+    root = write_msd(tmp_path / "data", 4)
+    tree = json.loads((root / "dataset.json").read_text())
+    for number, case in enumerate(tree["training"]):
+        case["fold"] = number % 2
+    write_json(root / "dataset.json", tree)
+    experiment = plan_experiment(settings(tmp_path, root, f"data.fold={fold}"), 0)
+    assert [case.name for case in experiment.validation] == [f"case_{fold}", f"case_{fold + 2}"]
+    assert len(experiment.training) == 2
+
+
+def test_phantom_data_are_made_once_for_a_seed_and_a_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ("data.phantom.num_cases=2", "data.phantom.shape=16,18,20")
+    config = settings(tmp_path, None, *overrides)
+    experiment = plan_experiment(config, 0)
+    (folder,) = (tmp_path / "cache").glob("phantom-*")
+    assert folder.name == "phantom-2-16x18x20-1x1x1-seed0"
+    assert experiment.training[0].image().shape == (1, 16, 18, 20)
+    assert experiment.preprocessing.label_names == ("background", "brain", "ventricles", "lesion")
+    written = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    plan_experiment(config, 0)
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == written
+    plan_experiment(config.with_values({"training.seed": 1}), 0)
+    assert len(list((tmp_path / "cache").glob("phantom-*"))) == 2
+
+
+def test_findings_are_warned_of_and_errors_stop(caplog: pytest.LogCaptureFixture) -> None:
+    warnings = [Finding(f"w{number}", "warning", "looks odd") for number in range(7)]
+    report_findings(warnings)
+    messages = [record.message for record in caplog.records]
+    assert messages[:5] == [f"w{number}: looks odd" for number in range(5)]
+    assert messages[5:] == ["2 more warnings; unet3d check lists them"]
+    errors = [Finding(f"e{number}", "error", "is broken") for number in range(3)]
+    with pytest.raises(DatasetError) as caught:
+        report_findings([*warnings, *errors], shown=2)
+    assert str(caught.value) == (
+        "the data set has 3 fault(s), which unet3d check lists: "
+        "e0: is broken; e1: is broken; and 1 more"
+    )
+
+
+# Real data, one small epoch
+
+
+def train_briefly(folder: Path, config: Config) -> dict[str, Any]:
+    train(config, RunFolder(folder / "run"), False, Console(quiet=True), quiet=True)
+    summary: dict[str, Any] = json.loads((folder / "run" / "summary.json").read_text())
+    return summary
+
+
+BRIEF = (
+    *("training.epochs=1", "patches.per_case=1", "model.base_channels=4", "data.num_workers=0"),
+    *("parallel.mode=model", "parallel.devices=cpu,cpu", "inference.overlap=0"),
+)
+
+
+@pytest.mark.slow
+def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
+    config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.max_voxels=40000")
+    experiment = plan_experiment(config, 0)
+    assert experiment.preprocessing.spacing_mm == pytest.approx((0.9766, 0.9766, 3.27), abs=1e-3)
+    assert experiment.patch_size is not None
+    x, y, z = experiment.patch_size
+    assert x * y * z <= 40000
+    assert 2 < x / z < 5  # about as many mm along each axis
+    strides = experiment.topology.strides
+    assert strides[1] == (2, 2, 1)  # first within the slices
+    assert len(experiment.validation) == 2
+    summary = train_briefly(tmp_path, config)
+    assert set(summary["dice"]) == {"GTV"}
+    assert 0 <= summary["best_dice"] <= 1
+
+
+@pytest.mark.slow
+def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
+    root = tmp_path / "few"
+    tree = json.loads((test_data / "hippocampus" / "dataset.json").read_text())
+    tree["training"] = [{**case, "fold": n % 2} for n, case in enumerate(tree["training"][:4])]
+    tree["test"] = []
+    for case in tree["training"]:
+        for kind in ("image", "label"):
+            (root / case[kind]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(test_data / "hippocampus" / case[kind], root / case[kind])
+    config = settings(tmp_path, write_json(root / "datalist.json", tree), *BRIEF)
+    summary = train_briefly(tmp_path, config)
+    assert set(summary["dice"]) == {"Anterior", "Posterior"}
+    assert len(plan_experiment(config, 0).validation) == 2
+    assert 0 <= summary["best_dice"] <= 1

@@ -1,0 +1,589 @@
+"""Memory known beforehand: compared with what the same steps are measured to take."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from unet3d.cli.app import main
+from unet3d.config import ModelSettings, Shape, TrainingSettings, load_config
+from unet3d.errors import VolumeError
+from unet3d.memory.allocations import counted_allocations
+from unet3d.memory.fake_devices import stand_in
+from unet3d.memory.meter import MemoryMeter, SlotMemory
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
+from unet3d.parallel import Layout, parallelize
+from unet3d.planning.experiment import plan_experiment, plan_without_data
+from unet3d.planning.memory_estimate import (
+    UNCOUNTED_BYTES,
+    Prediction,
+    Step,
+    largest_size,
+    predict_memory,
+)
+from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
+
+CPU = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(4))
+SMALL = ModelSettings(base_channels=4, num_levels=3)
+LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+
+
+def make_step(
+    devices: tuple[torch.device, ...],
+    size: Shape = (16, 16, 16),
+    batch_size: int = 2,
+    num_micro_batches: int = 1,
+    precision: str = "float32",
+    model: ModelSettings = SMALL,
+    optimizer: str = "sgd",
+    **layout: object,
+) -> Step:
+    topology = plan_topology(model, size, (1.0, 1.0, 1.0), 2, 3)
+    autocast = autocast_dtype(precision)
+    return Step(
+        topology,
+        Layout(devices, num_micro_batches=num_micro_batches, autocast=autocast, **layout),
+        size,
+        batch_size,
+        TrainingSettings(optimizer=optimizer),
+        precision,
+    )
+
+
+def measure(step: Step) -> dict[int, SlotMemory]:
+    """Take two steps as training does, and measure the second."""
+    model = UNet3d(step.topology)
+    if step.precision == "float64":
+        model.double()
+    executor = parallelize(model, step.layout)
+    optimization = Optimization(model, step.settings, step.precision)
+    shape = (step.batch_size, step.topology.in_channels, *step.size)
+    image = torch.randn(shape).to(executor.input_device, image_dtype(executor))
+    target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
+    target = target.to(executor.output_device)
+    meter = MemoryMeter(executor.slots, model)
+    for number in range(2):
+        if number == 1:
+            meter.start()
+            executor.observer = meter
+        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+        meter.note_gradients()
+        optimization.step(0.01)
+    return meter.read(optimization.optimizer)
+
+
+def activations(step: Step) -> list[int]:
+    return [memory.activations_bytes for memory in predict_memory(step).memory.values()]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(make_step((CPU,)), id="none"),
+        pytest.param(make_step((CPU,), batch_size=3, num_micro_batches=2), id="accumulated"),
+        pytest.param(make_step((CPU, CPU)), id="two slots"),
+        pytest.param(make_step((CPU, CPU), batch_size=8, num_micro_batches=8), id="8 in flight"),
+        pytest.param(make_step((CPU,) * 3, batch_size=7, num_micro_batches=6), id="odd batch"),
+        pytest.param(
+            make_step((CPU, CPU), batch_size=5, num_micro_batches=5, schedule="all-forward"),
+            id="all forward",
+        ),
+        pytest.param(make_step((CPU, CPU), cuts=(3,)), id="another cut"),
+        pytest.param(make_step((CPU, CPU), precision="float64"), id="float64"),
+        pytest.param(make_step((CPU,), optimizer="adamw"), id="adamw"),
+        pytest.param(
+            make_step((CPU, CPU), model=SMALL.model_copy(update={"norm": "batch"})), id="buffers"
+        ),
+        pytest.param(
+            make_step(
+                (CPU, CPU),
+                model=SMALL.model_copy(update={"encoder": "residual", "deep_supervision": True}),
+            ),
+            id="residual, deep supervision",
+        ),
+    ],
+)
+def test_what_is_predicted_is_what_is_measured_to_the_byte(step: Step) -> None:
+    assert predict_memory(step).memory == measure(step)
+
+
+def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
+    step = make_step((CPU, CPU), size=(1024, 1024, 512), model=LARGE)
+    prediction = predict_memory(step)
+    assert min(prediction.needed_bytes().values()) > 500 * 1024**3
+
+
+@pytest.mark.parametrize("num_devices", [2, 3])
+def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices(num_devices: int) -> None:
+    devices = (CPU,) * num_devices
+    # Each a batch of one, so that the image is not counted several times.
+    one = activations(make_step(devices, batch_size=1))
+    eight = activations(make_step(devices, batch_size=8, num_micro_batches=8))
+    image = 8 * 2 * 16**3 * 4  # slices of it keep the whole
+    assert eight[0] - image <= num_devices * one[0]
+    assert eight[-1] <= 2 * one[-1]
+    whole = activations(make_step(devices, batch_size=8))
+    assert eight[0] < whole[0] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+def test_gpus_convert_the_maps_of_convolutions_in_float32(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    with counted_allocations() as recorder:
+        x = torch.empty(1, 8, 16, 16, 16, dtype=dtype, device=device)
+        weight = torch.empty(4, 8, 3, 3, 3, dtype=dtype, device=device)
+        y = torch.nn.functional.conv3d(x, weight, padding=1)
+    sizes = [x.nbytes, weight.nbytes, y.nbytes]
+    converted = device != CPU and dtype == torch.float32
+    assert recorder.now[device] == sum(-(-size // 512) * 512 for size in sizes)
+    copies = x.nbytes + y.nbytes if converted else 0
+    assert recorder.peak[device] == recorder.now[device] + copies
+
+
+@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> None:
+    with counted_allocations() as recorder:
+        x = torch.empty(128, 128, device=device)
+        bias = torch.empty(128, device=device)
+        assert recorder.workspace_bytes[device] == 0
+        for _ in range(2):
+            torch.nn.functional.linear(x, x, bias)
+    assert recorder.workspace_bytes[device] == (0 if device == CPU else 64 * 1024**2)
+
+
+def test_gpus_are_predicted_without_gpus() -> None:
+    step = make_step(GPUS[:2], (128, 128, 128), 4, 4, "bfloat16", LARGE)
+    in_float32 = predict_memory(replace(step, layout=replace(step.layout, autocast=None)))
+    prediction = predict_memory(step)
+    assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
+    for index, memory in prediction.memory.items():
+        counted = (
+            memory.parameters_bytes
+            + memory.gradients_bytes
+            + memory.optimizer_bytes
+            + memory.activations_bytes
+        )
+        assert counted < memory.peak_bytes < 2 * counted
+        assert memory.reserved_bytes == memory.peak_bytes + UNCOUNTED_BYTES
+        ratio = memory.activations_bytes / in_float32.memory[index].activations_bytes
+        assert 0.5 < ratio < 0.6  # autocast lowers nearly all of them
+
+
+@pytest.mark.parametrize(
+    ("model", "lowest", "highest"),
+    [
+        ({"norm": "group"}, 1.2, 1.35),
+        ({"norm": "batch"}, 0.5, 0.6),
+        ({"encoder": "residual"}, 0.5, 0.6),
+    ],
+    ids=str,
+)
+def test_autocast_is_predicted_as_gpus_do_it(
+    model: dict[str, str], lowest: float, highest: float
+) -> None:
+    """On GPUs it computes a group norm in float32; CPUs do not.
+
+    So of a unit autograd keeps the norm's input and output in float32, and the output once more,
+    lowered, for the next convolution: 10 bytes for 8. A skip is lowered once for each of its two
+    readers: 42 bytes for the 32 of a level's four units. Lowered weights come on top.
+    """
+    step = make_step(GPUS[:1], (128, 128, 128), 1, 1, "bfloat16", LARGE.model_copy(update=model))
+    (lowered,) = activations(step)
+    (full,) = activations(replace(step, layout=replace(step.layout, autocast=None)))
+    assert lowest < lowered / full < highest
+
+
+@pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]], ids=str)
+def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
+    level, norm, off = (
+        predict_memory(make_step(devices, (128, 128, 128), 1, 1, "bfloat16", LARGE, recompute=how))
+        for how in ("level", "norm", "off")
+    )
+    for index in range(len(devices)):
+        kept = [one.memory[index].activations_bytes for one in (level, norm, off)]
+        assert kept[0] < 0.7 * kept[1] < 0.7 * kept[2]
+        assert kept[1] < 0.75 * kept[2]
+    peaks = [sum(memory.peak_bytes for memory in one.memory.values()) for one in (level, norm, off)]
+    assert max(peaks[:2]) < peaks[2]
+    if len(devices) == 1:
+        # On two, the encoder's peak is in its first level, which is there whole in either case.
+        assert peaks[0] < peaks[1]
+
+
+def test_two_slots_on_one_gpu_share_its_peak() -> None:
+    apart = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
+    shared = predict_memory(make_step((GPUS[1], GPUS[1]), precision="bfloat16"))
+    peaks = {memory.peak_bytes for memory in shared.memory.values()}
+    assert len(peaks) == 1
+    (peak,) = peaks
+    assert max(memory.peak_bytes for memory in apart.memory.values()) < peak
+    assert peak < sum(memory.peak_bytes for memory in apart.memory.values())
+    assert shared.needed_bytes() == {GPUS[1]: peak + UNCOUNTED_BYTES}
+    assert [m.activations_bytes for m in shared.memory.values()] == pytest.approx(
+        [m.activations_bytes for m in apart.memory.values()], rel=0.02
+    )
+
+
+def test_a_cpu_beside_a_gpu_stays_in_its_own_precision() -> None:
+    mixed = predict_memory(make_step((CPU, GPUS[0]), precision="bfloat16"))
+    on_cpu = predict_memory(make_step((CPU, CPU)))
+    assert mixed.memory[0].activations_bytes == on_cpu.memory[0].activations_bytes
+    assert mixed.memory[1].activations_bytes < on_cpu.memory[1].activations_bytes
+    assert list(mixed.needed_bytes()) == [CPU, GPUS[0]]
+
+
+def test_the_slots_of_a_cpu_add_up() -> None:
+    prediction = predict_memory(make_step((CPU, CPU)))
+    total = sum(memory.peak_bytes for memory in prediction.memory.values())
+    assert prediction.needed_bytes() == {CPU: total}
+    assert prediction.load({CPU: total}) == 1
+    assert prediction.load({CPU: total // 2}) > 1
+
+
+@pytest.mark.parametrize("devices", [(CPU,), GPUS[:2]], ids=str)
+def test_more_voxels_take_more(devices: tuple[torch.device, ...]) -> None:
+    step = make_step(devices)
+    sizes: list[Shape] = [(16, 16, 16), (16, 16, 20), (24, 24, 20), (32, 32, 32), (64, 64, 64)]
+    peaks = [
+        sum(m.peak_bytes for m in predict_memory(replace(step, size=size)).memory.values())
+        for size in sizes
+    ]
+    assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.parametrize("mib", [3, 100])
+@pytest.mark.parametrize("size", [(16, 16, 16), (64, 64, 32), (8, 16, 48)], ids=str)
+def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> None:
+    step = make_step((CPU, CPU), size=size)
+    memory = {CPU: mib * 1024**2}
+    found = largest_size(step, memory)
+    assert found is not None
+    stride = step.topology.total_stride
+    units = [voxels // one for voxels, one in zip(found, stride, strict=True)]
+    assert [unit * one for unit, one in zip(units, stride, strict=True)] == list(found)
+    shape_units = [voxels / one for voxels, one in zip(size, stride, strict=True)]
+    scale = max(units) / max(shape_units)
+    assert all(
+        abs(u - max(1, s * scale)) <= 0.5 + 1e-9 for u, s in zip(units, shape_units, strict=True)
+    )
+    assert predict_memory(replace(step, size=found)).load(memory) <= 1
+    x, y, z = (
+        max(1, round(s * (max(units) + 1) / max(shape_units))) * one
+        for s, one in zip(shape_units, stride, strict=True)
+    )
+    assert math.prod((x, y, z)) > math.prod(found)
+    assert predict_memory(replace(step, size=(x, y, z))).load(memory) > 1
+
+
+def test_nothing_fits_where_the_parameters_alone_do_not() -> None:
+    assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
+
+
+def test_a_size_between_the_strides_is_refused() -> None:
+    with pytest.raises(VolumeError, match="does not divide"):
+        predict_memory(replace(make_step((CPU,)), size=(16, 16, 17)))
+
+
+def test_the_network_of_a_plan_is_that_of_the_training(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [
+            f"data.cache={tmp_path}",
+            "data.phantom.num_cases=5",
+            "data.phantom.shape=30,40,20",
+            "data.phantom.spacing_mm=1,1,2.5",
+            "patches.max_voxels=10000",
+        ],
+    )
+    experiment = plan_experiment(config, 0)
+    planned = plan_without_data(config)
+    assert (planned.topology, planned.size) == (experiment.topology, experiment.patch_size)
+    (source,) = (path.parent for path in tmp_path.glob("*/dataset.json"))
+    named = plan_without_data(config.with_values({"data.dataset": source}))
+    assert named == planned
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ending:
+        main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    return ending.value.code or 0, out, err
+
+
+TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=3")
+
+
+def test_the_command_shows_every_way_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "plan.json"
+    status, out, err = plan(
+        capsys,
+        *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "4", "--micro-batches", "4"),
+        *("--device-memory", "1.2", "--json", str(path), *TINY),
+    )
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    assert (record["shape"], record["batch_size"]) == ([64, 64, 32], 4)
+    ways = [(way["parallel"], way["num_micro_batches"], way["asked"]) for way in record["ways"]]
+    assert ways == [
+        ("none", 1, False),
+        ("none", 4, False),
+        ("model", 1, False),
+        ("model", 4, True),
+    ]
+    for way in record["ways"]:
+        assert way["fits"] == (
+            max(slot["predicted"]["reserved_bytes"] for slot in way["slots"]) <= 1.2 * 1024**3
+        )
+        x, y, z = way["largest_shape"]
+        assert x == y and z in (x // 2 // 4 * 4, x // 2 // 4 * 4 + 4)
+        assert f"up to {x}x{y}x{z} voxels" in out
+        for slot in way["slots"]:
+            assert slot["device_bytes"] == int(1.2 * 1024**3)
+    largest = [math.prod(way["largest_shape"]) for way in record["ways"]]
+    assert largest[0] < largest[2] < largest[3]
+    assert "none, 1 " in out and "model, 4*" in out
+    table = out[: out.index("--parallel")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("yes") + table.count("NO") == 4
+
+
+def ways_of(
+    capsys: pytest.CaptureFixture[str], path: Path, *arguments: str
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the ways of a plan, by name, and what the command printed."""
+    status, out, err = plan(capsys, "--shape", "32,32,32", "--json", str(path), *arguments, *TINY)
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    return {f"{way['parallel']} {way['num_micro_batches']}": way for way in record["ways"]}, out
+
+
+def test_a_replica_takes_what_its_share_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = ("--device-memory", "2")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "data.json",
+        *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
+    )
+    assert list(ways) == ["none 1", "data 1", "model 1"]
+    data = ways["data 1"]
+    assert data["asked"] and data["replicas"] == 3
+    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
+        (index, index, f"cuda:{index}") for index in range(3)
+    ]
+    # Each holds the whole network, and the largest share is of two patches.
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "0", "--batch-size", "2", *memory
+    )
+    (one,) = alone["none 1"]["slots"]
+    for slot in data["slots"]:
+        assert slot["blocks"] == one["blocks"]
+        for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
+            assert slot["predicted"][kind] == one["predicted"][kind] > 0
+        # Gradients stay where they are exchanged, and are there in forward too.
+        assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
+    assert math.prod(data["largest_shape"]) > math.prod(ways["none 1"]["largest_shape"])
+    assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
+
+
+def test_replicas_of_stages_share_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spread = ("--parallel", "model", "--micro-batches", "2")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "two.json",
+        *("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread),
+    )
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "cpu,cpu", "--batch-size", "2", *spread
+    )
+    two, one = ways["model 2"], alone["model 2"]
+    assert two["asked"] and two["replicas"] == 2
+    assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
+    for slot, wanted in zip(two["slots"], one["slots"] * 2, strict=True):
+        assert slot["predicted"] == wanted["predicted"]
+    # They share the memory of the machine.
+    assert math.prod(two["largest_shape"]) < math.prod(one["largest_shape"])
+    assert "2 x model, 2*" in out
+    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
+
+
+def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
+    _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")
+    assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
+
+
+def test_without_a_gpu_the_command_says_whose_memory_it_took(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status, out, _ = plan(capsys, "--shape", "16,16,16", *TINY)
+    assert status == 0
+    assert "This machine has no GPU, so its CPU is meant" in " ".join(out.split())
+    assert "--parallel model --devices cpu,cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--devices", "0"], "cuda:0 is not on this machine, so its memory is unknown"),
+        (["--devices", "gpu"], "device 'gpu' is unknown"),
+        (["--parallel", "none", "--devices", "cpu,cpu"], "parallel mode none uses one"),
+        (["--micro-batches", "3", "--batch-size", "2"], "training.micro_batches is 3"),
+        (["--shape", "4,4,4"], "voxels"),
+        (["--shape", "64,64"], "patches.size"),
+        (["no-such-folder"], "no-such-folder"),
+    ],
+    ids=str,
+)
+def test_the_command_explains_itself_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status, out, err = plan(capsys, *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("Error: ") and err.count("\n") == 1
+    assert reason in err
+
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
+    "which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.11 GiB in use."
+)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 1024**3, 80 * 1024**3))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+
+
+def peaks_of(advice: str) -> list[float]:
+    return [float(text.split()[0]) for text in advice.split("predicted peak ")[1].split(", ")]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
+    step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", LARGE)
+    message = explain_out_of_memory(torch.OutOfMemoryError(OUT_OF_MEMORY), step)
+    assert "\n" not in message
+    assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
+    assert "slot 1 (decoder.4.skip to head)" in message
+    _, *advice = message.split("what would fit: ")[1].split("--")
+    assert advice[0].startswith("micro-batches 4 (predicted peak ")
+    assert max(peaks_of(advice[0])) < 10
+    assert advice[1].startswith("set patches.size=")
+    x, y, z = map(int, advice[1].split("=")[1].split(" ")[0].split(","))
+    assert x == y == z < 192
+    assert all(voxels % 32 == 0 for voxels in (x, y, z))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute="off")
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert "--parallel model --devices 0,1 (predicted peak " in message
+    assert "--set memory.recompute=level (predicted peak " in message
+    assert "--micro-batches" not in message  # of a single sample
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
+def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, offload=offload)
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert ("--offload skips (predicted peak " in message) == is_offered
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
+    warn_if_too_large(fitting)
+    assert not caplog.records
+    much = replace(fitting.memory[1], reserved_bytes=21 * 1024**3)
+    warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")
+
+
+def assert_close(predicted: Prediction, measured: dict[int, SlotMemory]) -> None:
+    for index, found in measured.items():
+        expected = predicted.memory[index]
+        assert expected.parameters_bytes == found.parameters_bytes
+        assert expected.gradients_bytes == found.gradients_bytes
+        assert expected.optimizer_bytes == found.optimizer_bytes
+        assert expected.activations_bytes == pytest.approx(found.activations_bytes, rel=0.02)
+        assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.10)
+
+
+ON_GPU = {
+    "bfloat16": {"precision": "bfloat16"},
+    "float32": {"precision": "float32"},
+    "float16": {"precision": "float16"},
+    "accumulated": {"precision": "bfloat16", "num_micro_batches": 2},
+    "large": {"precision": "bfloat16", "size": (192, 192, 192), "batch_size": 1},
+    "group norm": {"precision": "bfloat16", "model": {"norm": "group"}},
+    "batch norm": {"precision": "bfloat16", "model": {"norm": "batch"}},
+    "residual": {"precision": "bfloat16", "model": {"encoder": "residual"}},
+    "adamw": {"precision": "bfloat16", "optimizer": "adamw"},
+    "offload": {"precision": "bfloat16", "offload": "skips"},
+}
+
+
+def on_gpu(devices: tuple[torch.device, ...], options: dict[str, object]) -> Step:
+    options = {"size": (128, 128, 128), **options}
+    model = LARGE.model_copy(update=options.pop("model", {}))
+    return make_step(devices, model=model, **options)
+
+
+@pytest.fixture
+def empty_gpus() -> None:
+    torch.cuda.empty_cache()
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.reset_peak_memory_stats(index)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("empty_gpus")
+@pytest.mark.parametrize("options", ON_GPU.values(), ids=ON_GPU)
+def test_a_gpu_takes_what_was_predicted(options: dict[str, object]) -> None:
+    step = on_gpu(GPUS[:1], options)
+    assert_close(predict_memory(step), measure(step))
+
+
+@pytest.mark.multigpu
+@pytest.mark.usefixtures("empty_gpus")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "bfloat16"},
+        {"precision": "bfloat16", "batch_size": 6, "num_micro_batches": 6},
+        {"precision": "float32", "batch_size": 4, "num_micro_batches": 2, "cuts": (8,)},
+        {"precision": "bfloat16", "size": (192, 192, 160), "num_micro_batches": 2},
+        {"precision": "bfloat16", "num_micro_batches": 2, "offload": "skips"},
+    ],
+    ids=str,
+)
+def test_two_gpus_take_what_was_predicted(options: dict[str, object]) -> None:
+    step = on_gpu(GPUS[:2], options)
+    assert_close(predict_memory(step), measure(step))

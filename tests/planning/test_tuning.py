@@ -1,0 +1,390 @@
+"""Sweeps over cuts and micro-batches, with real steps of a tiny network on one CPU."""
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.command_line import error_line, run
+from unet3d.config import Config, load_config
+from unet3d.errors import DeviceError
+from unet3d.memory.meter import MemoryMeter
+from unet3d.parallel.balance import stopwatch as timings
+from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.planning import comparison, tuning
+from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.tuning import Tuning, micro_batch_counts, promising_neighbours, tune
+from unet3d.planning.tuning_cache import recall_choice
+
+SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
+SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
+
+
+def settings(cache: Path, *overrides: str) -> Config:
+    return load_config(None, [*SMALL, *SPREAD, f"data.cache={cache}", *overrides])
+
+
+def sweep(cache: Path, *overrides: str) -> Tuning:
+    config = settings(cache, *overrides)
+    return tune(config, plan_without_data(config))
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+    return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=4")
+
+
+def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning) -> None:
+    found = [(row.layout.cuts, row.layout.num_micro_batches) for row in swept.rows]
+    cuts = list(dict.fromkeys(cuts for cuts, _ in found))
+    assert found == list(product(cuts, (1, 2, 4)))
+    assert cuts[0] is None and len(swept.rows[0].layout.devices) == 1
+    assert cuts[1] == (4,)  # encoder and decoder
+    assert (2,) in cuts  # which is set
+    assert all(row.seconds > 0 for row in swept.rows)
+
+
+def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
+    spread = [row for row in swept.rows if len(row.layout.devices) == 2]
+    fastest = min(spread, key=lambda row: row.seconds)
+    assert swept.choice is not None
+    assert swept.choice.step_seconds == fastest.seconds
+    assert swept.choice.cuts == fastest.layout.cuts
+    assert swept.choice.num_micro_batches == fastest.layout.num_micro_batches
+    record = swept.to_dict()
+    alone = min(row.seconds for row in swept.rows if len(row.layout.devices) == 1)
+    assert record["best_one_device_seconds"] == alone
+    (chosen,) = (row for row in record["rows"] if row["chosen"])
+    assert chosen["seconds"] == fastest.seconds
+    assert chosen["ratio"] == pytest.approx(alone / fastest.seconds)
+    assert json.loads(json.dumps(record))["rows"] == record["rows"]
+
+
+def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
+    here = swept.circumstances
+    for row in swept.rows[::4]:  # each number of micro-batches, on one device and on two
+        step = Step(here.topology, row.layout, here.size, 4, here.config.training, "float32")
+        assert row.peak_bytes == predict_memory(step).needed_bytes()
+
+
+def test_a_time_is_the_median_of_steps_that_do_all_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    forward_backward, take = PipelineExecutor.forward_backward, tuning.Optimization.step
+
+    def forward(self: PipelineExecutor, image: Tensor, target: Tensor, *more: Any) -> Any:
+        assert image.shape == (2, 1, 8, 8, 8) and target.shape == (2, 8, 8, 8)
+        calls.append("forward and backward")
+        return forward_backward(self, image, target, *more)
+
+    def step(self: tuning.Optimization, learning_rate: float) -> None:
+        calls.append("step")
+        take(self, learning_rate)
+
+    # One makes the optimizer's state, one is watched by the meter, five are timed.
+    num_steps = 2 + tuning.NUM_WARM_UP_STEPS + timings.NUM_TIMED_RUNS
+    now = [0.0]
+
+    def clock() -> float:
+        # Of every five steps that are timed, one is slow: a mean would show it.
+        now[0] += 100.0 if len(calls) % (2 * num_steps) == 2 * num_steps - 8 else 1.0
+        return now[0]
+
+    monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
+    monkeypatch.setattr(tuning.Optimization, "step", step)
+    monkeypatch.setattr(timings.time, "perf_counter", clock)
+    alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=2")
+    rows = sweep(tmp_path, *alone).rows
+    assert [row.seconds for row in rows] == [1.0, 1.0]
+    assert calls == ["forward and backward", "step"] * num_steps * len(rows)
+
+
+def test_the_network_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = tuning._Bench(swept_circumstances(tmp_path))
+    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    layout = tuning.Layout((torch.device("cpu"),) * 2, (3,), 2)
+    assert bench.row(layout).seconds is not None
+    assert all(torch.equal(v, before[n]) for n, v in bench.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in bench.model.parameters())
+
+
+def swept_circumstances(cache: Path) -> Any:
+    config = settings(cache)
+    network = plan_without_data(config)
+    devices = (torch.device("cpu"),) * 2
+    return tuning.Circumstances(config, network.topology, network.size, devices, "float32")
+
+
+def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:
+    """Let steps run out of memory that have at most so many stages and micro-batches."""
+    forward_backward = PipelineExecutor.forward_backward
+
+    def failing(self: PipelineExecutor, *arguments: Any) -> Any:
+        terms = forward_backward(self, *arguments)
+        if len(self.stages) <= num_stages and self.num_micro_batches <= num_micro_batches:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.25 GiB.")
+        return terms
+
+    monkeypatch.setattr(PipelineExecutor, "forward_backward", failing)
+
+
+def test_running_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, num_stages=2, num_micro_batches=1)
+    found = sweep(tmp_path)
+    for row in found.rows:
+        assert (row.seconds is None) == (row.layout.num_micro_batches == 1)
+        assert bool(row.peak_bytes) == (row.seconds is not None)
+    assert found.choice is not None and found.choice.num_micro_batches == 2
+
+
+def test_without_a_step_on_one_device_there_is_no_ratio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_for(monkeypatch, num_stages=1, num_micro_batches=8)
+    record = sweep(tmp_path).to_dict()
+    assert record["best_one_device_seconds"] is None
+    assert all(row["ratio"] is None for row in record["rows"])
+    assert any(row["chosen"] for row in record["rows"])
+
+
+def test_a_block_that_does_not_fit_alone_leaves_the_other_cuts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*arguments: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr("unet3d.parallel.balance.block_costs.median_seconds", failing)
+    found = sweep(tmp_path)
+    assert "no cut is balanced by time" in caplog.text
+    assert {row.layout.cuts for row in found.rows} >= {None, (4,)}
+    assert found.choice is not None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        (("training.batch_size=1",), [1]),
+        (("training.batch_size=8",), [1, 2, 4, 8]),
+        (("training.batch_size=6",), [1, 2, 4, 6]),
+        (("training.batch_size=8", "training.micro_batches=5"), [1, 2, 4, 5, 8]),
+        (("training.batch_size=8", "model.norm=batch"), [1]),
+    ],
+    ids=str,
+)
+def test_micro_batches_double_up_to_the_batch(
+    overrides: tuple[str, ...], counts: list[int]
+) -> None:
+    assert micro_batch_counts(load_config(None, overrides)) == counts
+
+
+def test_neighbours_are_measured_where_their_blocks_promise_something() -> None:
+    blocks = [5.0, 1.0, 1.0, 1.0, 1.0, 5.0]
+
+    def cost(stage: int, start: int, end: int) -> float:
+        return sum(blocks[start:end])
+
+    # With 8 micro-batches: 14 + 7 * (9, 8, 7, 8, 9) for cuts 1 to 5.
+    assert promising_neighbours([(1,)], cost, 6, 8) == [(3,), (2,)]
+    assert promising_neighbours([(3,)], cost, 6, 8) == []
+    # One micro-batch takes as long wherever the cut is, so all are as good.
+    assert promising_neighbours([(3,)], cost, 6, 1) == [(1,), (2,)]
+    assert promising_neighbours([(1, 2)], cost, 6, 8)[0] == (1, 4)
+    assert promising_neighbours([(1, 2, 3, 4, 5)], cost, 6, 8) == []
+
+
+def test_the_command_shows_draws_and_remembers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    cache, path = tmp_path / "cache", tmp_path / "tuning.json"
+    options = ("--set", f"data.cache={cache}", "--set", SMALL[0], "--set", SMALL[1])
+    shape = ("--shape", "8,8,8", "--devices", "cpu,cpu")
+    with monkeypatch.context() as patch:
+        fail_for(patch, num_stages=1, num_micro_batches=1)
+        assert run("plan", "--measure", *shape, *options, "--json", path) == 0
+    out = capsys.readouterr().out
+    record = json.loads(path.read_text())
+    table = out[: out.index("Time against")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("out of memory") == 1
+    (chosen,) = (row for row in record["rows"] if row["chosen"])
+    assert f"{1000 * chosen['seconds']:.1f}" in table and "*" in table
+    assert (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
+    choice = recall_choice(swept_circumstances(cache))
+    assert choice is not None
+    assert (list(choice.cuts), choice.num_micro_batches) == (
+        chosen["cuts"],
+        chosen["num_micro_batches"],
+    )
+    # From now on a plan predicts what training will do, unless it is told otherwise.
+    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    assert run("plan", *shape, *options, "--json", path) == 0
+    ways = json.loads(path.read_text())["ways"]
+    (asked,) = (way for way in ways if way["asked"])
+    assert asked["num_micro_batches"] == chosen["num_micro_batches"]
+    assert len(asked["slots"][0]["blocks"]) == chosen["cuts"][0]
+
+
+def test_the_command_fails_where_nothing_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fail_for(monkeypatch, num_stages=2, num_micro_batches=8)
+    options = [
+        word for setting in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", setting)
+    ]
+    assert run("plan", "--measure", "--devices", "cpu", *options) == 1
+    out, err = capsys.readouterr()
+    assert out.count("out of memory") == 2
+    assert "every setting ran out of memory" in err.splitlines()[-1]
+    assert not (tmp_path / "tuning.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["--measure", "--device-memory", "80"], 2, "drop --device-memory"),
+        (["--picture", "x.png"], 2, "add --measure"),
+        (["--measure", "--devices", "0,1"], 1, "device '0' does not exist"),
+    ],
+    ids=str,
+)
+def test_wrong_use_is_explained(
+    arguments: list[str],
+    status: int,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert run("plan", "--shape", "8,8,8", *arguments) == status
+    assert reason in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        word for setting in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", setting)
+    ]
+    picture = tmp_path / "nowhere" / "tuning.png"
+    assert run("plan", "--measure", "--devices", "cpu", *options, "--picture", picture) == 1
+    assert f"cannot write {picture}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("balance", ["memory", "time"])
+def test_a_plan_predicts_the_balanced_cut_that_training_makes(
+    balance: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    config = settings(tmp_path / "cache", f"parallel.balance={balance}", "training.epochs=1")
+    config = config.with_values(
+        {"data.phantom.num_cases": 5, "data.phantom.shape": [16, 16, 16], "patches.per_case": 1}
+    )
+    file = tmp_path / "settings.yaml"
+    file.write_text(config.to_yaml())
+    (dataset,) = make_phantoms(config)
+    arguments = ("--config", file, "--micro-batches", 2)
+    path = tmp_path / "plan.json"
+    spread = ("--parallel", "model", "--devices", "cpu,cpu")
+    assert run("plan", dataset, *arguments, *spread, "--balance", balance, "--json", path) == 0
+    assert f"--micro-batches 2 --balance {balance}: up to" in capsys.readouterr().out
+    assert run("train", dataset, *arguments, "--quiet", "--output", tmp_path / "run") == 0
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    (asked,) = (way for way in json.loads(path.read_text())["ways"] if way["asked"])
+    for planned, trained in zip(asked["slots"], record["slots"], strict=True):
+        assert planned["blocks"] == trained["blocks"]
+        assert planned["predicted"] == trained["predicted"]
+
+
+def make_phantoms(config: Config) -> list[Path]:
+    from unet3d.planning.experiment import open_dataset
+
+    open_dataset(config)
+    return [path.parent for path in config.data.cache.glob("*/dataset.json")]
+
+
+def test_a_plan_needs_devices_to_balance_times(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    shape = ("plan", "--shape", "16,16,16", "--devices", "0,1", "--device-memory", 80)
+    assert run(*shape, "--balance", "time") == 1
+    line = error_line(capsys.readouterr().err)
+    assert "cuda:0 is not on this machine" in line and "--balance memory" in line
+    assert run(*shape, "--balance", "memory") == 0
+
+
+def test_absent_devices_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    with pytest.raises(DeviceError, match="does not exist"):
+        sweep(tmp_path, "parallel.devices=0,1")
+
+
+@pytest.mark.multigpu
+def test_two_gpus_are_measured(tmp_path: Path) -> None:
+    found = sweep(
+        tmp_path,
+        "parallel.devices=0,1",
+        "patches.size=64,64,64",
+        "model.base_channels=16",
+        "model.num_levels=4",
+        "training.batch_size=4",
+    )
+    assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
+    assert all(row.seconds is not None for row in found.rows)
+    here = found.circumstances
+    ratios = {}
+    for row in found.rows:
+        step = Step(here.topology, row.layout, here.size, 4, here.config.training, here.precision)
+        expected = predict_memory(step)
+        for slot in expected.slots:
+            predicted = expected.memory[slot.index].peak_bytes
+            key = (row.layout.cuts, row.layout.num_micro_batches, slot.device)
+            ratios[key] = row.peak_bytes[slot.device] / predicted
+    assert all(ratio == pytest.approx(1, rel=0.15) for ratio in ratios.values()), ratios
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_too_small_is_a_row(tmp_path: Path) -> None:
+    torch.cuda.set_per_process_memory_fraction(0.02, 0)
+    try:
+        found = sweep(
+            tmp_path,
+            "parallel.mode=none",
+            "parallel.devices=0",
+            "patches.size=128,128,128",
+            "model.base_channels=32",
+            "model.num_levels=4",
+            "training.batch_size=8",
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    fits = [row.seconds is not None for row in found.rows]
+    assert fits[0] is False and fits[-1] is True
+
+
+def test_the_meter_is_taken_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[str] = []
+    during = MemoryMeter.during
+
+    def noting(self: MemoryMeter, slot: Any, kind: str, micro_batch: int) -> Any:
+        watched.append(kind)
+        return during(self, slot, kind, micro_batch)
+
+    monkeypatch.setattr(MemoryMeter, "during", noting)
+    alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=1")
+    sweep(tmp_path, *alone)
+    assert watched == ["forward", "loss", "backward"]  # of the one step that is measured

@@ -1,0 +1,282 @@
+"""What was measured best is found by the trainings that it is of, and by no others."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.command_line import run
+from unet3d.config import Config, ModelSettings, load_config
+from unet3d.errors import DatasetError
+from unet3d.model import plan_topology
+from unet3d.parallel.balance import stopwatch as timings
+from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.tuning_cache import (
+    Choice,
+    Circumstances,
+    forgotten_modes,
+    recall_choice,
+    remember_choice,
+    settle,
+    without_stale_cuts,
+)
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.job import train
+
+CPU = torch.device("cpu")
+CHOICE = Choice((3,), 2, 0.25, "2026-11-21T14:48:39+01:00")
+SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
+SMALL = (
+    "data.phantom.num_cases=5",
+    "data.phantom.shape=16,16,16",
+    "data.num_workers=0",
+    "patches.per_case=1",
+    "model.base_channels=2",
+    "model.num_levels=2",
+    "training.epochs=1",
+)
+
+
+def settings(cache: Path, *overrides: str) -> Config:
+    return load_config(None, [*SMALL, *SPREAD, f"data.cache={cache}", *overrides])
+
+
+def circumstances(cache: Path, *overrides: str) -> Circumstances:
+    """Return those of a training on the phantom data with these settings."""
+    config = settings(cache, *overrides)
+    network = plan_without_data(config)
+    return Circumstances(config, network.topology, network.size, (CPU, CPU), "float32")
+
+
+def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    here = circumstances(tmp_path)
+    assert recall_choice(here) is None
+    path = remember_choice(here, CHOICE)
+    assert path.is_relative_to(tmp_path)
+    assert recall_choice(circumstances(tmp_path)) == CHOICE
+    # What does not change the time of a step does not matter.
+    assert recall_choice(circumstances(tmp_path, "training.epochs=7", "data.fold=1")) == CHOICE
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "network",
+        "size",
+        "batch",
+        "optimizer",
+        "schedule",
+        "recompute",
+        "devices",
+        "threads",
+        "precision",
+        "torch",
+    ],
+)
+def test_in_other_circumstances_it_is_not(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = circumstances(tmp_path)
+    remember_choice(here, CHOICE)
+    x, y, z = here.size
+    if change == "network":
+        here = replace(here, topology=replace(here.topology, channels=(2, 5)))
+    elif change == "size":
+        here = replace(here, size=(x, y, z + 2))
+    elif change == "batch":
+        here = circumstances(tmp_path, "training.batch_size=3")
+    elif change == "optimizer":
+        here = circumstances(tmp_path, "training.optimizer=adamw")
+    elif change == "schedule":
+        here = circumstances(tmp_path, "parallel.schedule=all-forward")
+    elif change == "recompute":
+        here = circumstances(tmp_path, "memory.recompute=level")
+    elif change == "devices":
+        here = replace(here, devices=(CPU, CPU, CPU))
+    elif change == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
+    elif change == "precision":
+        here = replace(here, precision="float64")
+    else:
+        monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert recall_choice(here) is None
+
+
+def test_two_stages_on_one_gpu_are_not_two_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpus = [torch.device("cuda", index) for index in range(3)]
+    here = replace(circumstances(tmp_path), devices=(gpus[0], gpus[1]))
+    remember_choice(here, CHOICE)
+    assert recall_choice(replace(here, devices=(gpus[1], gpus[2]))) == CHOICE
+    assert recall_choice(replace(here, devices=(gpus[0], gpus[0]))) is None
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "{}", '{"choice": 1}', '{"choice": {"cuts": ["x"]}}']
+)
+def test_a_damaged_file_is_named_and_not_used(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = circumstances(tmp_path)
+    path = remember_choice(here, CHOICE)
+    path.write_text(damage)
+    assert settle(here).training.micro_batches == 1
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    here = circumstances(tmp_path)
+    folder = here.path.parent
+    folder.write_text("in the way")
+    with pytest.raises(DatasetError, match=r"cannot write .*data\.cache"):
+        remember_choice(here, CHOICE)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (2, "auto", (3,))),
+        (("training.micro_batches=1",), (1, "encoder-decoder", None)),
+        (("parallel.balance=memory",), (1, "memory", None)),
+        (("parallel.balance=encoder-decoder",), (1, "encoder-decoder", None)),
+        (("parallel.cuts=5",), (1, "auto", (5,))),
+    ],
+    ids=str,
+)
+def test_what_is_set_wins(
+    overrides: tuple[str, ...],
+    expected: tuple[object, ...],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    remember_choice(circumstances(tmp_path), CHOICE)
+    with caplog.at_level("INFO"):
+        config = settle(circumstances(tmp_path, *overrides))
+    found = (config.training.micro_batches, config.parallel.balance, config.parallel.cuts)
+    assert found == expected
+    messages = [record.getMessage() for record in caplog.records]
+    if overrides:
+        assert not messages
+    else:
+        (message,) = messages
+        assert message.startswith(
+            "2 micro-batch(es) and a cut before encoder.1.1 (parallel.cuts=3)"
+        )
+        assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
+    # What is settled stays as it is, whatever is measured later.
+    remember_choice(circumstances(tmp_path), replace(CHOICE, cuts=(1,)))
+    assert settle(replace(circumstances(tmp_path), config=config)) == config
+
+
+def test_with_nothing_measured_the_plain_defaults_are_recorded(tmp_path: Path) -> None:
+    config = settle(circumstances(tmp_path))
+    assert (config.training.micro_batches, config.parallel.balance) == (1, "encoder-decoder")
+    assert config.parallel.cuts is None
+
+
+def test_one_device_has_micro_batches_and_no_cut(tmp_path: Path) -> None:
+    alone = ("parallel.mode=none", "parallel.devices=cpu")
+    here = replace(circumstances(tmp_path, *alone), devices=(CPU,))
+    remember_choice(here, replace(CHOICE, cuts=()))
+    config = settle(here)
+    assert (config.training.micro_batches, config.parallel.cuts) == (2, None)
+
+
+def train_here(config: Config, folder: Path, resume: bool = False) -> list[list[str]]:
+    train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
+    record = json.loads((folder / "memory.json").read_text())
+    return [slot["blocks"] for slot in record["slots"]]
+
+
+def test_training_takes_the_choice_and_records_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, folder = tmp_path / "cache", tmp_path / "run"
+    here = circumstances(cache)
+    remember_choice(here, CHOICE)
+    with caplog.at_level("INFO"):
+        stages = train_here(here.config, folder)
+    assert [len(blocks) for blocks in stages] == [3, len(here.blocks()) - 3]
+    assert caplog.text.count("what plan --measure measured") == 1
+    recorded = load_config(folder / "config.yaml")
+    assert (recorded.training.micro_batches, recorded.parallel.cuts) == (2, (3,))
+    # A later measurement changes nothing for a run that goes on.
+    remember_choice(here, replace(CHOICE, cuts=(1,)))
+    longer = recorded.with_values({"training.epochs": 2})
+    assert train_here(longer, folder, resume=True) == stages
+    assert [len(blocks) for blocks in train_here(here.config, tmp_path / "new")][0] == 1
+
+
+def test_a_resumed_run_may_be_placed_in_another_way(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache, folder = tmp_path / "cache", tmp_path / "run"
+    here = circumstances(cache)
+    remember_choice(here, CHOICE)
+    train_here(here.config, folder)
+    again = ("train", "--quiet", "--resume", "--output", folder)
+    assert run(*again, "--epochs", 2, "--devices", "cpu,cpu") == 0
+    assert load_config(folder / "config.yaml").parallel.cuts == (3,)
+    assert run(*again, "--epochs", 3, "--parallel", "none", "--devices", "cpu") == 0
+    assert load_config(folder / "config.yaml").parallel.cuts is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "cuts"),
+    [
+        ({"training.epochs": 9}, (3,)),
+        ({"parallel.cuts": [5], "parallel.balance": "time"}, (5,)),
+        ({"parallel.balance": "encoder-decoder"}, None),
+        ({"parallel.balance": "time"}, None),
+        ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
+        ({"parallel.mode": "none", "parallel.devices": ["cpu"]}, None),
+    ],
+    ids=str,
+)
+def test_recorded_cuts_give_way_to_another_placement(
+    change: dict[str, object], cuts: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    recorded = settings(tmp_path).with_values({"parallel.cuts": [3]})
+    assert without_stale_cuts(recorded.with_values(change), recorded).parallel.cuts == cuts
+
+
+@pytest.mark.parametrize("mode", ["none", "data", "model"])
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        ("parallel.mode=model", "parallel.replicas=2", "parallel.balance=time", "parallel.cuts=3"),
+        ("parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"),
+    ],
+    ids=("hybrid", "threads"),
+)
+def test_a_run_can_be_resumed_in_any_mode(
+    recorded: tuple[str, ...], mode: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.yaml"
+    before = load_config(None, recorded)
+    path.write_text(before.to_yaml())
+    changes = [f"parallel.mode={mode}"]
+    resumed = load_config(path, [*forgotten_modes(before, changes), *changes])
+    if mode == before.parallel.mode:
+        assert resumed == before
+    else:
+        assert resumed.parallel == load_config(None, changes).parallel
+
+
+def test_names_of_blocks_need_no_memory() -> None:
+    settings = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
+    topology = plan_topology(settings, (512, 512, 512), (1.0, 1.0, 1.0), 1, 3)
+    here = Circumstances(Config(), topology, (512, 512, 512), (CPU,), "float32")
+    assert here.blocks()[-1] == "head"
+
+
+def test_versions_are_those_of_torch_cuda_and_this_package() -> None:
+    assert timings.versions()[:2] == [torch.__version__, torch.version.cuda]

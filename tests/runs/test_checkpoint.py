@@ -1,0 +1,375 @@
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from unet3d import __version__
+from unet3d.atomic import PREFIX
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from unet3d.config import ModelSettings, TrainingSettings, load_config
+from unet3d.errors import CheckpointError
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model.optimizer import Optimization
+from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
+
+PREPROCESSING = Preprocessing(
+    spacing_mm=(1.0, 0.7, 2.5),
+    channels=(ChannelNormalization("ct", -100.0, 300.0, 40.0, 55.5), ChannelNormalization("none")),
+    channel_names=("CT", "PET"),
+    label_names=("background", "organ", "lesion"),
+    label_values=(0, 1, 5),
+)
+
+
+def make_checkpoint(dtype: torch.dtype = torch.float32, **options: object) -> Checkpoint:
+    """Return the checkpoint of a network after one step of training."""
+    torch.manual_seed(0)
+    settings = ModelSettings(base_channels=2, num_levels=2, **options)
+    topology = plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
+    model = UNet3d(topology).to(dtype)
+    optimization = Optimization(model, TrainingSettings(optimizer="adamw"), "float32")
+    image = torch.randn(2, 2, 16, 16, 8, dtype=dtype)
+    logits = model(image)
+    dice_cross_entropy(logits, torch.randint(0, 3, (2, 16, 16, 8))).total.backward()
+    optimization.step(0.01)
+    return Checkpoint(
+        topology=topology,
+        preprocessing=PREPROCESSING,
+        patch_size=(16, 16, 8),
+        config=load_config(None, ["training.epochs=7", "parallel.devices=cpu,cpu"]),
+        model=model.state_dict(),
+        training={
+            "state": {"epoch": 3, "best_dice": 0.1 + 0.2, "dice": {"a": None, "b": 0.5}},
+            "random": torch.get_rng_state(),
+            **optimization.state_dict(),
+        },
+    )
+
+
+def assert_same(a: object, b: object) -> None:
+    """Compare nested values, tensors bit by bit."""
+    assert type(a) is type(b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        assert a.dtype == b.dtype
+        assert a.numpy().tobytes() == b.numpy().tobytes()
+    elif isinstance(a, dict) and isinstance(b, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def refusal(path: Path) -> str:
+    """Return why a file is refused, in one line that names it."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    assert "\x1b" not in message
+    return message
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(make_checkpoint(), path)
+    return path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options", [{}, {"norm": "batch", "encoder": "residual", "deep_supervision": True}], ids=str
+)
+def test_round_trip_is_bit_exact(
+    tmp_path: Path, dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    checkpoint = make_checkpoint(dtype, **options)
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pt")
+    loaded = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert loaded.topology == checkpoint.topology
+    assert loaded.preprocessing == checkpoint.preprocessing
+    assert loaded.patch_size == checkpoint.patch_size
+    assert loaded.config == checkpoint.config
+    assert_same(dict(loaded.model), dict(checkpoint.model))
+    assert_same(loaded.training, checkpoint.training)
+    assert_same(dict(loaded.build_model().state_dict()), dict(checkpoint.model))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def test_whole_volumes_and_native_spacing_have_no_numbers(tmp_path: Path) -> None:
+    checkpoint = replace(
+        make_checkpoint(), patch_size=None, preprocessing=replace(PREPROCESSING, spacing_mm=None)
+    )
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pt")
+    loaded = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert loaded.patch_size is None
+    assert loaded.preprocessing.spacing_mm is None
+
+
+def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
+    # Where it is put is decided by the reader: no tensor remembers a device but the CPU.
+    content = torch.load(saved, weights_only=True)
+
+    def tensors(value: object) -> list[Tensor]:
+        if isinstance(value, Tensor):
+            return [value]
+        items = value.values() if isinstance(value, dict) else value
+        is_group = isinstance(value, dict | list | tuple)
+        return [t for item in items for t in tensors(item)] if is_group else []
+
+    found = tensors(content)
+    assert len(found) > 3 * len(content["model"])  # the optimizer's two moments, too
+    assert {tensor.device.type for tensor in found} == {"cpu"}
+    assert content["unet3d"] == __version__
+    with zipfile.ZipFile(saved) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        assert b"cuda" not in archive.read(name)
+
+
+@pytest.mark.gpu
+def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint()
+    model = checkpoint.build_model().cuda()
+    optimization = Optimization(model, TrainingSettings(), "float16")
+    for value in model.parameters():
+        value.grad = torch.ones_like(value)
+    optimization.step(0.01)
+    training = {"random": torch.get_rng_state(), **optimization.state_dict()}
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(replace(checkpoint, model=model.state_dict(), training=training), path)
+    with zipfile.ZipFile(path) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        assert b"cuda" not in archive.read(name)
+    on_cpu = load_checkpoint(path).build_model()
+    optimization = Optimization(on_cpu, TrainingSettings(), "float16")
+    optimization.load_state_dict(load_checkpoint(path).training)
+    for a, b in zip(on_cpu.parameters(), model.parameters(), strict=True):
+        assert torch.equal(a, b.cpu())
+
+
+KILLED_WRITER = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from tests.test_checkpoint import make_checkpoint
+from dataclasses import replace
+from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+
+torch.set_num_threads(1)
+path = Path(sys.argv[2])
+checkpoint = make_checkpoint()
+
+def with_number(number):
+    return replace(checkpoint, model={f"w{i}": torch.full((40_000,), number) for i in range(8)})
+
+save_checkpoint(with_number(0), path)
+began = time.monotonic()
+save_checkpoint(with_number(0), path)
+took = time.monotonic() - began  # disks differ, and are shared
+generator = random.Random(5)
+last = 0
+for kill in range(40):
+    process = os.fork()
+    if process == 0:
+        number = last
+        while True:
+            number += 1
+            save_checkpoint(with_number(number), path)
+    time.sleep(generator.uniform(0.1, 4) * took)
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+    values = {value.item() for w in load_checkpoint(path).model.values() for value in w.unique()}
+    assert len(values) == 1, values
+    (number,) = values
+    assert number >= last, (number, last)
+    last = number
+print(last)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_WRITER, str(root), str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5  # it did get to write
+    leftovers = list(tmp_path.glob(f"{PREFIX}*"))
+    assert leftovers  # and it was killed while writing
+    assert any(not zipfile.is_zipfile(file) for file in leftovers)
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_so(saved: Path) -> None:
+    before = saved.read_bytes()
+    checkpoint = make_checkpoint()
+    large = replace(checkpoint, model={"w": torch.zeros(1_000_000)})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write the checkpoint .*File too large"):
+            save_checkpoint(large, saved)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot write .*: No such file or directory"):
+        save_checkpoint(make_checkpoint(), tmp_path / "missing" / "checkpoint.pt")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "No such file or directory" in refusal(tmp_path / "missing.pt")
+    assert "Is a directory" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x1f\x8b" + bytes(100), bytes(10_000), pickle.dumps({"a": 1})]
+)
+def test_foreign_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.pt"
+    path.write_bytes(content)
+    assert "is not a checkpoint, or is damaged" in refusal(path)
+
+
+def test_a_zip_file_of_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    assert "is not a checkpoint, or is damaged" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [torch.zeros(3), [1, 2], {"weight": torch.zeros(3)}, {"format": torch.zeros(3)}, 3],
+    ids=lambda content: type(content).__name__,
+)
+def test_other_peoples_checkpoints(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "other.pt"
+    torch.save(content, path)
+    assert "is not a checkpoint of unet3d; train one with unet3d train" in refusal(path)
+
+
+def test_a_future_format_names_who_wrote_it(saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    torch.save({**content, "format": 2, "unet3d": "9.9"}, saved)
+    message = refusal(saved)
+    assert "has checkpoint format 2, written by unet3d 9.9" in message
+    assert "reads format 1" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": "training: {epoch: 3}"}, "unknown setting training.epoch"),
+        ({"config": "training: ["}, "not valid YAML"),
+        ({"topology": {"channels": [1, 2]}}, "no network we know"),
+        ({"preprocessing": {}}, "'spacing_mm' is missing"),
+        ({"preprocessing": None}, "NoneType"),
+        ({"model": None}, "'model' is missing"),
+    ],
+    ids=str,
+)
+def test_contents_of_another_version(saved: Path, change: dict[str, object], message: str) -> None:
+    content = {**torch.load(saved, weights_only=True), **change}
+    if change == {"model": None}:
+        del content["model"]
+    torch.save(content, saved)
+    said = refusal(saved)
+    assert "is of another version of unet3d" in said
+    assert message in said
+
+
+def test_no_damage_goes_unnoticed(saved: Path) -> None:
+    """Cut off, bits turned over, runs of zeros: refused, or read exactly as it was written."""
+    expected = load_checkpoint(saved)
+    whole = saved.read_bytes()
+    generator = random.Random(0)
+    num_refused = 0
+    for attempt in range(240):
+        damaged = bytearray(whole)
+        at = generator.randrange(len(whole))
+        if attempt % 3 == 0:
+            del damaged[at:]
+        elif attempt % 3 == 1:
+            damaged[at] ^= 1 << generator.randrange(8)
+        else:
+            end = min(at + generator.randrange(1, 500), len(whole))
+            damaged[at:end] = bytes(end - at)
+        saved.write_bytes(damaged)
+        try:
+            loaded = load_checkpoint(saved)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            num_refused += 1
+        else:
+            assert_same(dict(loaded.model), dict(expected.model))
+            assert_same(loaded.training, expected.training)
+            assert loaded.config == expected.config
+    assert num_refused > 150
+
+
+class Evil:
+    """Runs a command when it is unpickled by a careless reader."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_checkpoint_cannot_run_code(saved: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "it-ran"
+    content = torch.load(saved, weights_only=True)
+    torch.save({**content, "training": Evil(marker)}, saved)
+    assert "holds more than tensors, numbers and strings" in refusal(saved)
+    assert not marker.exists()
+    torch.load(saved, weights_only=False)  # the trap is a real one
+    assert marker.exists()
+
+
+def test_parameters_of_another_network_are_refused(saved: Path) -> None:
+    checkpoint = load_checkpoint(saved)
+    topology = replace(checkpoint.topology, channels=(2, 6))
+    with pytest.raises(CheckpointError, match="the parameters are of another network") as caught:
+        replace(checkpoint, topology=topology).build_model()
+    assert "\n" not in str(caught.value)
+    missing = dict(checkpoint.model)
+    del missing["decoder.heads.0.weight"]
+    with pytest.raises(CheckpointError, match=r"Missing key.*decoder\.heads\.0\.weight"):
+        replace(checkpoint, model=missing).build_model()
+
+
+def test_saving_takes_no_part_in_the_graph(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    checkpoint = replace(make_checkpoint(), model={"w": weight * 2}, training={"g": (weight,)})
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pt")
+    loaded = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert not loaded.model["w"].requires_grad
+    assert type(loaded.training["g"][0]) is Tensor

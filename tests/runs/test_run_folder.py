@@ -1,0 +1,232 @@
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unet3d.atomic import PREFIX
+from unet3d.config import Config, load_config
+from unet3d.errors import CheckpointError, ConfigError
+from unet3d.runs.run_folder import RunFolder, newest_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "first")
+    folder.create()
+    return folder
+
+
+def test_the_names_are_the_promised_ones(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    names = {path.name for path in vars(run).values() if path != tmp_path}
+    assert names == {
+        "config.yaml",
+        "checkpoint-latest.pt",
+        "checkpoint-best.pt",
+        "metrics.jsonl",
+        "memory.json",
+        "memory.png",
+        "progress.png",
+        "summary.json",
+        "tensorboard",
+    }
+
+
+def test_a_new_run_makes_its_folder(run: RunFolder) -> None:
+    assert run.path.is_dir()
+    assert not list(run.path.iterdir())
+
+
+def test_a_run_is_not_begun_over_another(run: RunFolder) -> None:
+    run.latest.write_bytes(b"checkpoint")
+    with pytest.raises(ConfigError, match=r"first holds a run already; .*--resume.*--output"):
+        run.create()
+    assert run.latest.read_bytes() == b"checkpoint"
+
+
+def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(
+    run: RunFolder,
+) -> None:
+    run.append_metrics({"epoch": 1})
+    (run.path / f"{PREFIX}xyzcheckpoint-latest.pt").write_bytes(b"half")
+    run.create()
+    run.append_metrics({"epoch": 1})
+    assert run.read_metrics() == [{"epoch": 1}]
+    assert [path.name for path in run.path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="cannot write to .*file: File exists"):
+        RunFolder(tmp_path / "file").create()
+    with pytest.raises(ConfigError, match="cannot write to .*run: Not a directory"):
+        RunFolder(tmp_path / "file" / "run").create()
+
+
+def test_reopening_clears_leftovers(run: RunFolder) -> None:
+    with pytest.raises(CheckpointError, match=r"has no checkpoint-latest.pt to resume from"):
+        run.reopen()
+    run.latest.write_bytes(b"checkpoint")
+    run.append_metrics({"epoch": 1})
+    (run.path / f"{PREFIX}abc").write_bytes(b"half")
+    run.reopen()
+    assert {path.name for path in run.path.iterdir()} == {"checkpoint-latest.pt", "metrics.jsonl"}
+
+
+def test_a_folder_is_one_trainings_at_a_time(run: RunFolder) -> None:
+    with run.locked():
+        run.append_metrics({"epoch": 1})
+        with (
+            pytest.raises(ConfigError, match=r"first is in use by a running training; .*--output"),
+            RunFolder(run.path).locked(),
+        ):
+            pass
+        assert [path.name for path in run.path.iterdir()] == ["metrics.jsonl"]
+    with pytest.raises(MemoryError), run.locked():
+        raise MemoryError
+    with RunFolder(run.path).locked():
+        pass
+
+
+def test_a_killed_training_lets_go_of_its_folder(run: RunFolder) -> None:
+    code = """
+import sys, time
+from pathlib import Path
+from unet3d.runs.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).locked():
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(run.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match="in use by a running training"), run.locked():
+            pass
+        process.kill()
+        process.wait()
+        with run.locked():
+            assert not list(run.path.iterdir())
+
+
+def test_a_folder_is_made_before_it_is_locked(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "new" / "run")
+    with run.locked():
+        assert run.path.is_dir()
+    (tmp_path / "file").write_text("in the way")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(ConfigError, match="cannot write to .*file"), RunFolder(path).locked():
+            pass
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run.locked():
+        assert "start no second training in it" in caplog.text
+
+
+def test_only_an_empty_folder_is_discarded(run: RunFolder) -> None:
+    run.append_metrics({"epoch": 1})
+    run.discard_if_empty()
+    assert run.metrics.exists()
+    run.metrics.unlink()
+    run.discard_if_empty()
+    assert not run.path.exists()
+
+
+def test_the_configuration_can_be_read_back(run: RunFolder) -> None:
+    config = load_config(None, ["training.epochs=3"])
+    run.write_config(Config())
+    run.write_config(config)
+    assert load_config(run.config) == config
+
+
+def test_json_is_for_people_and_whole(run: RunFolder) -> None:
+    run.write_json(run.summary, {"a": 1, "b": [1.5, None]})
+    text = run.summary.read_text()
+    assert json.loads(text) == {"a": 1, "b": [1.5, None]}
+    assert text.endswith("}\n") and text.count("\n") > 3
+    with pytest.raises(TypeError):
+        run.write_json(run.summary, {"a": object()})
+    assert run.summary.read_text() == text
+
+
+def lines(*numbers: int) -> list[dict[str, object]]:
+    return [{"epoch": number, "loss": 1 / 3 / number, "dice": {"a": None}} for number in numbers]
+
+
+def test_metrics_are_a_line_an_epoch(run: RunFolder) -> None:
+    assert run.read_metrics() == []
+    for line in lines(1, 2, 3):
+        run.append_metrics(line)
+    assert run.read_metrics() == lines(1, 2, 3)
+    assert len(run.metrics.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("num_bytes", [1, 10, 25])
+def test_an_unfinished_last_line_does_not_count(run: RunFolder, num_bytes: int) -> None:
+    for line in lines(1, 2, 3):
+        run.append_metrics(line)
+    whole = run.metrics.read_bytes()
+    run.metrics.write_bytes(whole[:-num_bytes])
+    assert run.read_metrics() == lines(1, 2)
+
+
+@pytest.mark.parametrize("unfinished", [b"", b'{"epoch": 4, "lo'])
+@pytest.mark.parametrize(("num_epochs", "kept"), [(0, 0), (2, 2), (3, 3), (9, 3)])
+def test_only_the_epochs_of_the_checkpoint_are_kept(
+    run: RunFolder, num_epochs: int, kept: int, unfinished: bytes
+) -> None:
+    for line in lines(1, 2, 3):
+        run.append_metrics(line)
+    with run.metrics.open("ab") as file:
+        file.write(unfinished)
+    run.keep_metrics(num_epochs)
+    expected = lines(*range(1, kept + 1))
+    assert run.read_metrics() == expected
+    for line in lines(kept + 1):  # what is added later stands on a line of its own
+        run.append_metrics(line)
+    assert run.read_metrics() == expected + lines(kept + 1)
+
+
+def test_keeping_the_metrics_of_a_run_without_any(run: RunFolder) -> None:
+    run.keep_metrics(3)
+    assert run.read_metrics() == []
+
+
+def make_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
+    run = RunFolder(folder / "runs" / name)
+    run.create()
+    for path, time in ((run.latest, begun), (run.summary, finished)):
+        if time is not None:
+            path.write_text("x")
+            os.utime(path, (time, time))
+
+
+def name_of(run: RunFolder | None) -> str | None:
+    return None if run is None else run.path.name
+
+
+def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert newest_run(finished=True) is None
+    (tmp_path / "runs").mkdir()
+    assert newest_run(finished=False) is None
+    (tmp_path / "runs" / "notes.txt").write_text("no run")
+    make_run(tmp_path, "empty", None, None)
+    assert newest_run(finished=False) is None
+    make_run(tmp_path, "z-old", 100, 200)
+    make_run(tmp_path, "b-finished-last", 300, 900)
+    make_run(tmp_path, "c-finished-first", 350, 800)
+    make_run(tmp_path, "a-going-on", 1000, None)
+    assert name_of(newest_run(finished=True)) == "b-finished-last"
+    assert name_of(newest_run(finished=False)) == "a-going-on"

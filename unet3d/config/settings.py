@@ -1,0 +1,419 @@
+"""The configuration: every setting, its meaning, its limits, and the one place of its default.
+
+A configuration file is YAML with the sections below and holds only what differs from the defaults;
+``--set section.key=value`` overrides it. The resolved configuration of a run is written to
+``config.yaml`` in its folder.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from unet3d.config.explain import explain, known_setting
+from unet3d.errors import ConfigError
+
+# Strict, or `yes` would be taken for 1.
+Positive = Annotated[int, Field(gt=0, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Shape = tuple[Positive, Positive, Positive]
+Spacing = tuple[
+    Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
+]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Balance = Literal["encoder-decoder", "time", "memory"]
+Recompute = Literal["norm", "level", "off"]
+Offload = Literal["none", "skips"]
+
+
+class Section(BaseModel):
+    """A group of settings: immutable, unknown keys refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty(cls, value: Any) -> Any:
+        """Take a section whose every line is a comment, which YAML reads as null."""
+        return {} if value is None else value
+
+
+class PhantomSettings(Section):
+    """The built-in synthetic data set, used where no data set is named."""
+
+    num_cases: Positive = 20
+    shape: Shape = (64, 64, 64)
+    """Voxels along X, Y, Z of each case."""
+    spacing_mm: Spacing = (1.0, 1.0, 1.0)
+
+
+class DataSettings(Section):
+    """Which cases, and how they are brought to one spacing and one range of intensities."""
+
+    dataset: Path | None = None
+    """Folder or dataset.json; none: the phantom data."""
+    phantom: PhantomSettings = PhantomSettings()
+    fold: Count = 0
+    num_folds: Annotated[int, Field(ge=2, strict=True)] = 5
+    spacing_mm: Literal["median", "native"] | Spacing = "median"
+    """Target spacing: the data set's median, each case's own, or three numbers."""
+    normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
+    """auto follows the channel names in dataset.json: CT, else z-score per case."""
+    cache: Path | None = None
+    """Folder of the prepared arrays; none: the user's cache folder."""
+    num_workers: Count | Literal["auto"] = "auto"
+    """Processes that cut and augment patches; 0: in the training process."""
+
+
+class AugmentationSettings(Section):
+    """Random changes to each training patch; each probability is per patch."""
+
+    enabled: bool = True
+    rotation_probability: Fraction = 0.2
+    rotation_degrees: Annotated[float, Field(ge=0, le=180)] = 30.0
+    scaling_probability: Fraction = 0.2
+    scaling_range: tuple[float, float] = (0.7, 1.4)
+    noise_probability: Fraction = 0.1
+    blur_probability: Fraction = 0.1
+    brightness_probability: Fraction = 0.15
+    contrast_probability: Fraction = 0.15
+    gamma_probability: Fraction = 0.2
+    low_resolution_probability: Fraction = 0.1
+    mirror_axes: tuple[Literal["x", "y", "z"], ...] = ()
+    """Axes that may be flipped. None by default: left and right may be different labels."""
+
+
+class PatchSettings(Section):
+    """The training crops."""
+
+    size: Literal["auto", "whole"] | Shape = "auto"
+    """Voxels along X, Y, Z; auto: from the data set's median shape and spacing."""
+    max_voxels: Positive = 128**3
+    """The budget that auto keeps to."""
+    per_case: Positive = 4
+    """Patches drawn from each case in one epoch (whole volumes: always 1)."""
+    foreground_fraction: Fraction = 0.33
+    """Share of the patches that are centred on a labelled voxel."""
+    augmentation: AugmentationSettings = AugmentationSettings()
+
+
+class ModelSettings(Section):
+    """The network."""
+
+    encoder: Literal["plain", "residual"] = "plain"
+    base_channels: Positive = 32
+    """Channels at level 0; they double at each level."""
+    max_channels: Positive = 320
+    num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
+    """auto: until an axis would fall below 4 voxels, at most 6."""
+    channels: tuple[Positive, ...] | None = None
+    """Channels of each level, instead of the three settings above."""
+    norm: Literal["instance", "group", "batch"] = "instance"
+    deep_supervision: bool = False
+
+    @field_validator("channels")
+    @classmethod
+    def _levels(cls, channels: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if channels is not None and not 2 <= len(channels) <= 8:
+            raise ValueError(
+                f"model.channels names {len(channels)} level(s); give channels for 2 to 8"
+            )
+        return channels
+
+
+class TrainingSettings(Section):
+    """The optimisation."""
+
+    epochs: Positive = 100
+    batch_size: Positive = 2
+    """Patches in a step, of all replicas together; where it is not set, at least one for each
+    micro-batch of each replica."""
+    micro_batches: Positive | Literal["auto"] = "auto"
+    """Portions of a batch, or of each replica's share: one after another on one device, pipelined
+    over several; auto: as ``plan --measure`` found best, else 1."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    learning_rate: Annotated[float, Field(gt=0)] = 0.01
+    """The start of the polynomial decay (power 0.9)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Nesterov momentum; sgd only."""
+    weight_decay: Annotated[float, Field(ge=0)] = 3e-5
+    gradient_clip: Annotated[float, Field(gt=0)] = 12.0
+    """Largest L2 norm of all gradients together."""
+    precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
+    """auto: bfloat16 where every GPU has it, else float16; float32 on CPU."""
+    validate_every: Positive = 5
+    """Epochs between validations; the last epoch is always validated."""
+    save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
+    """The latest checkpoint is at most this old (and one step); each validation writes one too."""
+    seed: Count = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number that is set, or where none is, one."""
+        return 1 if self.micro_batches == "auto" else self.micro_batches
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_patch_for_each_micro_batch(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "batch_size" in values:
+            return values
+        wanted = values.get("micro_batches")
+        default = cls.model_fields["batch_size"].default
+        if isinstance(wanted, int) and wanted > default:
+            return {**values, "batch_size": wanted}
+        return values
+
+
+class ParallelSettings(Section):
+    """How the network is spread over devices."""
+
+    mode: Literal["none", "model", "data"] = "none"
+    """model: one network over the devices; data: a replica on each of them."""
+    devices: tuple[str, ...] | None = None
+    """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu.
+    Under torchrun: those of each machine, divided over its ranks."""
+    replicas: Positive = 1
+    """Mode model: copies of the network, over which the devices are divided in their order."""
+    engine: Literal["ddp", "dataparallel"] = "ddp"
+    """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
+    for each, which is slower."""
+    output_device: str | None = None
+    """Engine dataparallel: where logits are gathered and targets sent; none: the first device."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Silence after which a rank is taken to hang, and training ends."""
+    max_restarts: Count = 0
+    """How often the ranks are started anew, from the latest checkpoint, when one of them dies.
+    Under torchrun its own --max-restarts counts."""
+    schedule: Literal["1f1b", "all-forward"] = "1f1b"
+    """When each micro-batch runs where; all-forward keeps all their activations."""
+    balance: Balance | Literal["auto"] = "auto"
+    """What is level over the stages in training: time and memory move the cut; encoder-decoder
+    leaves it there for two devices, and gives more of them about equal work; auto: the cut that
+    ``plan --measure`` found best, else encoder-decoder."""
+    cuts: tuple[Positive, ...] | None = None
+    """Where the block list is cut, such as 4,12; it overrules balance."""
+
+    @property
+    def wanted_balance(self) -> Balance:
+        """The balance that is set, or where none is, encoder-decoder."""
+        return "encoder-decoder" if self.balance == "auto" else self.balance
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """Take ``0,1`` and 0 for what they mean: YAML reads numbers where devices are named."""
+        if isinstance(value, str):
+            value = value.split(",")
+        elif isinstance(value, int):
+            value = [value]
+        if isinstance(value, list | tuple):
+            return tuple(str(name).strip() for name in value)
+        return value
+
+    @field_validator("output_device", mode="before")
+    @classmethod
+    def _name(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("cuts", mode="before")
+    @classmethod
+    def _one_cut(cls, value: Any) -> Any:
+        """Take a single number for the one cut between two devices."""
+        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class MemorySettings(Section):
+    """What is kept for backward, and where."""
+
+    recompute: Recompute = "norm"
+    """norm: normalised features are made again, not kept; level: everything within a level is;
+    off: all is kept."""
+    offload: Offload = "none"
+    """skips: GPUs park what the encoder hands to the decoder in host memory while it is not used;
+    the numbers are the same to the bit."""
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Take ``off`` as it is written: to YAML it means False."""
+        return "off" if value is False else value
+
+
+class InferenceSettings(Section):
+    """Prediction, in validation too."""
+
+    window: Literal["auto", "whole"] | Shape = "auto"
+    """auto: the training patch, or the whole volume for a network trained on whole volumes."""
+    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Share of a window that its neighbour covers again."""
+    batch_size: Positive = 1
+    """Windows in one forward pass."""
+
+
+class Config(Section):
+    """Everything needed to repeat a run."""
+
+    data: DataSettings = DataSettings()
+    patches: PatchSettings = PatchSettings()
+    model: ModelSettings = ModelSettings()
+    training: TrainingSettings = TrainingSettings()
+    parallel: ParallelSettings = ParallelSettings()
+    memory: MemorySettings = MemorySettings()
+    inference: InferenceSettings = InferenceSettings()
+
+    @model_validator(mode="after")
+    def _settings_agree(self) -> Self:
+        if self.training.num_micro_batches > self.training.batch_size:
+            raise ValueError(
+                f"training.micro_batches is {self.training.micro_batches} but a batch "
+                f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
+            )
+        if self.parallel.mode == "none" and self.parallel.wanted_balance != "encoder-decoder":
+            raise ValueError(
+                f"parallel.balance is {self.parallel.balance} but parallel.mode none has one "
+                "device and nothing to balance; add --parallel model, or leave balance out"
+            )
+        if self.memory.offload == "skips" and self.memory.recompute == "level":
+            raise ValueError(
+                "memory.offload=skips with memory.recompute=level is not possible: a level that "
+                "is made again is made in one go; use memory.recompute=norm"
+            )
+        self._check_replicas()
+        if self.model.norm == "batch" and self.training.num_micro_batches > 1:
+            raise ValueError(
+                "model.norm=batch with training.micro_batches "
+                f"{self.training.micro_batches} would take its statistics from portions of "
+                "the batch and train another network; use model.norm=instance"
+            )
+        return self
+
+    def _check_replicas(self) -> None:
+        parallel = self.parallel
+        if parallel.replicas > 1 and parallel.mode != "model":
+            raise ValueError(
+                f"parallel.replicas is {parallel.replicas} but parallel.mode {parallel.mode} has "
+                "no stages to copy; use --parallel model, or --parallel data with a replica on "
+                "each of --devices"
+            )
+        threads = parallel.engine == "dataparallel"
+        if threads and parallel.mode != "data":
+            raise ValueError(
+                f"parallel.engine is dataparallel but parallel.mode is {parallel.mode}; "
+                "add --parallel data"
+            )
+        if threads and self.training.num_micro_batches > 1:
+            raise ValueError(
+                f"parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
+                f"is {self.training.micro_batches}; use parallel.engine=ddp"
+            )
+        if parallel.output_device is not None and not threads:
+            raise ValueError(
+                f"parallel.output_device is {parallel.output_device} but only "
+                "parallel.engine=dataparallel gathers what the replicas make; leave it out"
+            )
+        if parallel.mode == "data" and (
+            parallel.wanted_balance != "encoder-decoder" or parallel.cuts is not None
+        ):
+            raise ValueError(
+                "parallel.balance and parallel.cuts are for --parallel model: a replica of "
+                "--parallel data is not cut; leave them out"
+            )
+
+    def with_values(self, values: Mapping[str, Any]) -> "Config":
+        """Return a copy with some settings replaced.
+
+        Args:
+            values: Dotted key to value, such as ``{"training.epochs": 10}``.
+
+        Raises:
+            ConfigError: A key is unknown or a value is refused.
+        """
+        tree = self.model_dump(mode="json")
+        for key, value in values.items():
+            _put(tree, key, value)
+        return _validated(tree, "settings")
+
+    @classmethod
+    def from_yaml(cls, text: str) -> "Config":
+        """Read what :meth:`to_yaml` wrote.
+
+        Raises:
+            ConfigError: It is no YAML, or holds unknown keys or refused values.
+        """
+        return _validated(_parsed(text, "stored settings"), "stored settings")
+
+    def to_yaml(self) -> str:
+        """Return every setting as YAML that :func:`load_config` reads back."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file and apply overrides.
+
+    Args:
+        path: A YAML file, or None for the defaults.
+        overrides: ``section.key=value`` strings; values are YAML (``[32,32,32]``, ``true``) and
+            later ones win. A comma-separated list needs no brackets; a path is taken as it stands.
+
+    Raises:
+        ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
+            are named at once.
+    """
+    source = "settings" if path is None else str(path)
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = _parsed(path.read_text(encoding="utf-8"), source)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {override}: write section.key=value")
+        _put(tree, key.strip(), _value_of(key.strip(), text))
+    return _validated(tree, source)
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")
+    return tree or {}
+
+
+def _value_of(key: str, text: str) -> Any:
+    if Path in get_args(known_setting(Config, key.split("."))[1]):
+        return None if text in ("", "null") else text  # it may hold a comma or a #
+    try:
+        value = yaml.safe_load(text)
+        if isinstance(value, str) and "," in value:
+            return [yaml.safe_load(item) for item in value.split(",") if item.strip()]
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--set {key}: the value {text!r} is not valid YAML") from error
+    return value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        if tree.get(section) is None:
+            tree[section] = {}
+        if not isinstance(tree[section], dict):
+            raise ConfigError(f"cannot set {key}: {section} is {tree[section]!r}, not a section")
+        tree = tree[section]
+    tree[last] = value
+
+
+def _validated(tree: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(explain(error, Config, tree))) from error

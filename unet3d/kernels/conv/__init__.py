@@ -1,0 +1,1 @@
+"""Convolutions; nothing is imported here."""

@@ -1,0 +1,1 @@
+"""Instance normalisation with its activation; nothing is imported here."""

@@ -1,0 +1,160 @@
+"""Counting what a device would have to allocate, by running the real code on fake tensors.
+
+A fake tensor has a shape, a type and a device but no memory; the code that runs on it computes
+nothing and allocates nothing, and still makes and drops every tensor that it would. So the count
+follows the code by itself, and takes seconds for volumes of any size on a machine without a GPU.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from unet3d.memory.fake_devices import is_stand_in
+
+ROUNDING_BYTES = 512
+"""CUDA's allocator hands out multiples of this."""
+
+
+WORKSPACE_BYTES = 32 * 1024**2
+"""Of cuBLAS on a Hopper GPU, for each thread."""
+
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory of every tensor that is made while it is active.
+
+    Attributes:
+        now: Bytes in use, per device.
+        peak: The most that was in use at any moment, per device.
+        workspace_bytes: What libraries keep beside that from their first call on, per device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now: dict[torch.device, int] = defaultdict(int)
+        self.peak: dict[torch.device, int] = defaultdict(int)
+        self._alive: dict[int, int] = {}
+        self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one operation and count the memory of its results, unless they share older ones'."""
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self._count(result)
+        if func in _CONVOLUTIONS:
+            self._count_conversions(func, args, results)
+        elif func in _PRODUCTS:
+            # Of cuBLAS, for two threads, as backward has one. A GPU before Hopper takes a quarter
+            # of it (``getChosenWorkspaceSize`` of PyTorch).
+            if is_stand_in(args[-1].device):
+                self.workspace_bytes[args[-1].device] = 2 * WORKSPACE_BYTES
+        return results
+
+    def _count_conversions(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
+        """Count the copies of input and result that cuDNN's convolutions in float32 take meanwhile.
+
+        Measured on H200s: without them the predictions are up to a fifth too low there.
+        """
+        is_forward = func is torch.ops.aten.convolution.default
+        source, other = (args[0], results) if is_forward else (args[1], args[0])
+        device = source.device
+        if is_stand_in(device) and source.dtype == torch.float32:
+            moment = self.now[device] + source.nbytes + other.nbytes
+            self.peak[device] = max(self.peak[device], moment)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, device = storage._cdata, tensor.device
+        if key in self._alive:
+            return
+        self._alive[key] = 0
+        self.resized(tensor)
+        weakref.finalize(storage, self._drop, key, device)
+
+    def resized(self, tensor: Tensor) -> None:
+        """Take note that the memory of a tensor grew or shrank, which no operation says.
+
+        Args:
+            tensor: One that was made while this was active.
+        """
+        storage, device = tensor.untyped_storage(), tensor.device
+        size = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
+        self.now[device] += size - self._alive[storage._cdata]
+        self._alive[storage._cdata] = size
+        self.peak[device] = max(self.peak[device], self.now[device])
+
+    def _drop(self, key: int, device: torch.device) -> None:
+        self.now[device] -= self._alive.pop(key)
+
+
+class _AutocastOfGpu(TorchFunctionMode):
+    """Makes autocast treat stand-ins as it treats CUDA tensors.
+
+    It has one list of operations for each kind of device. Of what the networks here do, two
+    operations are on one list and not on the other: on CUDA ``group_norm`` is done in float32, on
+    a CPU ``avg_pool3d`` is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run one function as autocast would run it on a GPU."""
+        kwargs = kwargs or {}
+        if func in (F.group_norm, F.avg_pool3d) and torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                if func is F.group_norm:
+                    return func(args[0].float(), *args[1:], **kwargs)
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def counted_allocations() -> Iterator[AllocationRecorder]:
+    """Make every tensor in the context fake, and count them.
+
+    Tensors on real CPU devices that come from outside may be read and moved in it.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _AutocastOfGpu(),
+        AllocationRecorder() as recorder,
+    ):
+        yield recorder
+
+
+def make_parameters_fake(module: nn.Module) -> None:
+    """Replace what is still real of a module's parameters and buffers, for use in the context.
+
+    Args:
+        module: Its parts on stand-ins are fake already: they were moved there.
+    """
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not isinstance(parameter, FakeTensor):
+                part._parameters[name] = nn.Parameter(torch.empty_like(parameter))
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not isinstance(buffer, FakeTensor):
+                part._buffers[name] = torch.empty_like(buffer)

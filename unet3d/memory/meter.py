@@ -1,0 +1,334 @@
+"""How much memory each slot takes, measured.
+
+``parameters``, ``gradients`` and ``optimizer`` are counted from the tensors themselves.
+``activations`` are the bytes that autograd keeps for backward, counted while it saves them: the
+same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` and
+``reserved`` come from the CUDA allocator; on a CPU, which has none that could be asked, the peak
+is the sum of the other four, and so a lower bound.
+"""
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.memory.timeline import GpuMemory, Mark, Timeline
+
+
+class SlotLike(Protocol):
+    """What this module needs to know of a slot."""
+
+    @property
+    def index(self) -> int:
+        """Its number, from 0."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks that it runs."""
+        ...
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Bytes that one slot holds in training, predicted or measured.
+
+    Attributes:
+        parameters_bytes: Master weights and buffers.
+        gradients_bytes: Their gradients.
+        optimizer_bytes: State of the optimizer, such as momentum.
+        activations_bytes: Largest sum, at any moment, of what is kept for backward.
+        peak_bytes: Largest use of the device during a step, work space included.
+        reserved_bytes: What the allocator took from the device to serve it.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the bytes by name."""
+        return asdict(self)
+
+
+class MemoryMeter:
+    """Measures the slots of one executor during training steps.
+
+    Use it as ``executor.observer = meter`` for the steps to be measured, between :meth:`start`
+    and :meth:`read`.
+    """
+
+    def __init__(self, slots: Sequence[SlotLike], module: nn.Module) -> None:
+        """Prepare to measure.
+
+        Args:
+            slots: Where the network's blocks are.
+            module: The network; the storages of its parameters and buffers are not activations.
+        """
+        self._slots = list(slots)
+        self._module = module
+        self._kept = {slot.index: _KeptBytes() for slot in slots}
+        self._gradients_bytes = {slot.index: 0 for slot in slots}
+        devices = dict.fromkeys(slot.device for slot in slots)
+        self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
+        self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
+        """Of the step that began last, per GPU, or on a CPU per slot."""
+
+    def start(self) -> None:
+        """Forget earlier peaks."""
+        for kept in self._kept.values():
+            kept.peak = kept.recent_peak = kept.now
+        self._gradients_bytes = dict.fromkeys(self._gradients_bytes, 0)
+        for gpu in self._gpus.values():
+            gpu.start()
+        self._marks.clear()
+
+    @contextmanager
+    def during(self, slot: SlotLike, kind: str, micro_batch: int) -> Iterator[None]:
+        """Count what autograd saves in the context as kept by a slot, and mark its end.
+
+        Args:
+            slot: Which acts in the context.
+            kind: ``forward``, ``loss`` or ``backward``.
+            micro_batch: With which portion of the batch.
+        """
+        if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
+            self._marks.clear()  # another step
+        with nullcontext() if kind == "backward" else self._counting(slot):
+            yield
+        self._mark(slot.index, kind, micro_batch)
+
+    def resized(self, tensor: Tensor) -> None:
+        """Count a tensor's memory as what it is now: parked elsewhere, or back.
+
+        Args:
+            tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.
+        """
+        for kept in self._kept.values():
+            kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
+
+    def end_step(self) -> None:
+        """Mark the end of the optimizer's step; call it before the gradients are cleared."""
+        self._mark(None, "optimizer", None)
+
+    @contextmanager
+    def _counting(self, slot: SlotLike) -> Iterator[None]:
+        kept = self._kept[slot.index]
+        own = [*self._module.parameters(), *self._module.buffers()]
+        owned = {storage_key(value) for value in own}
+
+        with handling(lambda tensor: _Saved(tensor, kept, storage_key(tensor) not in owned)):
+            yield
+
+    def note_gradients(self) -> None:
+        """Count the gradients that are there now; call it before they are cleared."""
+        for slot in self._slots:
+            known = self._gradients_bytes[slot.index]
+            self._gradients_bytes[slot.index] = max(known, self._gradients_now(slot))
+
+    def read(self, optimizer: torch.optim.Optimizer) -> dict[int, SlotMemory]:
+        """Return what each slot held at most since :meth:`start`, by slot index.
+
+        Args:
+            optimizer: Of the network's parameters, after a step.
+        """
+        for gpu in self._gpus.values():
+            gpu.take()
+        return {slot.index: self._read_slot(slot, optimizer) for slot in self._slots}
+
+    def timeline(self, measured: Mapping[int, SlotMemory]) -> tuple[Timeline, ...]:
+        """Return the marks of the last step: for each GPU, and for each slot on a CPU.
+
+        Args:
+            measured: What :meth:`read` returned.
+        """
+        lines = []
+        for device in self._gpus:
+            slots = tuple(slot.index for slot in self._slots if slot.device == device)
+            lines.append(Timeline(str(device), slots, tuple(self._marks[device])))
+        for slot in self._slots:
+            if slot.device.type != "cuda":
+                memory = measured[slot.index]
+                always = memory.parameters_bytes + memory.optimizer_bytes
+                marks = tuple(mark.plus(always) for mark in self._marks[slot.index])
+                lines.append(Timeline(str(slot.device), (slot.index,), marks))
+        return tuple(sorted(lines, key=lambda line: line.slots))
+
+    def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
+        modules = self._block_modules(slot)
+        # Copies that nn.DataParallel makes of the first slot's are no master weights.
+        own = slot.device
+        parameters = [p for module in modules for p in module.parameters() if p.device == own]
+        buffers = [value for module in modules for value in module.buffers() if value.device == own]
+        states = [
+            value
+            for parameter in parameters
+            for value in optimizer.state.get(parameter, {}).values()
+            if isinstance(value, Tensor)
+        ]
+        parameters_bytes = _num_bytes([*parameters, *buffers])
+        gradients_bytes = self._gradients_bytes[slot.index]
+        optimizer_bytes = _num_bytes(states)
+        activations_bytes = self._kept[slot.index].peak
+        if slot.device.type == "cuda":
+            peak_bytes = self._gpus[slot.device].peak_bytes
+            reserved_bytes = self._gpus[slot.device].reserved_bytes
+        else:
+            peak_bytes = parameters_bytes + gradients_bytes + optimizer_bytes + activations_bytes
+            reserved_bytes = peak_bytes
+        return SlotMemory(
+            parameters_bytes,
+            gradients_bytes,
+            optimizer_bytes,
+            activations_bytes,
+            peak_bytes,
+            reserved_bytes,
+        )
+
+    def _block_modules(self, slot: SlotLike) -> list[nn.Module]:
+        return [block.module for block in self._module.blocks() if block.name in slot.blocks]  # type: ignore[operator]
+
+    def _gradients_now(self, slot: SlotLike) -> int:
+        parameters = [value for m in self._block_modules(slot) for value in m.parameters()]
+        own = [value for value in parameters if value.device == slot.device]
+        return _num_bytes([value.grad for value in own if value.grad is not None])
+
+    def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
+        for device, gpu in self._gpus.items():
+            self._marks[device].append(Mark(slot, kind, micro_batch, *gpu.take()))
+        for other in self._slots:
+            if other.device.type != "cuda":
+                mark = Mark(slot, kind, micro_batch, *self._kept[other.index].take())
+                self._marks[other.index].append(mark.plus(self._gradients_now(other)))
+
+
+class _KeptBytes:
+    """Running count of the storages that one slot keeps; several tensors may share one."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.peak = 0
+        self.recent_peak = 0
+        self._holders: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
+
+    def add(self, key: int, size: int) -> None:
+        self._holders[key] = self._holders.get(key, 0) + 1
+        self._sizes.setdefault(key, 0)
+        self.resize(key, size)
+
+    def resize(self, key: int, size: int) -> None:
+        if key in self._holders:
+            self.now += size - self._sizes[key]
+            self._sizes[key] = size
+            self.peak = max(self.peak, self.now)
+            self.recent_peak = max(self.recent_peak, self.now)
+
+    def take(self) -> tuple[int, int]:
+        """Return the bytes now, and the most that there were since this was asked last."""
+        peak, self.recent_peak = self.recent_peak, self.now
+        return self.now, peak
+
+    def drop(self, key: int) -> None:
+        self._holders[key] -= 1
+        if self._holders[key] == 0:
+            del self._holders[key]
+            self.now -= self._sizes.pop(key)
+
+
+class _Saved:
+    """A tensor that autograd keeps; counted until autograd lets go of it."""
+
+    def __init__(self, tensor: Tensor, kept: _KeptBytes, counts: bool) -> None:
+        self.tensor = tensor
+        if counts:
+            key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
+            kept.add(key, size)
+            weakref.finalize(self, kept.drop, key)
+
+    def restore(self) -> Tensor:
+        return self.tensor
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a device: a GPU's own, or the machine's.
+
+    Args:
+        device: A CPU or CUDA device.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_record(
+    parallel: str,
+    slots: Sequence[SlotLike],
+    measured: Mapping[int, SlotMemory],
+    predicted: Mapping[int, SlotMemory] | None,
+    timelines: Sequence[Timeline] = (),
+) -> dict[str, Any]:
+    """Return what ``memory.json`` holds.
+
+    Args:
+        parallel: The mode.
+        slots: The slots, in order.
+        measured: Per slot index.
+        predicted: Likewise, before the training started; None: it was not.
+        timelines: Of one step.
+    """
+    return {
+        "parallel": parallel,
+        "slots": [
+            {
+                "slot": slot.index,
+                "device": str(slot.device),
+                "blocks": list(slot.blocks),
+                "device_bytes": device_bytes(slot.device),
+                "predicted": predicted and predicted[slot.index].to_dict(),
+                "measured": measured[slot.index].to_dict(),
+            }
+            for slot in slots
+        ],
+        "timeline": [line.to_dict() for line in timelines],
+    }
+
+
+def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one record of the slots of all ranks, numbered through.
+
+    Args:
+        records: Of :func:`memory_record`, one for each rank.
+    """
+    slots: list[dict[str, Any]] = []
+    timelines: list[dict[str, Any]] = []
+    for rank, record in enumerate(records):
+        before = len(slots)
+        slots += [{**slot, "slot": before + slot["slot"], "rank": rank} for slot in record["slots"]]
+        for timeline in record["timeline"]:
+            own = [before + slot for slot in timeline["slots"]]
+            marks = [
+                {**mark, "slot": None if mark["slot"] is None else before + mark["slot"]}
+                for mark in timeline["marks"]
+            ]
+            timelines.append({**timeline, "slots": own, "marks": marks, "rank": rank})
+    return {**records[0], "slots": slots, "timeline": timelines}
+
+
+def _num_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

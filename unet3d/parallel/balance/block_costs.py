@@ -1,0 +1,327 @@
+"""What each block of a network costs: bytes, counted on fake tensors, and seconds, measured.
+
+Fake tensors have shapes, types and devices but no memory, so a volume of any size can be counted,
+and what is counted is what the code does. Times are taken on the device itself, one block alive at
+a time, and remembered in the cache folder.
+"""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unet3d.config import Recompute, Shape
+from unet3d.kernels import remade_in_backward
+from unet3d.kernels.recompute import forget_source
+from unet3d.memory.allocations import counted_allocations
+from unet3d.memory.fake_devices import is_gpu, stand_in
+from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.model import Block, UNet3d, dice_cross_entropy
+from unet3d.parallel.balance.stopwatch import (
+    hardware,
+    median_seconds,
+    recall,
+    recorded,
+    remember,
+    versions,
+)
+from unet3d.volumes.cache import key_of
+
+logger = logging.getLogger(__name__)
+
+LOSS = "loss"
+"""Name of the last entry: what comes after the last block, on its device."""
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """What one block takes of a device for one micro-batch.
+
+    Attributes:
+        name: The block's, or ``loss``.
+        level: The level that the block belongs to; see :class:`~unet3d.model.Block`.
+        inputs: Names of the tensors that it reads.
+        shape: Of the tensor that it writes.
+        dtype: Likewise.
+        parameters_bytes: Weights and buffers.
+        kept: What autograd keeps for backward, parameters and the image left out: bytes by name.
+            What a block writes has the block's name: two blocks may keep the same tensor, which
+            counts once in a stage.
+        work_bytes: What its backward needs at most beyond that: gradients of what it writes and
+            reads, those of its parameters, and what is in between. The gradient of what it writes
+            is there all the time, as one that a later stage sent is.
+        passing_work_bytes: The same where that gradient goes once it is used, as one does that a
+            block of the same stage made.
+        workspace_bytes: What libraries keep from their first call on; a stage's blocks share it.
+    """
+
+    name: str
+    level: str
+    inputs: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parameters_bytes: int
+    kept: Mapping[str, int]
+    work_bytes: int
+    passing_work_bytes: int
+    workspace_bytes: int
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the tensor that it writes, and so of its gradient."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def block_bytes(
+    model: UNet3d,
+    size: Shape,
+    num_samples: int,
+    autocast: torch.dtype | None,
+    device: torch.device,
+    recompute: Recompute = "off",
+) -> tuple[BlockBytes, ...]:
+    """Count what each block keeps for backward, by running it on fake tensors.
+
+    Args:
+        model: The network, on any device; it is not changed.
+        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+        num_samples: In one micro-batch.
+        autocast: Lower precision on a GPU, or None.
+        device: A CPU and a GPU may keep different things; this machine need not have it.
+        recompute: ``norm`` leaves out what is made again. ``level`` counts all that a level keeps
+            while backward is in it.
+
+    Returns:
+        One entry for each block, and one for the loss.
+    """
+    dtype = next(model.parameters()).dtype
+    place = stand_in(device)
+    entries = []
+    remaking = remade_in_backward() if recompute == "norm" else nullcontext()
+    alive: list[Tensor] = []  # what is made again must live while others read it
+    # What is made again is not kept, so who notes what is kept is asked last.
+    with counted_allocations() as recorder, _kept_bytes() as saved, remaking:
+
+        def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+            return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
+
+        def entry(
+            name: str,
+            level: str,
+            inputs: tuple[str, ...],
+            own: Sequence[Tensor],
+            run: Callable[..., Tensor],
+        ) -> BlockBytes:
+            """Go forward and backward through one block; what it writes stays."""
+            leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
+            known = {storage_key(tensor): name for name, tensor in tensors.items()}
+            given = {storage_key(tensor) for tensor in (tensors["image"], *own)}
+            saved.clear()
+            recorder.workspace_bytes.clear()
+            made = run(*leaves)
+            alive.append(made)
+            tensors[name] = made.detach()
+            forget_source(made)  # later readers must not keep alive what it was made from
+            known[storage_key(made)] = name
+            kept = {
+                known.get(number, f"{name} {index}"): size
+                for index, (number, size) in enumerate(saved.items())
+                if number not in given
+            }
+            wanted = [tensor for tensor in (*leaves, *own) if tensor.requires_grad]
+
+            def work(result: Tensor, gradient: Tensor | None = None) -> int:
+                before = recorder.peak[place] = recorder.now[place]
+                gradients = torch.autograd.grad(result, wanted, gradient)
+                del gradients
+                return recorder.peak[place] - before
+
+            gradient = torch.empty_like(made)  # before the count, as it is that of who sent it
+            work_bytes = work(made, gradient) + gradient.untyped_storage().nbytes()
+            del gradient
+            passing_work_bytes = work(_GradientFromWithin.apply(run(*leaves), tensors[name]))  # type: ignore[no-untyped-call]
+            own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
+            shape = tuple(made.shape)
+            return BlockBytes(
+                name,
+                level,
+                inputs,
+                shape,
+                made.dtype,
+                own_bytes,
+                kept,
+                work_bytes,
+                passing_work_bytes,
+                recorder.workspace_bytes[place],
+            )
+
+        tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}
+        target = fake((num_samples, *size), torch.uint8)
+        for block in model.blocks():
+            own = {
+                name: fake(value.shape, value.dtype).requires_grad_(value.requires_grad)
+                for name, value in (*block.module.named_parameters(), *block.module.named_buffers())
+            }
+
+            def run(*inputs: Tensor, block: Block = block, own: Any = own) -> Tensor:
+                with _lowered(place, autocast):
+                    made: Tensor = torch.func.functional_call(block.module, own, inputs)
+                return made
+
+            entries.append(entry(block.name, block.level, block.inputs, tuple(own.values()), run))
+        entries.append(
+            entry(LOSS, LOSS, model.outputs(), (), lambda *logits: _loss(logits, target))
+        )
+    return tuple(entries)
+
+
+class _GradientFromWithin(torch.autograd.Function):
+    """Ends a graph where the gradient is made in backward, so that nobody else holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, like: Tensor) -> Tensor:
+        ctx.like = like
+        return made.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(ctx.like), None
+
+
+def block_seconds(
+    model: UNet3d,
+    device: torch.device,
+    size: Shape,
+    num_samples: int,
+    autocast: torch.dtype | None,
+    folder: Path,
+) -> tuple[float, ...]:
+    """Measure forward and backward of each block on a device, or recall what was measured.
+
+    Args:
+        model: The network; copies of its blocks are measured.
+        device: Where; each block runs there alone.
+        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+        num_samples: In one micro-batch.
+        autocast: Lower precision, or None; a CPU does without.
+        folder: Where the times are remembered, under a key of everything that they depend on.
+
+    Returns:
+        Seconds for each block, and for the loss.
+
+    Raises:
+        DatasetError: The cache folder cannot be written to.
+    """
+    dtype = next(model.parameters()).dtype
+    description = {
+        "topology": asdict(model.topology),
+        "size": size,
+        "num_samples": num_samples,
+        "device": hardware(device),
+        "precision": [str(dtype), str(autocast if is_gpu(device) else None)],
+        "versions": versions(),
+    }
+    path = folder / f"{key_of(description)}.json"
+
+    def read(content: Any) -> tuple[float, ...]:
+        known = tuple(float(value) for value in content["seconds"])
+        if len(known) != len(model.blocks()) + 1:
+            raise ValueError("of another network")
+        return known
+
+    remembered = recall(path, read)
+    if remembered is not None:
+        return remembered
+    logger.info("measuring the time of each block on %s", device)
+    entries = block_bytes(model, size, num_samples, autocast, device)
+    made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
+    made["image"] = ((num_samples, model.topology.in_channels, *size), dtype)
+    generator = torch.Generator(device).manual_seed(0)  # not the one that training draws from
+
+    def random(name: str) -> Tensor:
+        shape, dtype = made[name]
+        values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        return _laid_out(values, autocast)
+
+    def timed(run: Callable[[], None]) -> float:
+        return median_seconds(recorded(run, device), (device,))
+
+    seconds = [timed(_pass(block, random, device, autocast)) for block in model.blocks()]
+    seconds.append(timed(_loss_pass(model, random, (num_samples, *size))))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    remember(path, {**description, "seconds": seconds})
+    return tuple(seconds)
+
+
+def _pass(
+    block: Block,
+    random: Callable[[str], Tensor],
+    device: torch.device,
+    autocast: torch.dtype | None,
+) -> Callable[[], None]:
+    """Return forward and backward of one block on tensors of its own."""
+    module = copy.deepcopy(block.module).to(device)
+    for parameter in module.parameters():
+        parameter.data = _laid_out(parameter.data, autocast)
+    inputs = [random(name).requires_grad_(name != "image") for name in block.inputs]
+    gradient = random(block.name)
+    wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
+
+    def run() -> None:
+        with _lowered(device, autocast):
+            made = module(*inputs)
+        torch.autograd.grad(made, wanted, gradient)
+
+    return run
+
+
+def _loss_pass(
+    model: UNet3d, random: Callable[[str], Tensor], shape: tuple[int, ...]
+) -> Callable[[], None]:
+    logits = [random(name).requires_grad_() for name in model.outputs()]
+    target = torch.zeros(shape, dtype=torch.uint8, device=logits[0].device)
+
+    def run() -> None:
+        torch.autograd.grad(_loss(logits, target), logits)
+
+    return run
+
+
+def _loss(logits: Sequence[Tensor], target: Tensor) -> Tensor:
+    return dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
+
+
+@contextmanager
+def _lowered(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
+    """Compute as a stage on this device does."""
+    with torch.autocast(
+        device.type, dtype=autocast, enabled=autocast is not None and is_gpu(device)
+    ):
+        yield
+
+
+def _laid_out(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """Return a tensor in the memory layout that it has in a stage on its device."""
+    if autocast is None or not is_gpu(tensor.device) or tensor.dim() != 5:
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last_3d)
+
+
+@contextmanager
+def _kept_bytes() -> Iterator[dict[int, int]]:
+    """Note what autograd keeps in the context: bytes by storage."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> None:
+        kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+
+    with handling(note):
+        yield kept

@@ -1,0 +1,1 @@
+"""What a training will be, need and take, before it starts."""

@@ -1,0 +1,280 @@
+"""Every way of placing one training side by side: what it takes, and how large it could be."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from unet3d.config import Config, Shape
+from unet3d.errors import ConfigError
+from unet3d.memory.meter import device_bytes
+from unet3d.model import UNet3d
+from unet3d.model.optimizer import autocast_dtype, num_states
+from unet3d.parallel import Layout, choose_cuts, default_precision, devices_of_replicas
+from unet3d.planning.experiment import NetworkPlan
+from unet3d.planning.memory_estimate import Prediction, Step, largest_size, predict_memory
+from unet3d.planning.tuning_cache import Circumstances, settle
+from unet3d.volumes.cache import Cache
+
+CPU = torch.device("cpu")
+
+Replicas = tuple[tuple[torch.device, ...], ...]
+"""The devices of each copy of a network."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of placing a training.
+
+    Attributes:
+        parallel: The mode.
+        replicas: The devices of each copy of the network.
+        prediction: What the replica with the largest share of the batch takes, on the devices of
+            the first.
+        fits: Whether each device has that.
+        largest: The largest patch of the same aspect that fits, in voxels; None: not even the
+            smallest does.
+        is_asked: Whether it is the one that the settings name.
+        balance: What its cut makes level, where that is not the default.
+    """
+
+    parallel: str
+    replicas: Replicas
+    prediction: Prediction
+    fits: bool
+    largest: Shape | None
+    is_asked: bool
+    balance: str | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several ways, and the memory that they have.
+
+    Attributes:
+        ways: At least one device and several, with and without micro-batches.
+        device_bytes: Memory of each device.
+        notes: What a reader must know, a sentence each.
+    """
+
+    ways: tuple[Way, ...]
+    device_bytes: Mapping[torch.device, int]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain lists and numbers; slots as in a run's ``memory.json``."""
+        step = self.ways[0].prediction.step  # of one device, which sees the whole batch
+        return {
+            "shape": list(step.size),
+            "batch_size": step.batch_size,
+            "precision": step.precision,
+            "channels": list(step.topology.channels),
+            "notes": list(self.notes),
+            "ways": [self._way(way) for way in self.ways],
+        }
+
+    def _way(self, way: Way) -> dict[str, Any]:
+        prediction = way.prediction
+        slots: list[dict[str, Any]] = []
+        for rank, devices in enumerate(way.replicas):
+            for slot, device in zip(prediction.slots, devices, strict=True):
+                row = {
+                    "slot": len(slots),
+                    "device": str(device),
+                    "blocks": list(slot.blocks),
+                    "device_bytes": self.device_bytes[device],
+                    "predicted": prediction.memory[slot.index].to_dict(),
+                }
+                slots.append({**row, "rank": rank} if len(way.replicas) > 1 else row)
+        return {
+            "parallel": way.parallel,
+            "replicas": len(way.replicas),
+            "num_micro_batches": prediction.step.layout.num_micro_batches,
+            "balance": way.balance,
+            "asked": way.is_asked,
+            "fits": way.fits,
+            "largest_shape": way.largest and list(way.largest),
+            "slots": slots,
+        }
+
+
+def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> Comparison:
+    """Predict one device and several, with one micro-batch and with the configured number.
+
+    Args:
+        config: The settings; devices that are not here are allowed.
+        network: What is trained.
+        memory_bytes: Of each GPU, or where none is meant, of the CPU; None: as it is here.
+
+    Raises:
+        DeviceError: A device's name is unknown, or the devices do not suit the mode.
+        ConfigError: The memory of a device that is not here is not given.
+    """
+    asked, notes = _devices(config, memory_bytes)
+    placements = _placements(config, asked)
+    several = tuple(dict.fromkeys(_joined(group for _, groups in placements for group in groups)))
+    precision = _precision(config, several)
+    memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
+    if memory_bytes is None and all(_is_here(device) for device in _joined(asked)):
+        circumstances = Circumstances(
+            config, network.topology, network.size, asked[0], precision, len(asked)
+        )
+        config = settle(circumstances)
+    counts = sorted({1, config.training.num_micro_batches})
+    ways = []
+    for mode, replicas in placements:
+        limits = _limits(replicas, memory)
+        for count in counts:
+            layout = Layout(
+                replicas[0],
+                None,
+                count,
+                autocast_dtype(precision),
+                config.parallel.schedule,
+                config.memory.recompute,
+                config.memory.offload,
+                len(replicas),
+            )
+            batch_size = math.ceil(config.training.batch_size / len(replicas))
+            is_balanced = mode == config.parallel.mode and _is_balanced(config)
+            if mode == config.parallel.mode:
+                cuts = _cuts(config, network, layout, precision, batch_size)
+                layout = replace(layout, cuts=cuts)
+            step = Step(
+                network.topology, layout, network.size, batch_size, config.training, precision
+            )
+            prediction = predict_memory(step)
+            ways.append(
+                Way(
+                    parallel=mode,
+                    replicas=replicas,
+                    prediction=prediction,
+                    fits=prediction.load(limits) <= 1,
+                    largest=largest_size(step, limits),
+                    is_asked=(mode, replicas) == (config.parallel.mode, asked)
+                    and count == config.training.num_micro_batches,
+                    balance=config.parallel.balance if is_balanced else None,
+                )
+            )
+    return Comparison(tuple(ways), memory, tuple(notes))
+
+
+def _devices(config: Config, memory_bytes: int | None) -> tuple[Replicas, list[str]]:
+    """Return the devices that the settings name or mean, and what to say of them."""
+    settings = config.parallel
+    notes: list[str] = []
+    if settings.devices is None:
+        has_gpu = torch.cuda.device_count() > 0 or memory_bytes is not None
+        if not has_gpu:
+            notes.append(
+                "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
+            )
+        num_devices = 1 if settings.mode == "none" else 2 * settings.replicas
+        names = tuple(str(number) if has_gpu else "cpu" for number in range(num_devices))
+        settings = settings.model_copy(update={"devices": names})
+    if settings.engine == "dataparallel":
+        notes.append(
+            "parallel.engine=dataparallel is not predicted: each step copies the network to every "
+            "GPU but the first, which gathers what they make. What is shown is the engine ddp."
+        )
+        settings = settings.model_copy(update={"engine": "ddp"})
+    return devices_of_replicas(settings, must_exist=False), notes
+
+
+def _placements(config: Config, asked: Replicas) -> list[tuple[str, Replicas]]:
+    """Return what is compared: a mode, and the devices of each replica."""
+    first = asked[0][0]
+    found: list[tuple[str, Replicas]] = [("none", ((first,),))]
+    if config.parallel.mode == "model":
+        return [*found, ("model", asked)]
+    if config.parallel.mode == "data":
+        found.append(("data", asked))
+    second = asked[1][0] if len(asked) > 1 else _next(first)
+    return [*found, ("model", ((first, second),))]
+
+
+def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
+    """Return what each device of the first replica may take, so that no replica takes too much."""
+    limits: dict[torch.device, int] = {}
+    for places in zip(*replicas, strict=True):
+        least = min(memory[device] for device in places)
+        if places[0] == CPU:  # they share the machine's memory
+            least //= len(replicas)
+        limits[places[0]] = min(least, limits.get(places[0], least))
+    return limits
+
+
+def _joined(groups: Iterable[tuple[torch.device, ...]]) -> list[torch.device]:
+    return [device for group in groups for device in group]
+
+
+def _is_balanced(config: Config) -> bool:
+    """Return whether the cut in training follows from times or bytes."""
+    return config.parallel.cuts is None and config.parallel.wanted_balance != "encoder-decoder"
+
+
+def _cuts(
+    config: Config, network: NetworkPlan, layout: Layout, precision: str, batch_size: int
+) -> tuple[int, ...] | None:
+    """Return where training would cut the network; None: at the default place.
+
+    Raises:
+        ConfigError: That depends on measurements on a device that is not here.
+    """
+    if not _is_balanced(config):
+        return config.parallel.cuts
+    balance = config.parallel.wanted_balance
+    for device in layout.devices:
+        if balance == "time" and not _is_here(device):
+            raise ConfigError(
+                f"parallel.balance is time, which is measured on the devices, but {device} is not "
+                "on this machine; use --balance memory, which is counted"
+            )
+    model = UNet3d(network.topology)
+    if precision == "float64":
+        model.double()
+    return choose_cuts(
+        model,
+        layout,
+        balance,
+        network.size,
+        batch_size,
+        num_states(config.training),
+        Cache(config.data.cache).folder / "timings",
+    )
+
+
+def _next(device: torch.device) -> torch.device:
+    """Return a second device like a first one."""
+    return device if device.type == "cpu" else torch.device("cuda", (device.index or 0) + 1)
+
+
+def _device_bytes(
+    device: torch.device, devices: tuple[torch.device, ...], memory_bytes: int | None
+) -> int:
+    is_meant = device.type == "cuda" or all(other == CPU for other in devices)
+    if memory_bytes is not None and is_meant:
+        return memory_bytes
+    if _is_here(device):
+        return device_bytes(device)
+    if torch.cuda.device_count() > 0:  # another one like those that are here
+        return device_bytes(torch.device("cuda", 0))
+    raise ConfigError(
+        f"{device} is not on this machine, so its memory is unknown; give it with --device-memory "
+        "GIB, such as --device-memory 80"
+    )
+
+
+def _precision(config: Config, devices: tuple[torch.device, ...]) -> str:
+    wanted = config.training.precision
+    if wanted != "auto":
+        return wanted
+    if all(_is_here(device) for device in devices):
+        return default_precision(devices)
+    return "bfloat16"
+
+
+def _is_here(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()

@@ -1,0 +1,222 @@
+"""What a training will take of each device, known before it starts.
+
+The step that is counted is the real one: the real network, executor and optimizer, on fake tensors
+(see :mod:`unet3d.memory.allocations`). So there is no table of constants here that could grow old.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unet3d.config import Shape, TrainingSettings
+from unet3d.memory.allocations import (
+    AllocationRecorder,
+    counted_allocations,
+    make_parameters_fake,
+)
+from unet3d.memory.fake_devices import is_stand_in, stand_in
+from unet3d.memory.meter import MemoryMeter, SlotMemory
+from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.model.optimizer import Optimization
+from unet3d.parallel import Layout, Slot, parallelize
+from unet3d.parallel.partition import default_cuts
+
+UNCOUNTED_BYTES = 1024**3
+"""What a GPU must have beside the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
+space where it raises the peak, and gaps between tensors."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step: everything that its memory depends on.
+
+    Attributes:
+        topology: The network.
+        layout: Devices, which need not exist, cuts, micro-batches and autocast.
+        size: Voxels of a patch along X, Y, Z; multiples of the total stride.
+        batch_size: Patches.
+        settings: The optimizer.
+        precision: Such as ``bfloat16``; never ``auto``.
+    """
+
+    topology: Topology
+    layout: Layout
+    size: Shape
+    batch_size: int
+    settings: TrainingSettings
+    precision: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a training step takes.
+
+    Attributes:
+        step: Which.
+        slots: With the devices and the blocks of each.
+        memory: Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
+            ``reserved_bytes`` is what it needs to have.
+    """
+
+    step: Step
+    slots: tuple[Slot, ...]
+    memory: dict[int, SlotMemory]
+
+    def needed_bytes(self) -> dict[torch.device, int]:
+        """Return what each device must have, in the order of the slots."""
+        needed: dict[torch.device, int] = {}
+        for slot in self.slots:
+            # Slots that share a GPU each have its peak; on a CPU they add up.
+            before = needed.get(slot.device, 0) if slot.device.type == "cpu" else 0
+            needed[slot.device] = before + self.memory[slot.index].reserved_bytes
+        return needed
+
+    def load(self, device_bytes: Mapping[torch.device, int]) -> float:
+        """Return the share of the fullest device that is needed; up to 1 it fits.
+
+        Args:
+            device_bytes: Memory of each device.
+        """
+        needed = self.needed_bytes()
+        return max(need / device_bytes[device] for device, need in needed.items())
+
+
+def predict_memory(step: Step) -> Prediction:
+    """Count what every slot holds in a training step.
+
+    Args:
+        step: Which.
+
+    Raises:
+        DeviceError: There are more devices than blocks, or the cuts do not fit them.
+        ConfigError: The network cannot be trained in this layout.
+        VolumeError: The size is no multiple of the total stride.
+    """
+    topology, layout, settings = step.topology, step.layout, step.settings
+    with torch.device("meta"):
+        model = UNet3d(topology)
+    # Real, for a fake parameter cannot change its device; its memory is never touched.
+    model.to_empty(device="cpu")
+    if step.precision == "float64":
+        model.double()
+    if layout.cuts is None:
+        layout = replace(layout, cuts=default_cuts(model, len(layout.devices)))
+    num_samples, num_micro_batches = _sample(layout, step.batch_size)
+    with counted_allocations() as recorder:
+        placed = replace(
+            layout,
+            devices=tuple(stand_in(device) for device in layout.devices),
+            num_micro_batches=num_micro_batches,
+        )
+        executor = parallelize(model, placed)
+        make_parameters_fake(model)
+        # A scaler looks at values, which fakes have not; what it holds itself is a few numbers.
+        with_replicas = layout.num_replicas > 1
+        optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
+        if all(is_stand_in(device) for device in placed.devices):
+            for group in optimization.optimizer.param_groups:
+                group["foreach"] = True  # what PyTorch chooses on GPUs
+        # The first step makes the optimizer's state, which later steps find.
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimization.step(settings.learning_rate)
+        meter = _Meter(executor.slots, model, recorder)
+        executor.observer = meter
+        image = torch.empty(
+            (step.batch_size, topology.in_channels, *step.size),
+            dtype=next(model.parameters()).dtype,
+            device=executor.input_device,
+        )
+        target = torch.empty(
+            (step.batch_size, *step.size),
+            dtype=torch.uint8 if topology.num_classes <= 256 else torch.int64,
+            device=executor.output_device,
+        )
+        executor.forward_backward(image[:num_samples], target[:num_samples], dice_cross_entropy)
+        meter.note_gradients()
+        optimization.step(settings.learning_rate)
+        memory = meter.read(optimization.optimizer)
+    for slot in executor.slots:
+        if is_stand_in(slot.device):
+            peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
+            memory[slot.index] = replace(
+                memory[slot.index],
+                peak_bytes=peak_bytes,
+                reserved_bytes=peak_bytes + UNCOUNTED_BYTES,
+            )
+    slots = tuple(
+        replace(slot, device=device)
+        for slot, device in zip(executor.slots, layout.devices, strict=True)
+    )
+    return Prediction(step, slots, memory)
+
+
+class _Meter(MemoryMeter):
+    """Also tells the recorder what it cannot see."""
+
+    def __init__(self, slots: Sequence[Slot], module: UNet3d, recorder: AllocationRecorder) -> None:
+        super().__init__(slots, module)
+        self._recorder = recorder
+
+    def resized(self, tensor: Tensor) -> None:
+        super().resized(tensor)
+        self._recorder.resized(tensor)
+
+
+def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape | None:
+    """Return the largest patch that fits, or None where even the smallest does not.
+
+    What a step takes grows with the voxels, nearly along a straight line; so the search goes to
+    where a line through the last two sizes says that memory ends, and then makes sure.
+
+    Args:
+        step: All but the size of its patch, from which only the aspect is taken.
+        device_bytes: Memory of each device.
+    """
+    stride = step.topology.total_stride
+    units = [max(1, round(voxels / one)) for voxels, one in zip(step.size, stride, strict=True)]
+
+    def scaled(scale: int) -> Shape:
+        x, y, z = (
+            max(1, round(unit * scale / max(units))) * one
+            for unit, one in zip(units, stride, strict=True)
+        )
+        return x, y, z
+
+    # The network refuses a single voxel at its lowest level.
+    fitting = smallest = 0 if scaled(1) != stride else 1
+    too_large: int | None = None
+    scale = max(max(units), smallest + 1)
+    last = (0, 0.0)
+    while too_large is None or too_large - fitting > 1:
+        voxels = math.prod(scaled(scale))
+        load = predict_memory(replace(step, size=scaled(scale))).load(device_bytes)
+        if load <= 1:
+            fitting = scale
+        else:
+            too_large = scale
+        slope = (load - last[1]) / (voxels - last[0])
+        last = (voxels, load)
+        wanted = voxels + (1 - load) / slope if slope > 0 else 0
+        scale = int(scale * (max(wanted, 0) / voxels) ** (1 / 3))
+        if too_large is not None:
+            scale = min(scale, too_large - 1)
+        scale = max(scale, fitting + 1)
+    return scaled(fitting) if fitting > smallest else None
+
+
+def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
+    """Return how many samples and micro-batches show all that a whole batch would.
+
+    With 1F1B no more micro-batches are alive than there are stages. So the first few are run, and
+    two more, of which one finds the gradients of the ones before.
+    """
+    num_portions = min(layout.num_micro_batches, batch_size)
+    if layout.schedule == "all-forward":
+        return batch_size, num_portions
+    num_run = min(num_portions, len(layout.devices) + 2)
+    smaller, num_larger = divmod(batch_size, num_portions)  # the larger portions come first
+    return smaller * num_run + min(num_larger, num_run), num_run

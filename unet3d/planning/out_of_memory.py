@@ -1,0 +1,128 @@
+"""What to say to a user whose training does not fit: where, by how much, and what would."""
+
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from unet3d.memory.meter import device_bytes
+from unet3d.planning.memory_estimate import Prediction, Step, largest_size, predict_memory
+
+logger = logging.getLogger(__name__)
+
+GIB = 1024**3
+HEADROOM = 0.9
+"""Where a prediction was too low, what is advised instead must be predicted lower by this."""
+
+
+def warn_if_too_large(prediction: Prediction) -> None:
+    """Log a warning for each GPU that has less than a training is predicted to need.
+
+    Args:
+        prediction: Of that training, on devices of this machine.
+    """
+    for device, needed in prediction.needed_bytes().items():
+        if device.type == "cuda" and needed > available_bytes(device):
+            logger.warning(
+                "%s: predicted need %.1f GiB, available %.1f GiB; training may run out of memory, "
+                "unet3d plan shows what fits",
+                device,
+                needed / GIB,
+                available_bytes(device) / GIB,
+            )
+
+
+def explain_out_of_memory(error: torch.OutOfMemoryError, step: Step) -> str:
+    """Return one line: which slots' device, what was asked and free, and what would fit.
+
+    Args:
+        error: From the allocator.
+        step: Of the training that failed.
+    """
+    prediction = predict_memory(step)
+    asked, index, free = _numbers(str(error))
+    device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device
+    slots = [slot for slot in prediction.slots if slot.device == device]
+    names = ", ".join(
+        f"slot {slot.index} ({slot.blocks[0]} to {slot.blocks[-1]})" for slot in slots
+    )
+    amounts = f": {asked} asked, {free} free" if asked and free else ""
+    way_out = "; ".join(_alternatives(prediction)) or (
+        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
+        "with --parallel model"
+    )
+    return (
+        f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with patches of "
+        f"{_times(step.size)} voxels and a batch of {step.batch_size} in "
+        f"{step.layout.num_micro_batches} micro-batch(es); what would fit: {way_out}"
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return what this process can have of a device, with what it has already."""
+    if device.type != "cuda":
+        return device_bytes(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
+
+
+def _alternatives(prediction: Prediction) -> Iterator[str]:
+    """Yield options that make a training fit, with what they are predicted to take."""
+    step = prediction.step
+    needed = prediction.needed_bytes()
+    # It did not fit, whatever was predicted.
+    limits = {
+        device: min(available_bytes(device), int(HEADROOM * needed[device])) for device in needed
+    }
+    whole = replace(step, layout=replace(step.layout, num_micro_batches=step.batch_size))
+    if step.layout.num_micro_batches < step.batch_size:
+        yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
+    if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
+        parked = replace(step, layout=replace(step.layout, offload="skips"))
+        yield from _advice("--offload skips", parked, limits)
+    if step.layout.recompute != "level":
+        again = replace(step, layout=replace(step.layout, recompute="level"))
+        yield from _advice("--set memory.recompute=level", again, limits)
+    num_gpus = torch.cuda.device_count()
+    if len(step.layout.devices) < num_gpus:
+        gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
+        flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
+        if step.batch_size > 1:
+            flags += f" --micro-batches {step.batch_size}"
+        num_replicas = step.layout.num_replicas
+        layout = replace(whole.layout, devices=gpus, cuts=None, num_replicas=1)
+        spread = replace(whole, layout=layout, batch_size=num_replicas * step.batch_size)
+        # Other replicas are on the other GPUs now, but would not be.
+        room = available_bytes if num_replicas == 1 else device_bytes
+        yield from _advice(flags, spread, {gpu: room(gpu) for gpu in gpus} | limits)
+    size = largest_size(step, limits)
+    if size is not None:
+        smaller = replace(step, size=size)
+        yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)
+
+
+def _advice(flags: str, step: Step, limits: dict[torch.device, int]) -> Iterator[str]:
+    prediction = predict_memory(step)
+    if prediction.load(limits) <= 1:
+        peaks = {slot.device: prediction.memory[slot.index].peak_bytes for slot in prediction.slots}
+        yield (
+            f"{flags} (predicted peak "
+            + ", ".join(f"{peak / GIB:.1f} GiB on {device}" for device, peak in peaks.items())
+            + ")"
+        )
+
+
+def _numbers(message: str) -> tuple[str, str, str]:
+    """Return what was asked, of which GPU, and what was free there, as PyTorch words it."""
+    found = (
+        re.search(pattern, message)
+        for pattern in (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")
+    )
+    asked, index, free = (match[1] if match else "" for match in found)
+    return asked, index, free
+
+
+def _times(size: tuple[int, ...]) -> str:
+    return "x".join(map(str, size))

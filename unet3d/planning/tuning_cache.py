@@ -1,0 +1,221 @@
+"""How a training is divided where its settings leave that open: as it was measured, if it was.
+
+``plan --measure`` writes the best micro-batches and cuts to a file in the cache folder, under a key
+of all that the time of a step depends on; :func:`settle` puts them in the place of ``auto``.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d.config import Config, Shape
+from unet3d.model import Topology, UNet3d
+from unet3d.parallel.balance.stopwatch import hardware, recall, remember, versions
+from unet3d.volumes.cache import Cache, key_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest way that was measured to divide a training.
+
+    Attributes:
+        cuts: Index in the block list at which each stage but the first starts.
+        num_micro_batches: Portions of a batch.
+        step_seconds: What a training step took.
+        measured: When: date and time of day, ISO 8601.
+    """
+
+    cuts: tuple[int, ...]
+    num_micro_batches: int
+    step_seconds: float
+    measured: str
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """All that the time of a training step depends on but cuts and micro-batches.
+
+    Attributes:
+        config: The settings.
+        topology: The network.
+        size: Voxels of a patch along X, Y, Z (of the median volume, where whole ones are trained
+            on); multiples of the total stride.
+        devices: One for each stage, of this machine.
+        precision: Such as ``bfloat16``; never ``auto``.
+        num_replicas: Copies of the network on such devices, over which the batch is divided.
+    """
+
+    config: Config
+    topology: Topology
+    size: Shape
+    devices: tuple[torch.device, ...]
+    precision: str
+    num_replicas: int = 1
+
+    @property
+    def path(self) -> Path:
+        """The file of the choice."""
+        folder = Cache(self.config.data.cache).folder / "tuning"
+        return folder / f"{key_of(self.describe())}.json"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the circumstances as plain values."""
+        training = self.config.training
+        return {
+            "topology": self.topology.to_dict(),
+            "blocks": self.blocks(),
+            "size": list(self.size),
+            "batch_size": math.ceil(training.batch_size / self.num_replicas),
+            "optimizer": [training.optimizer, training.momentum > 0],
+            "mode": self.config.parallel.mode,
+            "schedule": self.config.parallel.schedule,
+            "memory": self.config.memory.model_dump(),
+            "devices": [hardware(device) for device in self.devices],
+            # Two stages on one GPU are not two GPUs of one kind.
+            "sharing": [self.devices.index(device) for device in self.devices],
+            "precision": self.precision,
+            "versions": versions(),
+        }
+
+    def blocks(self) -> list[str]:
+        """Return the names that a cut's number counts."""
+        with torch.device("meta"):
+            return [block.name for block in UNet3d(self.topology).blocks()]
+
+
+def remember_choice(circumstances: Circumstances, choice: Choice) -> Path:
+    """Write a choice where trainings in the same circumstances find it.
+
+    Args:
+        circumstances: In which it was measured.
+        choice: What was best.
+
+    Returns:
+        The file.
+
+    Raises:
+        DatasetError: The cache folder cannot be written to.
+    """
+    path = circumstances.path
+    remember(path, {**circumstances.describe(), "choice": asdict(choice)})
+    return path
+
+
+def recall_choice(circumstances: Circumstances) -> Choice | None:
+    """Return what was measured best in the same circumstances, or None.
+
+    Args:
+        circumstances: Of a training that is about to start.
+    """
+    return recall(circumstances.path, _read)
+
+
+def settle(circumstances: Circumstances) -> Config:
+    """Return the settings with what they leave open of cuts and micro-batches filled in.
+
+    A measured choice is taken where the settings name neither micro-batches nor a balance nor cuts;
+    a setting always wins over it, and then the others that are open have their plain defaults.
+    What is returned leaves nothing open: a run that records it can be repeated.
+
+    Args:
+        circumstances: Of a training that is about to start.
+    """
+    config = circumstances.config
+    training, parallel = config.training, config.parallel
+    is_open = (
+        training.micro_batches == "auto" and parallel.balance == "auto" and parallel.cuts is None
+    )
+    choice = recall_choice(circumstances) if is_open else None
+    if choice is None:
+        return config.with_values(
+            {
+                "training.micro_batches": training.num_micro_batches,
+                # Cuts that are set need no balance, and none is made up beside them.
+                "parallel.balance": parallel.wanted_balance
+                if parallel.cuts is None
+                else parallel.balance,
+            }
+        )
+    blocks = circumstances.blocks()
+    logger.info(
+        "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
+        "--micro-batches or --balance would overrule it",
+        choice.num_micro_batches,
+        f" and a cut before {_names(choice.cuts, blocks)} (parallel.cuts={_joined(choice.cuts)})"
+        if choice.cuts
+        else "",
+        datetime.fromisoformat(choice.measured).strftime("%Y-%m-%d at %H:%M"),
+        1000 * choice.step_seconds,
+    )
+    return config.with_values(
+        {
+            "training.micro_batches": choice.num_micro_batches,
+            "parallel.cuts": choice.cuts or None,
+        }
+    )
+
+
+def without_stale_cuts(config: Config, recorded: Config) -> Config:
+    """Return the settings of a resumed run without cuts that were of another placement.
+
+    A run records the cuts that it used, which may be measured ones. They do not suit other devices,
+    and should not overrule a balance that is asked for now.
+
+    Args:
+        config: What the run recorded, with what the user changed.
+        recorded: What the run recorded.
+    """
+    cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
+    is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
+    if cuts is None or cuts != before.cuts or is_same:
+        return config
+    logger.info("placed in another way than before: parallel.cuts=%s is dropped", _joined(cuts))
+    return config.with_values({"parallel.cuts": None})
+
+
+def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
+    """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
+
+    They would be refused with the other mode, such as replicas with mode none, though nobody asks
+    for them any more.
+
+    Args:
+        recorded: What the run recorded.
+        changes: ``section.key=value`` strings of the user, the mode among them.
+    """
+    modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]
+    if not modes or modes[-1] == recorded.parallel.mode:
+        return []
+    return [
+        "parallel.replicas=1",
+        "parallel.balance=auto",
+        "parallel.cuts=null",
+        "parallel.engine=ddp",
+        "parallel.output_device=null",
+    ]
+
+
+def _read(content: Any) -> Choice:
+    choice = content["choice"]
+    return Choice(
+        cuts=tuple(int(cut) for cut in choice["cuts"]),
+        num_micro_batches=int(choice["num_micro_batches"]),
+        step_seconds=float(choice["step_seconds"]),
+        measured=datetime.fromisoformat(choice["measured"]).isoformat(),
+    )
+
+
+def _names(cuts: Sequence[int], blocks: Sequence[str]) -> str:
+    return " and ".join(blocks[cut] for cut in cuts)
+
+
+def _joined(cuts: Sequence[int]) -> str:
+    return ",".join(map(str, cuts))

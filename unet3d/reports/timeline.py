@@ -1,0 +1,85 @@
+"""How the memory of a device goes through one training step, drawn."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from unet3d.reports.palette import GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+
+PANEL_HEIGHT_INCHES = 2.3
+COLOURS = {"forward": SKY, "loss": PURPLE, "backward": ORANGE, "optimizer": GREEN}
+ELSEWHERE = "another slot acts"
+NEAR = 1.5
+"""The device's total is drawn where the peak is at least this many times below it."""
+MAX_NAMED_ACTIONS = 100
+"""More numbers of micro-batches than this cannot be read."""
+
+
+def draw_timeline(
+    axes: Axes, timeline: Mapping[str, Any], device_bytes: int, unit: str, unit_bytes: int
+) -> None:
+    """Draw the memory in use over the actions of one step.
+
+    Args:
+        axes: Where.
+        timeline: What :meth:`unet3d.memory.timeline.Timeline.to_dict` returns.
+        device_bytes: The device's total.
+        unit: Name of the unit of memory.
+        unit_bytes: Bytes in it.
+    """
+    marks, slots = timeline["marks"], timeline["slots"]
+    own = [mark["slot"] is None or mark["slot"] in slots for mark in marks]
+    kinds = [mark["kind"] if is_own else ELSEWHERE for mark, is_own in zip(marks, own, strict=True)]
+    colours = COLOURS | {ELSEWHERE: GREY}
+    peaks = [mark["peak_bytes"] / unit_bytes for mark in marks]
+    ends = [mark["bytes"] / unit_bytes for mark in marks]
+    axes.bar(range(len(marks)), peaks, 1.0, color=[colours[kind] for kind in kinds])
+    edges = [index - 0.5 for index in range(len(marks) + 1)]
+    line = axes.stairs(ends, edges, color="black", linewidth=1.2, baseline=None)
+    line.set_label("at the end of each action")
+    lines: list[Artist] = [line]
+    top = max(peaks, default=0.0) * 1.15
+    if device_bytes / unit_bytes <= NEAR * max(peaks, default=0.0):
+        total = axes.axhline(
+            device_bytes / unit_bytes, color=VERMILION, linestyle="--", linewidth=2
+        )
+        total.set_label("device total")
+        lines.append(total)
+        top = max(top, device_bytes / unit_bytes * 1.05)
+    for index, mark in enumerate(marks):
+        if own[index] and mark["micro_batch"] is not None and len(marks) <= MAX_NAMED_ACTIONS:
+            axes.annotate(
+                str(mark["micro_batch"]),
+                (index, 0),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8 if len(marks) <= MAX_NAMED_ACTIONS / 2 else 5,
+            )
+    names = ", ".join(map(str, slots))
+    axes.set_title(
+        f"One step on {timeline['device']}, slot{'s' if len(slots) > 1 else ''} {names}",
+        fontsize=10,
+        loc="left",
+    )
+    axes.set_ylabel(unit)
+    axes.set_ylim(0, top or 1)
+    axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
+    axes.set_xticks([])
+    axes.set_xlabel(
+        "actions in the order in which they are queued, numbers of micro-batches in them;\n"
+        "bars: the most in use during an action",
+        fontsize=8,
+    )
+    patches = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in kinds]
+    axes.legend(
+        handles=[*patches, *lines],
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=8,
+    )
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,159 @@
+"""What a person reads of a sweep: the table on the terminal, and time against micro-batches."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from rich import box
+from rich.table import Table
+
+from unet3d.reports.memory import (
+    GIB,
+    MIB,
+    MIN_BYTES_IN_GIB,
+    NOTHING,
+    PICTURE_WIDTH_INCHES,
+    amount,
+    size_text,
+    write_figure,
+)
+from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
+MARKERS = "osD^vP"
+
+
+def tuning_table(record: Mapping[str, Any]) -> Table:
+    """Return what every setting took, as a table for the terminal.
+
+    Args:
+        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
+    """
+    peaks = [peak for row in record["rows"] for peak in row["peak_bytes"].values()]
+    unit, unit_bytes = ("GiB", GIB) if max(peaks, default=0) >= MIN_BYTES_IN_GIB else ("MiB", MIB)
+    devices = list(dict.fromkeys(name for row in record["rows"] for name in row["devices"]))
+    table = Table(
+        title=f"Measured training steps\n{record['batch_size']} patches of "
+        f"{size_text(record['size'])} voxels, {record['precision']}",
+        caption="*: the fastest. Times are medians; the ratio is to the best step of one device."
+        + (" A CPU's peak is the sum of what is counted: a lower bound." * ("cpu" in devices)),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("cut before")
+    for name in ("micro-\nbatches", "ms a\nstep", "against\none device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for device in devices:
+        table.add_column(f"peak {unit}\n{device}", justify="right", no_wrap=True)
+    for name, rows in _lines(record):
+        for row in rows:
+            seconds, ratio = row["seconds"], row["ratio"]
+            table.add_row(
+                name if row is rows[0] else "",
+                f"{row['num_micro_batches']}{'*' if row['chosen'] else ' '}",
+                "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
+                NOTHING if ratio is None else f"{ratio:.2f}x",
+                *(
+                    amount(row["peak_bytes"][device], unit_bytes)
+                    if device in row["peak_bytes"]
+                    else ""
+                    for device in devices
+                ),
+                end_section=row is rows[-1],
+            )
+    return table
+
+
+def tuning_figure(record: Mapping[str, Any]) -> Figure:
+    """Draw the time of a step against the number of micro-batches, one line for each cut.
+
+    Args:
+        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
+    """
+    figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    counts = sorted({row["num_micro_batches"] for row in record["rows"]})
+    cut_number = 0
+    for name, rows in _lines(record):
+        timed = [row for row in rows if row["seconds"] is not None]
+        style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "x"}
+        if rows[0]["cuts"]:
+            style = {
+                "color": COLOURS[cut_number % len(COLOURS)],
+                "marker": MARKERS[cut_number % len(MARKERS)],
+            }
+            cut_number += 1
+        out = "" if len(timed) == len(rows) else " (no point: out of memory)"
+        axes.plot(
+            [row["num_micro_batches"] for row in timed],
+            [1000 * row["seconds"] for row in timed],
+            label=name + out,
+            **style,
+        )
+    for row in record["rows"]:
+        if row["chosen"]:
+            axes.annotate(
+                f"{1000 * row['seconds']:.1f} ms",
+                (row["num_micro_batches"], 1000 * row["seconds"]),
+                xytext=(0, -14),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+                fontweight="bold",
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"micro-batches of a batch of {record['batch_size']}")
+    axes.set_ylabel("time of a training step (ms)")
+    axes.margins(y=0.1)
+    axes.set_title(
+        f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
+        f"{record['precision']}, on {_hardware(record['devices'])}"
+    )
+    axes.grid(color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(
+        title="cut before",
+        alignment="left",
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+        frameon=False,
+        fontsize=9,
+    )
+    return figure
+
+
+def write_tuning_picture(record: Mapping[str, Any], path: Path) -> None:
+    """Write :func:`tuning_figure` as a PNG.
+
+    Args:
+        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
+        path: A PNG file; one of that name is replaced.
+    """
+    write_figure(tuning_figure(record), path)
+
+
+def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return the rows of one device, then those of each cut, with a name for each."""
+    return [
+        (_name(found[0]), found)
+        for _, rows in groupby(record["rows"], lambda row: (row["devices"], row["cuts"]))
+        if (found := list(rows))
+    ]
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    if not row["cuts"]:
+        return f"no cut, {row['devices'][0]}"
+    return f"{', '.join(row['cut_before'])} ({','.join(map(str, row['cuts']))})"
+
+
+def _hardware(names: Sequence[str]) -> str:
+    kinds = {name: names.count(name) for name in names}
+    return " and ".join(f"{count} x {name}" for name, count in kinds.items())

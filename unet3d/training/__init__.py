@@ -1,0 +1,1 @@
+"""Training: choosing and starting a run, its steps, its validations, its state."""
