@@ -32,8 +32,10 @@ from common import circumstances, synchronize
 from peers import Problem, Trainee, Variant, find_variants
 
 from unet3d.config import ParallelSettings, TrainingSettings
-from unet3d.model.optimizer import autocast_dtype
 from unet3d.parallel import Layout, default_precision, resolve_devices
+from unet3d.parallel.precision import (
+    autocast_dtype,
+)
 from unet3d.planning.memory_estimate import UNCOUNTED_BYTES, Step, largest_size
 
 OUT_OF_MEMORY = "out of memory"

@@ -26,8 +26,13 @@ from common import circumstances, parse_shape, synchronize
 
 from unet3d.config import Config
 from unet3d.model import UNet3d, dice_cross_entropy
-from unet3d.model.optimizer import Optimization, autocast_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Layout, default_precision, parallelize
+from unet3d.parallel.precision import (
+    autocast_dtype,
+)
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch

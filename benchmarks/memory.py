@@ -19,8 +19,14 @@ import torch
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.precision import (
+    autocast_dtype,
+    image_dtype,
+)
 from unet3d.planning.memory_estimate import Step, predict_memory
 
 CHANNELS = (32, 64, 128, 256, 320, 320)

@@ -26,8 +26,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from unet3d.config import ModelSettings, Offload, Recompute, Shape, TrainingSettings
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import Optimization, autocast_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Layout, Slot, default_precision, parallelize
+from unet3d.parallel.precision import (
+    autocast_dtype,
+)
 
 NUM_CLASSES = 3
 

@@ -34,7 +34,9 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import Optimization, autocast_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
@@ -42,6 +44,9 @@ from unet3d.parallel import (
     default_precision,
     parallelize,
     resolve_devices,
+)
+from unet3d.parallel.precision import (
+    autocast_dtype,
 )
 
 

@@ -28,8 +28,10 @@ from common import circumstances, parse_shape, synchronize
 from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
-from unet3d.model.optimizer import autocast_dtype
 from unet3d.parallel import default_precision
+from unet3d.parallel.precision import (
+    autocast_dtype,
+)
 
 DEFAULT = [variant.key for variant in VARIANTS if variant.offload == "none"]
 

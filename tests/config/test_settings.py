@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from unet3d.config import Config, Section, load_config
+from unet3d.config import Config, load_config
+from unet3d.config.settings import Section
 from unet3d.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from unet3d.cli.app import _choose_run
+from unet3d.cli.train import _choose_run
 from unet3d.distributed import rendezvous as joining
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks

@@ -7,8 +7,14 @@ from torch import Tensor, nn
 
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.precision import (
+    autocast_dtype,
+    image_dtype,
+)
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,14 @@ from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import stand_in
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.precision import (
+    autocast_dtype,
+    image_dtype,
+)
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,

@@ -12,11 +12,15 @@ from unet3d.inference.evaluation import CaseScores, Evaluation, LabelScore
 from unet3d.memory.meter import SlotMemory, memory_record
 from unet3d.memory.timeline import Mark, Timeline
 from unet3d.parallel import Slot
+from unet3d.reports.curves import (
+    write_progress_picture,
+)
 from unet3d.reports.memory import (
-    evaluation_table,
     memory_table,
     write_memory_picture,
-    write_progress_picture,
+)
+from unet3d.reports.scores import (
+    evaluation_table,
 )
 
 MIB = 1024**2

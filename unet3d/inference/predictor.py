@@ -10,13 +10,16 @@ import torch
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference.sliding_window import predict_logits
-from unet3d.model.optimizer import autocast_dtype, image_dtype
 from unet3d.parallel import (
     Executor,
     Layout,
     default_precision,
     parallelize,
     resolve_devices,
+)
+from unet3d.parallel.precision import (
+    autocast_dtype,
+    image_dtype,
 )
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from unet3d.config import TrainingSettings
-from unet3d.parallel import Executor
 
 POWER = 0.9
 
@@ -105,17 +104,3 @@ def num_states(settings: TrainingSettings) -> int:
             its square.
     """
     return 2 if settings.optimizer == "adamw" else int(settings.momentum > 0)
-
-
-def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the type that GPU stages lower their operations to, or None.
-
-    Args:
-        precision: Such as ``bfloat16``; never ``auto``.
-    """
-    return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
-
-
-def image_dtype(executor: Executor) -> torch.dtype:
-    """Return the type in which a placed network wants its images."""
-    return next(executor.module.parameters()).dtype

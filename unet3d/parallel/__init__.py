@@ -18,12 +18,14 @@ from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.placement import (
     Layout,
     Slot,
-    check_precision,
-    default_precision,
     devices_of_rank,
     devices_of_replicas,
     output_device,
     resolve_devices,
+)
+from unet3d.parallel.precision import (
+    check_precision,
+    default_precision,
 )
 from unet3d.parallel.replicas import DataParallelExecutor, ReplicaExecutor, check_data_parallel
 from unet3d.parallel.schedule import SCHEDULES

@@ -11,8 +11,13 @@ from unet3d.config import Config, Shape
 from unet3d.errors import ConfigError
 from unet3d.memory.meter import device_bytes
 from unet3d.model import UNet3d
-from unet3d.model.optimizer import autocast_dtype, num_states
+from unet3d.model.optimizer import (
+    num_states,
+)
 from unet3d.parallel import Layout, choose_cuts, default_precision, devices_of_replicas
+from unet3d.parallel.precision import (
+    autocast_dtype,
+)
 from unet3d.planning.experiment import NetworkPlan
 from unet3d.planning.memory_estimate import Prediction, Step, largest_size, predict_memory
 from unet3d.planning.tuning_cache import Circumstances, settle

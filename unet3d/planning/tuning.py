@@ -18,7 +18,10 @@ from unet3d.config import Balance, Config
 from unet3d.errors import ConfigError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy
-from unet3d.model.optimizer import Optimization, autocast_dtype, image_dtype, num_states
+from unet3d.model.optimizer import (
+    Optimization,
+    num_states,
+)
 from unet3d.parallel import (
     Executor,
     Layout,
@@ -31,6 +34,10 @@ from unet3d.parallel import (
 from unet3d.parallel.balance.cuts import time_cost
 from unet3d.parallel.balance.stopwatch import median_seconds
 from unet3d.parallel.partition import StageCost, default_cuts
+from unet3d.parallel.precision import (
+    autocast_dtype,
+    image_dtype,
+)
 from unet3d.planning.experiment import NetworkPlan
 from unet3d.planning.tuning_cache import Choice, Circumstances
 from unet3d.volumes.cache import Cache

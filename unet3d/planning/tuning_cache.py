@@ -16,8 +16,18 @@ import torch
 
 from unet3d.config import Config, Shape
 from unet3d.model import Topology, UNet3d
-from unet3d.parallel.balance.stopwatch import hardware, recall, remember, versions
-from unet3d.volumes.cache import Cache, key_of
+from unet3d.parallel.balance.stopwatch import (
+    hardware,
+    versions,
+)
+from unet3d.records import (
+    key_of,
+    recall,
+    remember,
+)
+from unet3d.volumes.cache import (
+    Cache,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import NullLocator
 from rich import box
 from rich.table import Table
 
-from unet3d.reports.memory import (
+from unet3d.reports.format import (
     GIB,
     MIB,
     MIN_BYTES_IN_GIB,

@@ -14,7 +14,9 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, Unet3dError
 from unet3d.model import UNet3d
-from unet3d.model.optimizer import autocast_dtype, num_states
+from unet3d.model.optimizer import (
+    num_states,
+)
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
@@ -27,6 +29,9 @@ from unet3d.parallel import (
     devices_of_replicas,
     output_device,
     parallelize,
+)
+from unet3d.parallel.precision import (
+    autocast_dtype,
 )
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory

@@ -25,11 +25,21 @@ from unet3d.inference.evaluation import dice_per_class
 from unet3d.inference.sliding_window import predict_logits
 from unet3d.memory.meter import MemoryMeter, memory_record, merged_records
 from unet3d.model import LossTerms, dice_cross_entropy
-from unet3d.model.optimizer import Optimization, image_dtype
+from unet3d.model.optimizer import (
+    Optimization,
+)
 from unet3d.parallel import Executor
+from unet3d.parallel.precision import (
+    image_dtype,
+)
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import Prediction
-from unet3d.reports.memory import write_memory_picture, write_progress_picture
+from unet3d.reports.curves import (
+    write_progress_picture,
+)
+from unet3d.reports.memory import (
+    write_memory_picture,
+)
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.runs.run_folder import RunFolder

@@ -34,8 +34,6 @@ from unet3d.errors import DatasetError, VolumeError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Part of every key: raise it whenever preparation gives other arrays for the same settings."""
 
 UNFINISHED = ".unfinished-"
 
@@ -281,8 +279,3 @@ def _read_note(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):  # absent, or half written before a power cut
         return None
     return tree if isinstance(tree, dict) else None
-
-
-def key_of(parts: Any) -> str:
-    """Return the key of plain values: hashes of files, settings."""
-    return hashlib.sha256(json.dumps([FORMAT, parts], sort_keys=True).encode()).hexdigest()

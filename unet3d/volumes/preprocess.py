@@ -20,7 +20,7 @@ import torch
 
 from unet3d.config import DataSettings
 from unet3d.errors import DatasetError, Unet3dError, VolumeError
-from unet3d.volumes import cache as caching
+from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.nifti import read_header, read_image, read_label, same_grid
@@ -191,7 +191,7 @@ def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
     plan = preprocessing.to_dict()
     # Names change nothing in the arrays.
     settings = {key: plan[key] for key in ("spacing_mm", "channels", "label_values")}
-    return caching.key_of([*digests, settings])
+    return key_of([*digests, settings])
 
 
 def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
@@ -219,7 +219,7 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
     """Return intensities inside the labels of every case, shape (N, C)."""
     store = Cache(cache)
     keys = [
-        caching.key_of([store.digest(path) for path in (*case.images, case.label)])
+        key_of([store.digest(path) for path in (*case.images, case.label)])
         for case in dataset.cases
     ]
     missing = [

@@ -27,12 +27,14 @@ from unet3d.model import Block, UNet3d, dice_cross_entropy
 from unet3d.parallel.balance.stopwatch import (
     hardware,
     median_seconds,
-    recall,
     recorded,
-    remember,
     versions,
 )
-from unet3d.volumes.cache import key_of
+from unet3d.records import (
+    key_of,
+    recall,
+    remember,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,52 @@
+"""``unet3d evaluate`` and ``unet3d check``."""
+
+from pathlib import Path
+
+import click
+
+from unet3d.cli.options import FILE
+from unet3d.cli.output import write_json
+from unet3d.errors import DatasetError
+
+
+@click.command()
+@click.argument("predictions", type=FILE)
+@click.argument("labels", type=FILE)
+@click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
+def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
+    """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
+    from rich.console import Console
+
+    from unet3d.inference.evaluation import evaluate as run_evaluation
+    from unet3d.reports.scores import (
+        evaluation_table,
+    )
+
+    result = run_evaluation(predictions, labels)
+    Console().print(evaluation_table(result))
+    if json_path is not None:
+        write_json(json_path, result.to_dict())
+
+
+@click.command()
+@click.argument("dataset", type=FILE)
+@click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
+def check(dataset: Path, json_path: Path | None) -> None:
+    """Find what would break training on DATASET, before it starts."""
+    from dataclasses import asdict
+
+    from unet3d.volumes.check import check_dataset
+    from unet3d.volumes.dataset import load_dataset
+
+    opened = load_dataset(dataset)
+    findings = check_dataset(opened)
+    for finding in findings:
+        click.echo(f"{finding.severity:7}  {finding.case}: {finding.message}")
+    if json_path is not None:
+        write_json(json_path, {"findings": [asdict(finding) for finding in findings]})
+    num_errors = sum(finding.severity == "error" for finding in findings)
+    num_warnings = len(findings) - num_errors
+    summary = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
+    if num_errors:
+        raise DatasetError(f"{dataset}: {summary}; mend the errors before training")
+    click.echo(summary)

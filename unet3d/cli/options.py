@@ -1,0 +1,101 @@
+"""Options that several commands share, and what they mean as settings."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+FILE = click.Path(path_type=Path)
+
+
+PARALLEL_HELP = "model: encoder on one device, decoder on the next; data: a replica on each."
+
+
+def placement_options(*modes: str) -> Callable[[Function], Function]:
+    """Return a decorator that adds the options which say where the network runs.
+
+    Args:
+        modes: Those that the command knows.
+    """
+
+    def add(function: Function) -> Function:
+        for option in _placement_options(modes):
+            function = option(function)
+        return function
+
+    return add
+
+
+def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Function], ...]:
+    return (
+        click.option(
+            "--devices",
+            metavar="LIST",
+            help="Such as 0,1 or cuda:0 or cpu,cpu or cpu,0; a stage of the network on each"
+            + (", or a replica." if "data" in modes else "."),
+        ),
+        click.option(
+            "--parallel",
+            type=click.Choice(modes),
+            help=PARALLEL_HELP if "data" in modes else PARALLEL_HELP.partition(";")[0] + ".",
+        ),
+    )
+
+
+balance_option = click.option(
+    "--balance",
+    type=click.Choice(["encoder-decoder", "time", "memory"]),
+    help="Cut the network so that its stages take equal time, or memory, on --devices.",
+)
+
+
+replicas_option = click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    help="Copies of a network on several devices, over which --devices are divided.",
+)
+
+
+offload_option = click.option(
+    "--offload",
+    type=click.Choice(["none", "skips"]),
+    help="skips: GPUs park what waits for the decoder in host memory.",
+)
+
+
+def config_options(function: Function) -> Function:
+    """Add the options that name a configuration."""
+    for option in (
+        click.option(
+            "--set",
+            "overrides",
+            metavar="KEY=VALUE",
+            multiple=True,
+            help="Override one setting, such as training.batch_size=4; repeatable.",
+        ),
+        click.option("--config", "config_path", type=FILE, help="YAML; see configs/."),
+    ):
+        function = option(function)
+    return function
+
+
+def changes_of(values: dict[str, Any]) -> list[str]:
+    """Return overrides for the options that were given."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return [
+        f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for key, value in given.items()
+    ]
+
+
+def mode_for(devices: str | None) -> str:
+    """Return the parallel mode that a command means which names devices but no mode.
+
+    Args:
+        devices: As they were named, or None.
+    """
+    return "model" if devices and "," in devices else "none"

@@ -1,0 +1,38 @@
+"""What commands write beside their results: errors in one line, JSON files."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from unet3d.atomic import write_atomically
+from unet3d.errors import ConfigError, Unet3dError
+
+
+def show_error(error: Unet3dError, what: str = "Error") -> None:
+    """Show an explained error as one line on stderr.
+
+    Args:
+        error: Its message may have several.
+        what: What the line begins with.
+    """
+    click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write what ``--json`` asks for.
+
+    Args:
+        path: Where to; its folder exists.
+        content: Plain values.
+
+    Raises:
+        ConfigError: It cannot be written there.
+    """
+    text = json.dumps(content, indent=2) + os.linesep
+    try:
+        write_atomically(path, lambda file: file.write(text.encode()))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error

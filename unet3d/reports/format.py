@@ -1,0 +1,62 @@
+"""How amounts and sizes are written, and figures saved; the same in every report."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from unet3d.atomic import write_atomically
+
+MIB = 1024**2
+
+
+GIB = 1024**3
+
+
+MIN_BYTES_IN_GIB = 8 * GIB
+"""From this peak on: in GiB, parameters and gradients of a smaller network come out as 0.00."""
+
+
+NOTHING = "–"
+
+
+PICTURE_WIDTH_INCHES = 9.0
+
+
+DOTS_PER_INCH = 120
+
+
+def amount(num_bytes: int, unit_bytes: int) -> str:
+    """Return a number of bytes in a unit, with the digits that matter.
+
+    Args:
+        num_bytes: The number.
+        unit_bytes: Such as :data:`GIB`.
+    """
+    amount = num_bytes / unit_bytes
+    if amount >= 100:
+        return f"{amount:,.0f}"
+    if 0 < amount < 0.001:
+        return "<0.001"
+    return f"{amount:.2f}" if amount >= 0.1 or amount == 0 else f"{amount:.2g}"
+
+
+def size_text(shape: Sequence[int]) -> str:
+    """Return voxels along X, Y, Z as people write them.
+
+    Args:
+        shape: Such as (192, 192, 160).
+    """
+    return "x".join(map(str, shape))
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG file.
+
+    Args:
+        figure: What was drawn.
+        path: One of that name is replaced.
+    """
+    FigureCanvasAgg(figure)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))

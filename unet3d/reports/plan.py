@@ -1,0 +1,82 @@
+"""What people read of a plan: every way of placing a training, side by side."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from unet3d.reports.format import amount, size_text
+from unet3d.reports.memory import PART_HEADS, bar_parts, memory_notes, unit_of
+
+
+def plan_table(record: Mapping[str, Any]) -> Table:
+    """Return what every way of placing a training would take, as a table for the terminal.
+
+    Args:
+        record: What :meth:`unet3d.planning.comparison.Comparison.to_dict` returns.
+    """
+    every_slot = [slot for way in record["ways"] for slot in way["slots"]]
+    unit, unit_bytes = unit_of(every_slot, "predicted")
+    notes = [*record["notes"]]
+    for way in record["ways"]:
+        notes += memory_notes(way["slots"])
+    table = Table(
+        title=f"Predicted memory ({unit}): {record['batch_size']} patches of "
+        f"{size_text(record['shape'])} voxels, {record['precision']}",
+        caption=" ".join(dict.fromkeys(notes)),
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("parallel,\nmicro-batches", no_wrap=True)
+    table.add_column("slot", justify="right", no_wrap=True)
+    table.add_column("device", no_wrap=True)
+    for name in (*PART_HEADS, "rest", "peak", "device\ntotal", "fits"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for way in record["ways"]:
+        mark = "*" if way["asked"] else ""
+        for slot in way["slots"]:
+            predicted = slot["predicted"]
+            bar = bar_parts(slot, way["slots"], "predicted")
+            values = [*bar.values(), predicted["peak_bytes"], slot["device_bytes"]]
+            is_first, is_last = slot is way["slots"][0], slot is way["slots"][-1]
+            table.add_row(
+                _way_name(way) + mark if is_first else "",
+                str(slot["slot"]),
+                slot["device"],
+                *(amount(value, unit_bytes) for value in values),
+                ("yes" if way["fits"] else "NO") if is_first else "",
+                end_section=is_last,
+            )
+    return table
+
+
+def plan_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return, for each way of a plan, a line with the largest volume that fits.
+
+    Args:
+        record: What :meth:`unet3d.planning.comparison.Comparison.to_dict` returns.
+    """
+    lines = []
+    for way in record["ways"]:
+        devices = ",".join(slot["device"] for slot in way["slots"])
+        shape = way["largest_shape"]
+        lines.append(
+            f"--parallel {way['parallel']} --devices {devices} "
+            + (f"--replicas {way['replicas']} " if _has_copies_of_stages(way) else "")
+            + f"--micro-batches {way['num_micro_batches']}"
+            + (f" --balance {way['balance']}: " if way["balance"] else ": ")
+            + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
+            + (" (asked for)" if way["asked"] else "")
+        )
+    return lines
+
+
+def _way_name(way: Mapping[str, Any]) -> str:
+    copies = f"{way['replicas']} x " if _has_copies_of_stages(way) else ""
+    return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
+
+
+def _has_copies_of_stages(way: Mapping[str, Any]) -> bool:
+    return bool(way["parallel"] == "model" and way["replicas"] > 1)
