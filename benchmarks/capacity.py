@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import circumstances, synchronize
+from common import synchronize, tuning_key
 from peers import Problem, Trainee, Variant, find_variants
 
 from unet3d.config import ParallelSettings, TrainingSettings
@@ -285,7 +285,7 @@ def main() -> None:
     for variant in variants:
         rows.append(search(arguments, variant, devices, end))
         record = {
-            **circumstances(devices, default_precision(devices)),
+            **tuning_key(devices, default_precision(devices)),
             "channels": arguments.channels,
             "memory_gib": arguments.memory_gib,
             "rows": rows,

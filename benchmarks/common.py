@@ -23,7 +23,7 @@ def parse_shape(text: str) -> Shape:
     return x, y, z
 
 
-def circumstances(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:
+def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:
     """Return command, date, devices and versions, for the record of a measurement."""
     names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
     return {

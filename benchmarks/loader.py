@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import circumstances, parse_shape, synchronize
+from common import parse_shape, synchronize, tuning_key
 
 from unet3d.config import Config
 from unet3d.model import UNet3d, dice_cross_entropy
@@ -169,7 +169,7 @@ def main() -> None:
             f"{1000 * row['step_seconds']:9.1f}{row['waiting_share']:9.1%}"
         )
     record = {
-        **circumstances([device], default_precision([device])),
+        **tuning_key([device], default_precision([device])),
         "size": arguments.shape,
         "volume": arguments.volume,
         "batch_size": arguments.batch_size,

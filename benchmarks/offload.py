@@ -1,4 +1,4 @@
-"""One training step on one device, with and without skips parked in host memory.
+"""One training step on one device, with and without skips offloaded in host memory.
 
     python benchmarks/offload.py --device 0 --shape 256,256,256 --json out.json
     python benchmarks/offload.py --device cpu --shape 32,32,32 --channels 4,8
@@ -59,18 +59,18 @@ def main() -> None:
     arguments.devices = f"{arguments.device},{arguments.device}"
     bench = Bench(arguments)
     device = bench.devices[:1]
-    print(f"{'':32} {'ms':>8} {'peak GiB':>9} {'parked GiB':>11}")
+    print(f"{'':32} {'ms':>8} {'peak GiB':>9} {'offloaded GiB':>11}")
     for recompute in ("norm", "off"):
         for offload in ("none", "skips"):
-            parked = Parked()
+            offloaded = Parked()
             options: dict[str, Any] = {"recompute": recompute, "offload": offload}
             name = f"recompute {recompute}, offload {offload}"
-            row = bench.measure(name, device, 1, observer=parked, **options)
+            row = bench.measure(name, device, 1, observer=offloaded, **options)
             row |= options
             if row["seconds"] is None:
                 print(f"{name:32} does not fit")
                 continue
-            row["parked_gib"] = parked.peak / 2**30
+            row["parked_gib"] = offloaded.peak / 2**30
             peaks = " ".join(f"{peak:.2f}" for peak in row["allocated_gib"])
             print(f"{name:32} {1000 * row['seconds']:8.1f} {peaks:>9} {row['parked_gib']:11.2f}")
     if arguments.json:

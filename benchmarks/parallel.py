@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import circumstances, parse_shape, synchronize
+from common import parse_shape, synchronize, tuning_key
 from torch import Tensor
 
 from unet3d.config import Balance, ModelSettings, ParallelSettings
@@ -69,7 +69,7 @@ class ForwardOnlyPipeline:
 
     def _forward(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         stage, later = self.placed.stages[number], self.placed.stages[number + 1 :]
-        dtype = None if self.placed._lowers(stage) else torch.float32
+        dtype = None if self.placed._uses_autocast(stage) else torch.float32
         received = {name: tensors[name].to(stage.slot.device, dtype) for name in stage.inputs}
         with self.placed._autocast(stage):
             made = run_blocks(stage.blocks, received, stage.outputs)
@@ -154,7 +154,7 @@ class Bench:
 
     def write(self, devices: tuple[torch.device, ...], path: Path) -> None:
         """Write the rows, and what they were measured with."""
-        record = {**circumstances(devices, self.precision), "rows": self.rows}
+        record = {**tuning_key(devices, self.precision), "rows": self.rows}
         path.write_text(json.dumps(record, indent=2) + "\n")
 
     def balanced(self, balance: Balance) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import circumstances, parse_shape, synchronize
+from common import parse_shape, synchronize, tuning_key
 
 from unet3d.config import ModelSettings, ParallelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
@@ -51,7 +51,7 @@ from unet3d.parallel.precision import (
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """One way of training.
 
     Attributes:
@@ -91,25 +91,25 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Way]:
+def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Setup]:
     """Return what so many devices can show."""
     shape, size = parse_shape(arguments.shape), arguments.batch_size
-    one = Way("one device", (devices[:1],), size, shape)
+    one = Setup("one device", (devices[:1],), size, shape)
     found = [one]
     for count in (2, 4):
         if len(devices) >= count:
             replicas = tuple((device,) for device in devices[:count])
             name = f"DDP, {count} devices"
-            found.append(Way(name, replicas, count * size, shape, against=one.name))
+            found.append(Setup(name, replicas, count * size, shape, against=one.name))
     threads_size = arguments.threads_batch_size
-    large = Way("one device, the batch of DataParallel", (devices[:1],), threads_size, shape)
+    large = Setup("one device, the batch of DataParallel", (devices[:1],), threads_size, shape)
     gpus = "cpu" not in devices
     if gpus:
         found.append(large)
     if gpus and len(devices) >= 2:
         both = (devices[:2],)
         found.append(
-            Way(
+            Setup(
                 "nn.DataParallel, 2 devices",
                 both,
                 threads_size,
@@ -120,20 +120,20 @@ def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Way]:
         )
         ddp = tuple((device,) for device in devices[:2])
         found.append(
-            Way("DDP, 2 devices, that batch", ddp, threads_size, shape, against=large.name)
+            Setup("DDP, 2 devices, that batch", ddp, threads_size, shape, against=large.name)
         )
     shape, size = parse_shape(arguments.pipeline_shape), arguments.pipeline_batch_size
-    stages = Way("1 replica of 2 stages", (devices[:2],), size, shape, size)
+    stages = Setup("1 replica of 2 stages", (devices[:2],), size, shape, size)
     if len(devices) >= 2:
         found.append(stages)
     if len(devices) >= 4:
         groups = (devices[:2], devices[2:4])
         name = "2 replicas of 2 stages"
-        found.append(Way(name, groups, 2 * size, shape, size, against=stages.name))
+        found.append(Setup(name, groups, 2 * size, shape, size, against=stages.name))
     return found
 
 
-def place(model: UNet3d, way: Way, devices: tuple[torch.device, ...], group: Group) -> Executor:
+def place(model: UNet3d, way: Setup, devices: tuple[torch.device, ...], group: Group) -> Executor:
     """Return the executor of one rank."""
     autocast = autocast_dtype(default_precision(devices))
     if way.engine == "dataparallel":
@@ -141,7 +141,7 @@ def place(model: UNet3d, way: Way, devices: tuple[torch.device, ...], group: Gro
     return parallelize(model, Layout(devices, None, way.num_micro_batches, autocast), group)
 
 
-def run_rank(way: Way, arguments: argparse.Namespace) -> None:
+def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
     """Measure one way, in one of its ranks; the first one writes the result."""
     with joined(Ranks.from_environment()) as group:
         group.open(300)
@@ -170,7 +170,7 @@ def run_rank(way: Way, arguments: argparse.Namespace) -> None:
                 group.note(num_done, f"step {num_done}")
                 executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
                 optimization.step(1e-4)
-                group.agree(0, False)
+                group.all_reduce_flags(0, False)
                 num_done += 1
 
         gpus = {slot.device for slot in executor.slots if slot.device.type == "cuda"}
@@ -199,7 +199,7 @@ def run_rank(way: Way, arguments: argparse.Namespace) -> None:
             arguments.result.write_text(json.dumps(result))
 
 
-def measure(way: Way) -> dict[str, Any]:
+def measure(way: Setup) -> dict[str, Any]:
     """Run one way in processes of its own."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -238,7 +238,7 @@ def main() -> None:
     if arguments.way is not None:
         fields = json.loads(arguments.way)
         fields["devices"] = tuple(map(tuple, fields["devices"]))
-        run_rank(Way(**fields | {"shape": tuple(fields["shape"])}), arguments)
+        run_rank(Setup(**fields | {"shape": tuple(fields["shape"])}), arguments)
         return
     count = min(4, torch.cuda.device_count())
     default = ",".join(map(str, range(count))) if count else "cpu,cpu"
@@ -265,7 +265,7 @@ def main() -> None:
     mode: Any = "model" if len(names) > 1 else "none"
     devices = resolve_devices(ParallelSettings(mode=mode, devices=names))
     if arguments.json:
-        record = {**circumstances(devices, default_precision(devices)), "rows": rows}
+        record = {**tuning_key(devices, default_precision(devices)), "rows": rows}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

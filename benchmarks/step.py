@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import circumstances, parse_shape, synchronize
+from common import parse_shape, synchronize, tuning_key
 from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
@@ -168,7 +168,7 @@ def main() -> None:
         clear()
         print(row, file=sys.stderr)
     record = {
-        **circumstances([device], precision),
+        **tuning_key([device], precision),
         "size": problem.size,
         "batch_size": problem.batch_size,
         "channels": channels,

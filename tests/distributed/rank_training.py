@@ -67,7 +67,7 @@ def wait_for_others(how: str, group: Group) -> None:
         group.exchange(None)
     for step in range(3):
         group.note(8 + step, f"epoch 2, step {4 + step}")
-        group.agree(0, False)
+        group.all_reduce_flags(0, False)
 
 
 def main(folder: Path, cache: Path) -> None:

@@ -11,7 +11,7 @@ from unet3d.config import ModelSettings
 from unet3d.kernels import (
     conv3x3x3,
     instance_norm,
-    remade_in_backward,
+    recomputed_in_backward,
     upsample,
 )
 from unet3d.kernels import (
@@ -39,7 +39,7 @@ def step(remakes: bool, **options: object) -> tuple[int, list[Tensor]]:
     def note(tensor: Tensor) -> None:
         kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
-    with handling(note), remade_in_backward() if remakes else nullcontext():
+    with handling(note), recomputed_in_backward() if remakes else nullcontext():
         loss = dice_cross_entropy(model(image), target).total
     loss.backward()
     return sum(kept.values()), [value.grad for value in model.parameters()]
@@ -73,7 +73,7 @@ def test_what_autocast_lowered_is_made_again_as_low() -> None:
         weights = [up.requires_grad_(), kernel.requires_grad_()]
         # Not every CPU has what oneDNN wants for bfloat16.
         with torch.backends.mkldnn.flags(enabled=False):
-            with remade_in_backward() if remakes else nullcontext():
+            with recomputed_in_backward() if remakes else nullcontext():
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     y = conv3x3x3(upsample(x, up, (2, 2, 2)), kernel)
             y.square().sum().backward()
@@ -104,7 +104,7 @@ def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> 
         num_made.append(1)
         return values.clone().view(4, 6)
 
-    with remade_in_backward():
+    with recomputed_in_backward():
         tensor = recipe()
         offer(tensor, recipe, values)
         view = tensor[1:3, ::2]
@@ -123,7 +123,7 @@ def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
     """All storages have one key here, as a new one may have that of one that is gone."""
     monkeypatch.setattr(remake, "storage_key", lambda tensor: 7)
     leaf = torch.ones(3, requires_grad=True)
-    with remade_in_backward():
+    with recomputed_in_backward():
         first = torch.full((3,), 5.0)
         offer(first, lambda: torch.full((3,), 5.0), leaf)
         del first
@@ -136,7 +136,7 @@ def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
 def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
     source = torch.ones(3)
     gone = weakref.ref(source)
-    with remade_in_backward():
+    with recomputed_in_backward():
         result = source.clone()
         offer(result, source.clone, source)
     del source
@@ -148,7 +148,7 @@ def test_a_result_that_lives_on_keeps_nothing_alive() -> None:
 def test_outside_the_context_nothing_is_offered(reading: list[Tensor]) -> None:
     x = torch.randn(1, 2, 4, 4, 4, requires_grad=True)
     weight, bias = torch.ones(2), torch.zeros(2)
-    with remade_in_backward():
+    with recomputed_in_backward():
         pass
     y = instance_norm(x, weight, bias, 1e-5, 0.01)
     y.square()

@@ -15,7 +15,7 @@ from unet3d.kernels import recompute as remake
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, parallelize, pipeline
-from unet3d.parallel.offload import ParkedMemory, skip_names
+from unet3d.parallel.offload import OffloadedMemory, skip_names
 from unet3d.planning.memory_estimate import Step, predict_memory
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def parking_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "can_park", lambda device: True)
+    monkeypatch.setattr(pipeline, "supports_offload", lambda device: True)
 
 
 def topology_of(size: tuple[int, int, int] = (16, 16, 16), **options: Any) -> Topology:
@@ -98,8 +98,8 @@ def test_gradients_are_the_same_to_the_bit(
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = topology_of(**options)
     layout = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule)
-    parking = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule, "skips")
-    assert_equal(step(topology, parking, num_samples=3), step(topology, layout, num_samples=3))
+    offloader = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule, "skips")
+    assert_equal(step(topology, offloader, num_samples=3), step(topology, layout, num_samples=3))
 
 
 def test_a_cpu_parks_nothing() -> None:
@@ -160,10 +160,10 @@ def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
 def test_nothing_of_a_parked_skip_is_left_behind() -> None:
     executor = parallelize(UNet3d(topology_of()), Layout((CPU, CPU), None, 2, offload="skips"))
     alive: list[int] = []
-    made = ParkedMemory.__init__
+    made = OffloadedMemory.__init__
     deleted: list[int] = []
 
-    class Counted(ParkedMemory):
+    class Counted(OffloadedMemory):
         def __init__(self, *arguments: Any) -> None:
             made(self, *arguments)
             alive.append(id(self))
@@ -172,7 +172,7 @@ def test_nothing_of_a_parked_skip_is_left_behind() -> None:
             deleted.append(id(self))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unet3d.parallel.offload.ParkedMemory", Counted)
+        patch.setattr("unet3d.parallel.offload.OffloadedMemory", Counted)
         step_of(executor)
     assert len(alive) == 2 * 2  # both stages share the memory, for they share the device
     assert len(deleted) == len(alive)

@@ -13,7 +13,7 @@ from unet3d.cli.app import main
 from unet3d.config import ModelSettings, Shape, TrainingSettings, load_config
 from unet3d.errors import VolumeError
 from unet3d.memory.allocations import counted_allocations
-from unet3d.memory.fake_devices import stand_in
+from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import (
@@ -27,7 +27,7 @@ from unet3d.parallel.precision import (
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
-    Prediction,
+    MemoryEstimate,
     Step,
     largest_size,
     predict_memory,
@@ -139,7 +139,7 @@ def test_1f1b_keeps_no_more_micro_batches_than_there_are_devices(num_devices: in
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+@pytest.mark.parametrize("device", [CPU, fake_device(GPUS[0])], ids=str)
 def test_gpus_convert_the_maps_of_convolutions_in_float32(
     device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -154,7 +154,7 @@ def test_gpus_convert_the_maps_of_convolutions_in_float32(
     assert recorder.peak[device] == recorder.now[device] + copies
 
 
-@pytest.mark.parametrize("device", [CPU, stand_in(GPUS[0])], ids=str)
+@pytest.mark.parametrize("device", [CPU, fake_device(GPUS[0])], ids=str)
 def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> None:
     with counted_allocations() as recorder:
         x = torch.empty(128, 128, device=device)
@@ -532,7 +532,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
     assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")
 
 
-def assert_close(predicted: Prediction, measured: dict[int, SlotMemory]) -> None:
+def assert_close(predicted: MemoryEstimate, measured: dict[int, SlotMemory]) -> None:
     for index, found in measured.items():
         expected = predicted.memory[index]
         assert expected.parameters_bytes == found.parameters_bytes

@@ -19,7 +19,7 @@ from unet3d.planning import comparison, tuning
 from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.tuning import Tuning, micro_batch_counts, promising_neighbours, tune
-from unet3d.planning.tuning_cache import recall_choice
+from unet3d.planning.tuning_cache import recall_tuned
 
 SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
@@ -66,7 +66,7 @@ def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
 
 
 def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
-    here = swept.circumstances
+    here = swept.tuning_key
     for row in swept.rows[::4]:  # each number of micro-batches, on one device and on two
         step = Step(here.topology, row.layout, here.size, 4, here.config.training, "float32")
         assert row.peak_bytes == predict_memory(step).needed_bytes()
@@ -118,7 +118,7 @@ def swept_circumstances(cache: Path) -> Any:
     config = settings(cache)
     network = plan_without_data(config)
     devices = (torch.device("cpu"),) * 2
-    return tuning.Circumstances(config, network.topology, network.size, devices, "float32")
+    return tuning.TuningKey(config, network.topology, network.size, devices, "float32")
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:
@@ -217,7 +217,7 @@ def test_the_command_shows_draws_and_remembers(
     (chosen,) = (row for row in record["rows"] if row["chosen"])
     assert f"{1000 * chosen['seconds']:.1f}" in table and "*" in table
     assert (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
-    choice = recall_choice(swept_circumstances(cache))
+    choice = recall_tuned(swept_circumstances(cache))
     assert choice is not None
     assert (list(choice.cuts), choice.num_micro_batches) == (
         chosen["cuts"],
@@ -345,7 +345,7 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
     )
     assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
     assert all(row.seconds is not None for row in found.rows)
-    here = found.circumstances
+    here = found.tuning_key
     ratios = {}
     for row in found.rows:
         step = Step(here.topology, row.layout, here.size, 4, here.config.training, here.precision)

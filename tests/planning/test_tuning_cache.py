@@ -15,19 +15,19 @@ from unet3d.model import plan_topology
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.tuning_cache import (
-    Choice,
-    Circumstances,
+    TunedConfig,
+    TuningKey,
     forgotten_modes,
-    recall_choice,
-    remember_choice,
-    settle,
+    recall_tuned,
+    remember_tuned,
+    resolve_auto,
     without_stale_cuts,
 )
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
 CPU = torch.device("cpu")
-CHOICE = Choice((3,), 2, 0.25, "2026-11-21T14:48:39+01:00")
+CHOICE = TunedConfig((3,), 2, 0.25, "2026-11-21T14:48:39+01:00")
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 SMALL = (
     "data.phantom.num_cases=5",
@@ -44,21 +44,21 @@ def settings(cache: Path, *overrides: str) -> Config:
     return load_config(None, [*SMALL, *SPREAD, f"data.cache={cache}", *overrides])
 
 
-def circumstances(cache: Path, *overrides: str) -> Circumstances:
+def tuning_key(cache: Path, *overrides: str) -> TuningKey:
     """Return those of a training on the phantom data with these settings."""
     config = settings(cache, *overrides)
     network = plan_without_data(config)
-    return Circumstances(config, network.topology, network.size, (CPU, CPU), "float32")
+    return TuningKey(config, network.topology, network.size, (CPU, CPU), "float32")
 
 
 def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    here = circumstances(tmp_path)
-    assert recall_choice(here) is None
-    path = remember_choice(here, CHOICE)
+    here = tuning_key(tmp_path)
+    assert recall_tuned(here) is None
+    path = remember_tuned(here, CHOICE)
     assert path.is_relative_to(tmp_path)
-    assert recall_choice(circumstances(tmp_path)) == CHOICE
+    assert recall_tuned(tuning_key(tmp_path)) == CHOICE
     # What does not change the time of a step does not matter.
-    assert recall_choice(circumstances(tmp_path, "training.epochs=7", "data.fold=1")) == CHOICE
+    assert recall_tuned(tuning_key(tmp_path, "training.epochs=7", "data.fold=1")) == CHOICE
     assert not caplog.records
 
 
@@ -80,21 +80,21 @@ def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_in_other_circumstances_it_is_not(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = circumstances(tmp_path)
-    remember_choice(here, CHOICE)
+    here = tuning_key(tmp_path)
+    remember_tuned(here, CHOICE)
     x, y, z = here.size
     if change == "network":
         here = replace(here, topology=replace(here.topology, channels=(2, 5)))
     elif change == "size":
         here = replace(here, size=(x, y, z + 2))
     elif change == "batch":
-        here = circumstances(tmp_path, "training.batch_size=3")
+        here = tuning_key(tmp_path, "training.batch_size=3")
     elif change == "optimizer":
-        here = circumstances(tmp_path, "training.optimizer=adamw")
+        here = tuning_key(tmp_path, "training.optimizer=adamw")
     elif change == "schedule":
-        here = circumstances(tmp_path, "parallel.schedule=all-forward")
+        here = tuning_key(tmp_path, "parallel.schedule=all-forward")
     elif change == "recompute":
-        here = circumstances(tmp_path, "memory.recompute=level")
+        here = tuning_key(tmp_path, "memory.recompute=level")
     elif change == "devices":
         here = replace(here, devices=(CPU, CPU, CPU))
     elif change == "threads":
@@ -103,7 +103,7 @@ def test_in_other_circumstances_it_is_not(
         here = replace(here, precision="float64")
     else:
         monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert recall_choice(here) is None
+    assert recall_tuned(here) is None
 
 
 def test_two_stages_on_one_gpu_are_not_two_gpus(
@@ -111,10 +111,10 @@ def test_two_stages_on_one_gpu_are_not_two_gpus(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     gpus = [torch.device("cuda", index) for index in range(3)]
-    here = replace(circumstances(tmp_path), devices=(gpus[0], gpus[1]))
-    remember_choice(here, CHOICE)
-    assert recall_choice(replace(here, devices=(gpus[1], gpus[2]))) == CHOICE
-    assert recall_choice(replace(here, devices=(gpus[0], gpus[0]))) is None
+    here = replace(tuning_key(tmp_path), devices=(gpus[0], gpus[1]))
+    remember_tuned(here, CHOICE)
+    assert recall_tuned(replace(here, devices=(gpus[1], gpus[2]))) == CHOICE
+    assert recall_tuned(replace(here, devices=(gpus[0], gpus[0]))) is None
 
 
 @pytest.mark.parametrize(
@@ -123,20 +123,20 @@ def test_two_stages_on_one_gpu_are_not_two_gpus(
 def test_a_damaged_file_is_named_and_not_used(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    here = circumstances(tmp_path)
-    path = remember_choice(here, CHOICE)
+    here = tuning_key(tmp_path)
+    path = remember_tuned(here, CHOICE)
     path.write_text(damage)
-    assert settle(here).training.micro_batches == 1
+    assert resolve_auto(here).training.micro_batches == 1
     (record,) = caplog.records
     assert str(path) in record.getMessage()
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    here = circumstances(tmp_path)
+    here = tuning_key(tmp_path)
     folder = here.path.parent
     folder.write_text("in the way")
     with pytest.raises(DatasetError, match=r"cannot write .*data\.cache"):
-        remember_choice(here, CHOICE)
+        remember_tuned(here, CHOICE)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_what_is_set_wins(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    remember_choice(circumstances(tmp_path), CHOICE)
+    remember_tuned(tuning_key(tmp_path), CHOICE)
     with caplog.at_level("INFO"):
-        config = settle(circumstances(tmp_path, *overrides))
+        config = resolve_auto(tuning_key(tmp_path, *overrides))
     found = (config.training.micro_batches, config.parallel.balance, config.parallel.cuts)
     assert found == expected
     messages = [record.getMessage() for record in caplog.records]
@@ -171,21 +171,21 @@ def test_what_is_set_wins(
         )
         assert "2026-11-21 at 14:48" in message and "250.0 ms" in message
     # What is settled stays as it is, whatever is measured later.
-    remember_choice(circumstances(tmp_path), replace(CHOICE, cuts=(1,)))
-    assert settle(replace(circumstances(tmp_path), config=config)) == config
+    remember_tuned(tuning_key(tmp_path), replace(CHOICE, cuts=(1,)))
+    assert resolve_auto(replace(tuning_key(tmp_path), config=config)) == config
 
 
 def test_with_nothing_measured_the_plain_defaults_are_recorded(tmp_path: Path) -> None:
-    config = settle(circumstances(tmp_path))
+    config = resolve_auto(tuning_key(tmp_path))
     assert (config.training.micro_batches, config.parallel.balance) == (1, "encoder-decoder")
     assert config.parallel.cuts is None
 
 
 def test_one_device_has_micro_batches_and_no_cut(tmp_path: Path) -> None:
     alone = ("parallel.mode=none", "parallel.devices=cpu")
-    here = replace(circumstances(tmp_path, *alone), devices=(CPU,))
-    remember_choice(here, replace(CHOICE, cuts=()))
-    config = settle(here)
+    here = replace(tuning_key(tmp_path, *alone), devices=(CPU,))
+    remember_tuned(here, replace(CHOICE, cuts=()))
+    config = resolve_auto(here)
     assert (config.training.micro_batches, config.parallel.cuts) == (2, None)
 
 
@@ -199,8 +199,8 @@ def test_training_takes_the_choice_and_records_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "run"
-    here = circumstances(cache)
-    remember_choice(here, CHOICE)
+    here = tuning_key(cache)
+    remember_tuned(here, CHOICE)
     with caplog.at_level("INFO"):
         stages = train_here(here.config, folder)
     assert [len(blocks) for blocks in stages] == [3, len(here.blocks()) - 3]
@@ -208,7 +208,7 @@ def test_training_takes_the_choice_and_records_it(
     recorded = load_config(folder / "config.yaml")
     assert (recorded.training.micro_batches, recorded.parallel.cuts) == (2, (3,))
     # A later measurement changes nothing for a run that goes on.
-    remember_choice(here, replace(CHOICE, cuts=(1,)))
+    remember_tuned(here, replace(CHOICE, cuts=(1,)))
     longer = recorded.with_values({"training.epochs": 2})
     assert train_here(longer, folder, resume=True) == stages
     assert [len(blocks) for blocks in train_here(here.config, tmp_path / "new")][0] == 1
@@ -218,8 +218,8 @@ def test_a_resumed_run_may_be_placed_in_another_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "run"
-    here = circumstances(cache)
-    remember_choice(here, CHOICE)
+    here = tuning_key(cache)
+    remember_tuned(here, CHOICE)
     train_here(here.config, folder)
     again = ("train", "--quiet", "--resume", "--output", folder)
     assert run(*again, "--epochs", 2, "--devices", "cpu,cpu") == 0
@@ -274,7 +274,7 @@ def test_a_run_can_be_resumed_in_any_mode(
 def test_names_of_blocks_need_no_memory() -> None:
     settings = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
     topology = plan_topology(settings, (512, 512, 512), (1.0, 1.0, 1.0), 1, 3)
-    here = Circumstances(Config(), topology, (512, 512, 512), (CPU,), "float32")
+    here = TuningKey(Config(), topology, (512, 512, 512), (CPU,), "float32")
     assert here.blocks()[-1] == "head"
 
 

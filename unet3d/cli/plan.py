@@ -121,7 +121,7 @@ def _measure(config: "Config", console: "Console", picture: Path, json_path: Pat
     """Measure every setting, show what they took, and leave the best for training to find."""
     from unet3d.planning.experiment import plan_without_data
     from unet3d.planning.tuning import tune
-    from unet3d.planning.tuning_cache import remember_choice
+    from unet3d.planning.tuning_cache import remember_tuned
     from unet3d.reports.tuning import tuning_table, write_tuning_picture
 
     tuning = tune(config, plan_without_data(config))
@@ -134,7 +134,7 @@ def _measure(config: "Config", console: "Console", picture: Path, json_path: Pat
             "every setting ran out of memory; use smaller patches (--shape), a smaller network "
             "(model.base_channels) or more devices"
         )
-    path = remember_choice(tuning.circumstances, tuning.choice)
+    path = remember_tuned(tuning.tuning_key, tuning.choice)
     try:
         write_tuning_picture(record, picture)
     except OSError as error:

@@ -120,7 +120,7 @@ class Group:
         if self._store is None or not dist.is_initialized():
             return
         if self._message is not None:
-            with self.noticing():
+            with self.translate_dist_errors():
                 self._message[1].wait(self.timeout)
         self.exchange(None)  # whoever keeps the store, or listens, must not leave before the others
         dist.destroy_process_group()
@@ -177,7 +177,7 @@ class Group:
             return make()
         content: list[Any] = [make() if self.is_first else None]
         self.exchange(None)
-        with self.noticing():
+        with self.translate_dist_errors():
             dist.broadcast_object_list(content)
         result: Result = content[0]
         return result
@@ -211,7 +211,7 @@ class Group:
         """Return the sums over all ranks, the same in each of them to the bit."""
         return [sum(column) for column in zip(*self.exchange(list(values)), strict=True)]
 
-    def agree(self, stop: int, save: bool) -> tuple[int, bool]:
+    def all_reduce_flags(self, stop: int, save: bool) -> tuple[int, bool]:
         """Say what this rank wishes after a step, and return what all of them do now.
 
         The answer to a step's wishes comes after the next step, so that no rank waits for another;
@@ -229,18 +229,18 @@ class Group:
         decided = [0, 0]
         if self._message is not None:
             wishes, work = self._message
-            with self.noticing():
+            with self.translate_dist_errors():
                 work.wait(self.timeout)
             decided = wishes.tolist()
             self._message = None
         if not decided[0]:
             wishes = torch.tensor([stop, int(save and not decided[1])])
-            with self.noticing():
+            with self.translate_dist_errors():
                 self._message = (wishes, dist.all_reduce(wishes, dist.ReduceOp.MAX, async_op=True))
         return decided[0], bool(decided[1])
 
     @contextmanager
-    def noticing(self) -> Iterator[None]:
+    def translate_dist_errors(self) -> Iterator[None]:
         """Turn what a group of ranks says of a lost rank into which one it was, and where.
 
         Raises:
@@ -313,7 +313,7 @@ class Group:
         notes, changed = None, time.monotonic()
         while not self._came(keys):
             if alive is not None and alive.is_completed():
-                with self.noticing():
+                with self.translate_dist_errors():
                     alive.wait()
             if limit_seconds is None:
                 continue

@@ -2,10 +2,10 @@
 
 from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
 from unet3d.kernels.conv.slabs import convolve
-from unet3d.kernels.dice_ce.api import overlap
+from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.padding import was_folded
-from unet3d.kernels.recompute import kept_for, remade_in_backward
+from unet3d.kernels.recompute import kept_for, recomputed_in_backward
 
 __all__ = [
     "conv1x1x1",
@@ -13,8 +13,8 @@ __all__ = [
     "convolve",
     "instance_norm",
     "kept_for",
-    "overlap",
-    "remade_in_backward",
+    "dice_ce_sums",
+    "recomputed_in_backward",
     "strided_conv3x3x3",
     "upsample",
     "was_folded",

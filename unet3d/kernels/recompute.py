@@ -39,7 +39,7 @@ _known: ContextVar[dict[int, _Made] | None] = ContextVar("known", default=None)
 
 
 @contextmanager
-def remade_in_backward() -> Iterator[None]:
+def recomputed_in_backward() -> Iterator[None]:
     """Keep recipes instead of tensors, of those made in the context by what calls :func:`offer`."""
     known: dict[int, _Made] = {}
 
@@ -80,7 +80,7 @@ def offer(tensor: Tensor, recipe: Recipe, source: Tensor) -> None:
     weakref.finalize(tensor, known.pop, key, None)
 
 
-def remaking(tensor: Tensor) -> Recipe:
+def recomputing(tensor: Tensor) -> Recipe:
     """Return what gives a tensor in backward: its recipe, where there is one, or itself.
 
     Args:

@@ -6,18 +6,18 @@ import logging
 from torch import Tensor
 
 from unet3d.kernels.norm import op as norm_op
-from unet3d.memory.fake_devices import is_stand_in
+from unet3d.memory.fake_devices import is_fake_device
 
 logger = logging.getLogger(__name__)
 
 
-def has_triton(x: Tensor) -> bool:
+def triton_available(x: Tensor) -> bool:
     """Return whether Triton can compile for the device of a tensor.
 
     Args:
         x: What stands for a GPU that is elsewhere is taken to have what it needs.
     """
-    return is_stand_in(x.device) or (x.is_cuda and works())
+    return is_fake_device(x.device) or (x.is_cuda and works())
 
 
 @functools.cache

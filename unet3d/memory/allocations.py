@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from unet3d.memory.fake_devices import is_stand_in
+from unet3d.memory.fake_devices import is_fake_device
 
 ROUNDING_BYTES = 512
 """CUDA's allocator hands out multiples of this."""
@@ -65,7 +65,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in _PRODUCTS:
             # Of cuBLAS, for two threads, as backward has one. A GPU before Hopper takes a quarter
             # of it (``getChosenWorkspaceSize`` of PyTorch).
-            if is_stand_in(args[-1].device):
+            if is_fake_device(args[-1].device):
                 self.workspace_bytes[args[-1].device] = 2 * WORKSPACE_BYTES
         return results
 
@@ -77,7 +77,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_forward = func is torch.ops.aten.convolution.default
         source, other = (args[0], results) if is_forward else (args[1], args[0])
         device = source.device
-        if is_stand_in(device) and source.dtype == torch.float32:
+        if is_fake_device(device) and source.dtype == torch.float32:
             moment = self.now[device] + source.nbytes + other.nbytes
             self.peak[device] = max(self.peak[device], moment)
 
@@ -107,7 +107,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _AutocastOfGpu(TorchFunctionMode):
-    """Makes autocast treat stand-ins as it treats CUDA tensors.
+    """Makes autocast treat fake devices as it treats CUDA tensors.
 
     It has one list of operations for each kind of device. Of what the networks here do, two
     operations are on one list and not on the other: on CUDA ``group_norm`` is done in float32, on
@@ -149,7 +149,7 @@ def make_parameters_fake(module: nn.Module) -> None:
     """Replace what is still real of a module's parameters and buffers, for use in the context.
 
     Args:
-        module: Its parts on stand-ins are fake already: they were moved there.
+        module: Its parts on fake devices are fake already: they were moved there.
     """
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -8,16 +8,16 @@ tensors never name: ``cpu:1`` stands for ``cuda:1``, and ``cpu`` for itself.
 import torch
 
 
-def stand_in(device: torch.device) -> torch.device:
+def fake_device(device: torch.device) -> torch.device:
     """Return the device on which a fake tensor stands for a real one on ``device``."""
     return torch.device("cpu", device.index or 0) if device.type == "cuda" else device
 
 
 def is_gpu(device: torch.device) -> bool:
     """Return whether a device is a GPU, or stands for one."""
-    return device.type == "cuda" or is_stand_in(device)
+    return device.type == "cuda" or is_fake_device(device)
 
 
-def is_stand_in(device: torch.device) -> bool:
+def is_fake_device(device: torch.device) -> bool:
     """Return whether a device only stands for a GPU."""
     return device.type == "cpu" and device.index is not None

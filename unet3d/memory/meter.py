@@ -114,7 +114,7 @@ class MemoryMeter:
         self._mark(slot.index, kind, micro_batch)
 
     def resized(self, tensor: Tensor) -> None:
-        """Count a tensor's memory as what it is now: parked elsewhere, or back.
+        """Count a tensor's memory as what it is now: offloaded elsewhere, or back.
 
         Args:
             tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from unet3d.kernels import overlap
+from unet3d.kernels import dice_ce_sums
 
 SMOOTH = 1e-5
 
@@ -62,7 +62,7 @@ def dice_cross_entropy(logits: Tensor | Sequence[Tensor], target: Tensor) -> Los
 
 
 def _one_level(logits: Tensor, target: Tensor) -> LossTerms:
-    surprise, common, predicted, counted = overlap(logits, target).unbind(0)
+    surprise, common, predicted, counted = dice_ce_sums(logits, target).unbind(0)
     cross_entropy = surprise.sum() / target.numel()
     per_class = 1 - (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
     dice = per_class[:, 1:].mean()

@@ -97,7 +97,7 @@ class RecordedPipeline(PipelineExecutor):
         return (
             all(slot.device.type == "cuda" for slot in self.slots)
             # Parking changes the size of memory as it goes, which a recording cannot follow.
-            and not self._parked_skips
+            and not self._offloaded_skips
             and image.numel() // count <= MAX_ELEMENTS
             and len(image) % count == 0
             and last.issuperset(self.module.outputs())

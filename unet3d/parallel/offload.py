@@ -8,10 +8,10 @@ a step, between the two, all skips are there and none is in use::
     backward   … decoder.0.1 ─ decoder.0.0 ─ … ─ encoder.1.0 ─ encoder.0.1
                     └─ copy in ─┘ give back    copy in ─┘
 
-What is parked is memory, not a tensor: it is emptied and filled again below every tensor that
+What is offloaded is memory, not a tensor: it is emptied and filled again below every tensor that
 shares it, be it one that a stage still hands on or one that autograd has saved, by whichever
 operation. So backward does the same as without, on the same values. Where a skip is not kept but
-made again (:mod:`unet3d.kernels.recompute`), what it is made from is parked in its place.
+made again (:mod:`unet3d.kernels.recompute`), what it is made from is offloaded in its place.
 
 A copy runs on a stream of its own, but memory is taken and given back on the stream that computes,
 in the order of its work: no event of another stream decides when memory is free, and a prediction
@@ -32,7 +32,7 @@ Resized = Callable[[Tensor], None]
 """Is told of a tensor whose memory was given back or taken again."""
 
 
-def can_park(device: torch.device) -> bool:
+def supports_offload(device: torch.device) -> bool:
     """Return whether a device has memory that is worth more than the host's."""
     return is_gpu(device)
 
@@ -54,7 +54,7 @@ def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
     )
 
 
-class ParkedMemory:
+class OffloadedMemory:
     """The memory of one skip on one device, and its copy in the host's memory."""
 
     def __init__(self, tensor: Tensor, resized: Resized) -> None:
@@ -113,7 +113,7 @@ class ParkedMemory:
         return event
 
 
-class StageParking:
+class SkipOffloader:
     """Parks the skips of one micro-batch in one stage, block by block.
 
     In forward a skip is given back after its last reader; where only the next level reads it
@@ -125,7 +125,7 @@ class StageParking:
         self,
         blocks: Sequence[Block],
         skips: frozenset[str],
-        parked: MutableMapping[int, ParkedMemory],
+        offloaded: MutableMapping[int, OffloadedMemory],
         resized: Resized,
     ) -> None:
         """Find out when the stage needs which skip.
@@ -133,14 +133,14 @@ class StageParking:
         Args:
             blocks: The stage's.
             skips: Names, of the whole network.
-            parked: What other stages have parked of this micro-batch, by storage: two stages on
-                one device share the memory of a skip.
+            offloaded: What other stages have offloaded of this micro-batch, by storage: two stages
+                on one device share the memory of a skip.
             resized: Is told when memory comes and goes.
         """
         self._skips = skips
-        self._parked = parked
+        self._offloaded = offloaded
         self._resized = resized
-        self._held: dict[str, ParkedMemory] = {}
+        self._held: dict[str, OffloadedMemory] = {}
         self._index = {block.name: index for index, block in enumerate(blocks)}
         self._needs = [
             {name for name in (block.name, *block.inputs) if name in skips} for block in blocks
@@ -200,10 +200,10 @@ class StageParking:
         is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
         if name not in self._skips:
             return
-        memory = self._parked.get(storage._cdata)
+        memory = self._offloaded.get(storage._cdata)
         if memory is None and is_all:
-            memory = ParkedMemory(tensor, self._resized)
-            self._parked[storage._cdata] = memory
+            memory = OffloadedMemory(tensor, self._resized)
+            self._offloaded[storage._cdata] = memory
         if memory is not None:
             self._held[name] = memory
 

@@ -22,11 +22,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
 from unet3d.errors import ConfigError
-from unet3d.kernels import remade_in_backward
+from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, BlockWatcher, LossTerms, UNet3d, run_blocks, run_levels
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
-from unet3d.parallel.offload import ParkedMemory, StageParking, can_park, skip_names
+from unet3d.parallel.offload import OffloadedMemory, SkipOffloader, skip_names, supports_offload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
@@ -50,27 +50,31 @@ class _MicroBatch:
     """What the loss has still to read."""
     gradients: dict[str, list[Transfer]] = field(default_factory=lambda: defaultdict(list))
     """Per tensor, what its readers send back to its maker."""
-    parkings: dict[int, StageParking] = field(default_factory=dict)
+    offloaders: dict[int, SkipOffloader] = field(default_factory=dict)
     """Per stage, what it parks in host memory."""
-    parked: WeakValueDictionary[int, ParkedMemory] = field(default_factory=WeakValueDictionary)
+    offloaded: WeakValueDictionary[int, OffloadedMemory] = field(
+        default_factory=WeakValueDictionary
+    )
     """The same of all stages, by storage."""
 
 
 class _Sending:
     """Sends what blocks make while the stage still goes forward."""
 
-    def __init__(self, parking: StageParking | None, send: Callable[[str, Tensor], None]) -> None:
-        self._parking = parking
+    def __init__(
+        self, offloader: SkipOffloader | None, send: Callable[[str, Tensor], None]
+    ) -> None:
+        self._offloader = offloader
         self._send = send
         self.sent: set[str] = set()
 
     def before(self, block: Block) -> None:
-        if self._parking is not None:
-            self._parking.before(block)
+        if self._offloader is not None:
+            self._offloader.before(block)
 
     def after(self, block: Block, made: Tensor) -> None:
-        if self._parking is not None:
-            self._parking.after(block, made)
+        if self._offloader is not None:
+            self._offloader.after(block, made)
         self._send(block.name, made)
         self.sent.add(block.name)
 
@@ -86,7 +90,7 @@ class PipelineExecutor:
         schedule: Schedule,
         autocast: torch.dtype | None,
         recompute: Recompute,
-        parks_skips: bool = False,
+        offloads_skips: bool = False,
     ) -> None:
         """Move each stage's parameters to its device.
 
@@ -97,7 +101,7 @@ class PipelineExecutor:
             schedule: When each of them runs where.
             autocast: Lower precision on the GPU stages, or None.
             recompute: What is made again in backward instead of being kept.
-            parks_skips: Whether GPU stages park skips in host memory while nothing reads them.
+            offloads_skips: Whether GPU stages park skips in host memory while nothing reads them.
 
         Raises:
             ConfigError: Batch normalisation with more than one micro-batch.
@@ -118,12 +122,12 @@ class PipelineExecutor:
         self.recompute = recompute
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
-        self._parked_skips = skip_names(module.blocks()) if parks_skips else frozenset()
+        self._offloaded_skips = skip_names(module.blocks()) if offloads_skips else frozenset()
         self._dtype = next(module.parameters()).dtype
         self._maker = {block.name: stage for stage in stages for block in stage.blocks}
         for stage in stages:
             for block in stage.blocks:
-                if self._lowers(stage):  # the layout that tensor cores want
+                if self._uses_autocast(stage):  # the layout that tensor cores want
                     block.module.to(stage.slot.device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
                 else:
                     block.module.to(stage.slot.device)
@@ -204,14 +208,14 @@ class PipelineExecutor:
                 # Sent as soon as it is there, while the rest of the stage still goes backward.
                 send = functools.partial(self._send_back, micro_batch, name)
                 leaf.register_post_accumulate_grad_hook(send)  # type: ignore[no-untyped-call]
-        parking = self._parking(stage, micro_batch, leaves)
-        sending = _Sending(parking, functools.partial(self._send_on, stage, micro_batch))
+        offloader = self._offloader(stage, micro_batch, leaves)
+        sending = _Sending(offloader, functools.partial(self._send_on, stage, micro_batch))
         made = self._compute(stage, leaves, sending)
         for name in stage.outputs:
             if name not in sending.sent:
                 self._send_on(stage, micro_batch, name, made[name])
-        if parking is not None:
-            parking.end_forward()
+        if offloader is not None:
+            offloader.end_forward()
         micro_batch.leaves[number] = leaves
         micro_batch.roots[number] = {name: get_gradient_edge(made[name]) for name in made}
         micro_batch.logits |= {name: made[name] for name in self.module.outputs() if name in made}
@@ -220,8 +224,8 @@ class PipelineExecutor:
         self, stage: Stage, leaves: dict[str, Tensor], watcher: BlockWatcher | None = None
     ) -> dict[str, Tensor]:
         """Run a stage's blocks forward, with all that backward will need."""
-        remaking = remade_in_backward() if self.recompute == "norm" else nullcontext()
-        with self._autocast(stage), remaking:
+        recomputing = recomputed_in_backward() if self.recompute == "norm" else nullcontext()
+        with self._autocast(stage), recomputing:
             if self.recompute == "level":
                 return run_levels(stage.blocks, dict(leaves), stage.outputs)
             return run_blocks(stage.blocks, dict(leaves), stage.outputs, watcher)
@@ -244,26 +248,26 @@ class PipelineExecutor:
 
     def _backward(self, stage: Stage, micro_batch: _MicroBatch) -> None:
         roots = micro_batch.roots.pop(stage.slot.index)
-        parking = micro_batch.parkings.pop(stage.slot.index, None)
-        if parking is not None:
-            parking.begin_backward()
+        offloader = micro_batch.offloaders.pop(stage.slot.index, None)
+        if offloader is not None:
+            offloader.begin_backward()
         gradients = [sum_of(micro_batch.gradients.pop(name)) for name in roots]
         torch.autograd.backward(list(roots.values()), gradients)
-        if parking is not None:
-            parking.end_backward()
+        if offloader is not None:
+            offloader.end_backward()
         del micro_batch.leaves[stage.slot.index]
 
-    def _parking(
+    def _offloader(
         self, stage: Stage, micro_batch: _MicroBatch, leaves: dict[str, Tensor]
-    ) -> StageParking | None:
-        if not self._parked_skips or not can_park(stage.slot.device):
+    ) -> SkipOffloader | None:
+        if not self._offloaded_skips or not supports_offload(stage.slot.device):
             return None
-        parking = StageParking(
-            stage.blocks, self._parked_skips, micro_batch.parked, self.observer.resized
+        offloader = SkipOffloader(
+            stage.blocks, self._offloaded_skips, micro_batch.offloaded, self.observer.resized
         )
-        parking.begin(leaves)
-        micro_batch.parkings[stage.slot.index] = parking
-        return parking
+        offloader.begin(leaves)
+        micro_batch.offloaders[stage.slot.index] = offloader
+        return offloader
 
     def _send_on(self, stage: Stage, micro_batch: _MicroBatch, name: str, made: Tensor) -> None:
         """Send what a stage has made to the stages that read it."""
@@ -282,13 +286,13 @@ class PipelineExecutor:
     def _as_input(self, stage: Stage, transfer: Transfer) -> Tensor:
         received = transfer.wait()
         # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
-        return received if self._lowers(stage) else received.to(self._dtype)
+        return received if self._uses_autocast(stage) else received.to(self._dtype)
 
-    def _lowers(self, stage: Stage) -> bool:
+    def _uses_autocast(self, stage: Stage) -> bool:
         return self.autocast is not None and is_gpu(stage.slot.device)
 
     def _autocast(self, stage: Stage) -> AbstractContextManager[None]:
-        if not self._lowers(stage):
+        if not self._uses_autocast(stage):
             return nullcontext()
         # Its cache of lowered weights lives until the context ends: once per micro-batch and stage.
         return torch.autocast(stage.slot.device.type, dtype=self.autocast)

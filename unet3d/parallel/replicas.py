@@ -51,7 +51,7 @@ class ReplicaExecutor(RecordedPipeline):
         schedule: Schedule,
         autocast: torch.dtype | None,
         recompute: Recompute,
-        parks_skips: bool,
+        offloads_skips: bool,
         group: Group,
     ) -> None:
         """Move the stages to their devices, and take over the first rank's parameters.
@@ -63,7 +63,7 @@ class ReplicaExecutor(RecordedPipeline):
             schedule: When each of them runs where.
             autocast: Lower precision on the GPU stages, or None.
             recompute: What is made again in backward instead of being kept.
-            parks_skips: Whether GPU stages park skips in host memory while nothing reads them.
+            offloads_skips: Whether GPU stages park skips in host memory while nothing reads them.
             group: The ranks.
 
         Raises:
@@ -76,7 +76,7 @@ class ReplicaExecutor(RecordedPipeline):
                 "portions of the batch; use model.norm=instance"
             )
         super().__init__(
-            module, stages, num_micro_batches, schedule, autocast, recompute, parks_skips
+            module, stages, num_micro_batches, schedule, autocast, recompute, offloads_skips
         )
         kinds = group.exchange([stage.slot.device.type for stage in stages])
         if any(kind != kinds[0] for kind in kinds):
@@ -91,7 +91,7 @@ class ReplicaExecutor(RecordedPipeline):
         for stage in stages:
             if stage.slot.device.type == "cuda":
                 torch.cuda.set_device(stage.slot.device)
-            with group.noticing():
+            with group.translate_dist_errors():
                 self._wrapped.append(
                     DistributedDataParallel(
                         nn.ModuleList([block.module for block in stage.blocks]),
@@ -114,11 +114,11 @@ class ReplicaExecutor(RecordedPipeline):
             # Once, after the first step, DDP makes its buckets anew in the order in which the
             # gradients came; until then there is one, and nothing overlaps.
             wrapped.reducer._rebuild_buckets()
-        with self.group.noticing():
+        with self.group.translate_dist_errors():
             return super().forward_backward(image, target, loss_fn, scale)
 
     def _before_last_backward(self, stage: Stage) -> None:
-        self._arm(stage)
+        self._prepare_reducer(stage)
 
     def _may_deliver(self) -> bool:
         return True
@@ -129,10 +129,10 @@ class ReplicaExecutor(RecordedPipeline):
         The same messages go out as after a step that is not replayed, for the ranks may differ in
         which of their steps are.
         """
-        self._arm(stage)
+        self._prepare_reducer(stage)
         torch.autograd.backward(list(gradients), list(gradients.values()))
 
-    def _arm(self, stage: Stage) -> None:
+    def _prepare_reducer(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])
 
 

@@ -19,8 +19,8 @@ from unet3d.parallel.precision import (
     autocast_dtype,
 )
 from unet3d.planning.experiment import NetworkPlan
-from unet3d.planning.memory_estimate import Prediction, Step, largest_size, predict_memory
-from unet3d.planning.tuning_cache import Circumstances, settle
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
+from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.volumes.cache import Cache
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ Replicas = tuple[tuple[torch.device, ...], ...]
 
 
 @dataclass(frozen=True)
-class Way:
+class PlacementOption:
     """One way of placing a training.
 
     Attributes:
@@ -47,7 +47,7 @@ class Way:
 
     parallel: str
     replicas: Replicas
-    prediction: Prediction
+    prediction: MemoryEstimate
     fits: bool
     largest: Shape | None
     is_asked: bool
@@ -64,7 +64,7 @@ class Comparison:
         notes: What a reader must know, a sentence each.
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[PlacementOption, ...]
     device_bytes: Mapping[torch.device, int]
     notes: tuple[str, ...]
 
@@ -80,7 +80,7 @@ class Comparison:
             "ways": [self._way(way) for way in self.ways],
         }
 
-    def _way(self, way: Way) -> dict[str, Any]:
+    def _way(self, way: PlacementOption) -> dict[str, Any]:
         prediction = way.prediction
         slots: list[dict[str, Any]] = []
         for rank, devices in enumerate(way.replicas):
@@ -123,10 +123,10 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
     precision = _precision(config, several)
     memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
     if memory_bytes is None and all(_is_here(device) for device in _joined(asked)):
-        circumstances = Circumstances(
+        tuning_key = TuningKey(
             config, network.topology, network.size, asked[0], precision, len(asked)
         )
-        config = settle(circumstances)
+        config = resolve_auto(tuning_key)
     counts = sorted({1, config.training.num_micro_batches})
     ways = []
     for mode, replicas in placements:
@@ -152,7 +152,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
             )
             prediction = predict_memory(step)
             ways.append(
-                Way(
+                PlacementOption(
                     parallel=mode,
                     replicas=replicas,
                     prediction=prediction,

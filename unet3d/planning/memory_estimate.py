@@ -17,7 +17,7 @@ from unet3d.memory.allocations import (
     counted_allocations,
     make_parameters_fake,
 )
-from unet3d.memory.fake_devices import is_stand_in, stand_in
+from unet3d.memory.fake_devices import fake_device, is_fake_device
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
@@ -51,7 +51,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryEstimate:
     """What a training step takes.
 
     Attributes:
@@ -84,7 +84,7 @@ class Prediction:
         return max(need / device_bytes[device] for device, need in needed.items())
 
 
-def predict_memory(step: Step) -> Prediction:
+def predict_memory(step: Step) -> MemoryEstimate:
     """Count what every slot holds in a training step.
 
     Args:
@@ -108,7 +108,7 @@ def predict_memory(step: Step) -> Prediction:
     with counted_allocations() as recorder:
         placed = replace(
             layout,
-            devices=tuple(stand_in(device) for device in layout.devices),
+            devices=tuple(fake_device(device) for device in layout.devices),
             num_micro_batches=num_micro_batches,
         )
         executor = parallelize(model, placed)
@@ -116,7 +116,7 @@ def predict_memory(step: Step) -> Prediction:
         # A scaler looks at values, which fakes have not; what it holds itself is a few numbers.
         with_replicas = layout.num_replicas > 1
         optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
-        if all(is_stand_in(device) for device in placed.devices):
+        if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs
         # The first step makes the optimizer's state, which later steps find.
@@ -140,7 +140,7 @@ def predict_memory(step: Step) -> Prediction:
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
     for slot in executor.slots:
-        if is_stand_in(slot.device):
+        if is_fake_device(slot.device):
             peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
             memory[slot.index] = replace(
                 memory[slot.index],
@@ -151,7 +151,7 @@ def predict_memory(step: Step) -> Prediction:
         replace(slot, device=device)
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
-    return Prediction(step, slots, memory)
+    return MemoryEstimate(step, slots, memory)
 
 
 class _Meter(MemoryMeter):

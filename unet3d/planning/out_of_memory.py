@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from unet3d.memory.meter import device_bytes
-from unet3d.planning.memory_estimate import Prediction, Step, largest_size, predict_memory
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ HEADROOM = 0.9
 """Where a prediction was too low, what is advised instead must be predicted lower by this."""
 
 
-def warn_if_too_large(prediction: Prediction) -> None:
+def warn_if_too_large(prediction: MemoryEstimate) -> None:
     """Log a warning for each GPU that has less than a training is predicted to need.
 
     Args:
@@ -68,7 +68,7 @@ def available_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device)
 
 
-def _alternatives(prediction: Prediction) -> Iterator[str]:
+def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
     """Yield options that make a training fit, with what they are predicted to take."""
     step = prediction.step
     needed = prediction.needed_bytes()
@@ -80,8 +80,8 @@ def _alternatives(prediction: Prediction) -> Iterator[str]:
     if step.layout.num_micro_batches < step.batch_size:
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
     if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
-        parked = replace(step, layout=replace(step.layout, offload="skips"))
-        yield from _advice("--offload skips", parked, limits)
+        offloaded = replace(step, layout=replace(step.layout, offload="skips"))
+        yield from _advice("--offload skips", offloaded, limits)
     if step.layout.recompute != "level":
         again = replace(step, layout=replace(step.layout, recompute="level"))
         yield from _advice("--set memory.recompute=level", again, limits)

@@ -39,7 +39,7 @@ from unet3d.parallel.precision import (
     image_dtype,
 )
 from unet3d.planning.experiment import NetworkPlan
-from unet3d.planning.tuning_cache import Choice, Circumstances
+from unet3d.planning.tuning_cache import TunedConfig, TuningKey
 from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
@@ -73,21 +73,21 @@ class Tuning:
     """What a sweep found.
 
     Attributes:
-        circumstances: Of every step.
+        tuning_key: Of every step.
         rows: One device first, then cut after cut; of each, rising micro-batches.
         choice: The fastest way in the asked mode; None: none fits.
     """
 
-    circumstances: Circumstances
+    tuning_key: TuningKey
     rows: tuple[Row, ...]
-    choice: Choice | None
+    choice: TunedConfig | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
         reference = self._best_seconds(num_devices=1)
-        blocks = self.circumstances.blocks()
+        blocks = self.tuning_key.blocks()
         return {
-            **self.circumstances.describe(),
+            **self.tuning_key.describe(),
             "best_one_device_seconds": reference,
             "rows": [self._row(row, reference, blocks) for row in self.rows],
         }
@@ -103,7 +103,7 @@ class Tuning:
             "ratio": reference / row.seconds if reference and row.seconds else None,
             "peak_bytes": {str(device): peak for device, peak in row.peak_bytes.items()},
             "chosen": self.choice is not None
-            and row.layout.devices == self.circumstances.devices
+            and row.layout.devices == self.tuning_key.devices
             and (cuts, row.layout.num_micro_batches)
             == (self.choice.cuts, self.choice.num_micro_batches),
         }
@@ -144,8 +144,8 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     wanted = config.training.precision
     precision = default_precision(devices) if wanted == "auto" else wanted
     check_precision(precision, devices)
-    circumstances = Circumstances(config, network.topology, network.size, devices, precision)
-    bench = _Bench(circumstances)
+    tuning_key = TuningKey(config, network.topology, network.size, devices, precision)
+    bench = _Bench(tuning_key)
     one = next((device for device in devices if device.type == "cuda"), devices[0])
     layout = Layout(
         devices,
@@ -159,7 +159,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
         full = replace(layout, num_micro_batches=max(counts))
         ways += [replace(layout, cuts=cuts) for cuts in bench.sensible_cuts(full)]
     rows = [bench.row(replace(way, num_micro_batches=count)) for way in ways for count in counts]
-    return Tuning(circumstances, tuple(rows), _fastest(rows, devices))
+    return Tuning(tuning_key, tuple(rows), _fastest(rows, devices))
 
 
 def micro_batch_counts(config: Config) -> list[int]:
@@ -213,14 +213,14 @@ def promising_neighbours(
 class _Bench:
     """One network and one batch, which every setting is measured with."""
 
-    def __init__(self, circumstances: Circumstances) -> None:
-        self.circumstances = circumstances
-        config, topology = circumstances.config, circumstances.topology
-        size = circumstances.size
+    def __init__(self, tuning_key: TuningKey) -> None:
+        self.tuning_key = tuning_key
+        config, topology = tuning_key.config, tuning_key.topology
+        size = tuning_key.size
         self.settings = config.training
         self.timings = Cache(config.data.cache).folder / "timings"
         self.model = UNet3d(topology)
-        if circumstances.precision == "float64":
+        if tuning_key.precision == "float64":
             self.model.double()
         generator = torch.Generator().manual_seed(config.training.seed)
         shape = (config.training.batch_size, topology.in_channels, *size)
@@ -234,7 +234,7 @@ class _Bench:
 
     def sensible_cuts(self, layout: Layout) -> list[tuple[int, ...]]:
         """Return the default cuts, balanced ones, those that are set, and promising neighbours."""
-        config = self.circumstances.config
+        config = self.tuning_key.config
         known = [default_cuts(self.model, len(layout.devices))]
         if config.parallel.cuts is not None:
             known.append(config.parallel.cuts)
@@ -247,7 +247,7 @@ class _Bench:
         finally:
             _clean_up(self.model)
         cost = time_cost(
-            self.model, layout, self.circumstances.size, self.settings.batch_size, self.timings
+            self.model, layout, self.tuning_key.size, self.settings.batch_size, self.timings
         )
         known = list(dict.fromkeys(known))
         num_blocks = len(self.model.blocks())
@@ -258,7 +258,7 @@ class _Bench:
             self.model,
             layout,
             balance,
-            self.circumstances.size,
+            self.tuning_key.size,
             self.settings.batch_size,
             num_states(self.settings),
             self.timings,
@@ -282,7 +282,7 @@ class _Bench:
 
     def _measured(self, layout: Layout) -> Row:
         executor = parallelize(self.model, layout)
-        optimization = Optimization(self.model, self.settings, self.circumstances.precision)
+        optimization = Optimization(self.model, self.settings, self.tuning_key.precision)
         image = self.image.to(executor.input_device, image_dtype(executor))
         target = self.target.to(executor.output_device)
 
@@ -319,7 +319,7 @@ def _peak_bytes(
     return peaks
 
 
-def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> Choice | None:
+def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> TunedConfig | None:
     timed = [
         (row.seconds, row.layout)
         for row in rows
@@ -329,7 +329,7 @@ def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> Choice |
         return None
     seconds, layout = min(timed, key=lambda entry: entry[0])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    return Choice(layout.cuts or (), layout.num_micro_batches, seconds, now)
+    return TunedConfig(layout.cuts or (), layout.num_micro_batches, seconds, now)
 
 
 def _clean_up(model: UNet3d) -> None:

@@ -1,7 +1,7 @@
 """How a training is divided where its settings leave that open: as it was measured, if it was.
 
 ``plan --measure`` writes the best micro-batches and cuts to a file in the cache folder, under a key
-of all that the time of a step depends on; :func:`settle` puts them in the place of ``auto``.
+of all that the time of a step depends on; :func:`resolve_auto` puts them in the place of ``auto``.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedConfig:
     """The fastest way that was measured to divide a training.
 
     Attributes:
@@ -50,7 +50,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class TuningKey:
     """All that the time of a training step depends on but cuts and micro-batches.
 
     Attributes:
@@ -77,7 +77,7 @@ class Circumstances:
         return folder / f"{key_of(self.describe())}.json"
 
     def describe(self) -> dict[str, Any]:
-        """Return the circumstances as plain values."""
+        """Return the tuning_key as plain values."""
         training = self.config.training
         return {
             "topology": self.topology.to_dict(),
@@ -101,11 +101,11 @@ class Circumstances:
             return [block.name for block in UNet3d(self.topology).blocks()]
 
 
-def remember_choice(circumstances: Circumstances, choice: Choice) -> Path:
-    """Write a choice where trainings in the same circumstances find it.
+def remember_tuned(tuning_key: TuningKey, choice: TunedConfig) -> Path:
+    """Write a choice where trainings in the same tuning_key find it.
 
     Args:
-        circumstances: In which it was measured.
+        tuning_key: In which it was measured.
         choice: What was best.
 
     Returns:
@@ -114,21 +114,21 @@ def remember_choice(circumstances: Circumstances, choice: Choice) -> Path:
     Raises:
         DatasetError: The cache folder cannot be written to.
     """
-    path = circumstances.path
-    remember(path, {**circumstances.describe(), "choice": asdict(choice)})
+    path = tuning_key.path
+    remember(path, {**tuning_key.describe(), "choice": asdict(choice)})
     return path
 
 
-def recall_choice(circumstances: Circumstances) -> Choice | None:
-    """Return what was measured best in the same circumstances, or None.
+def recall_tuned(tuning_key: TuningKey) -> TunedConfig | None:
+    """Return what was measured best in the same tuning_key, or None.
 
     Args:
-        circumstances: Of a training that is about to start.
+        tuning_key: Of a training that is about to start.
     """
-    return recall(circumstances.path, _read)
+    return recall(tuning_key.path, _read)
 
 
-def settle(circumstances: Circumstances) -> Config:
+def resolve_auto(tuning_key: TuningKey) -> Config:
     """Return the settings with what they leave open of cuts and micro-batches filled in.
 
     A measured choice is taken where the settings name neither micro-batches nor a balance nor cuts;
@@ -136,14 +136,14 @@ def settle(circumstances: Circumstances) -> Config:
     What is returned leaves nothing open: a run that records it can be repeated.
 
     Args:
-        circumstances: Of a training that is about to start.
+        tuning_key: Of a training that is about to start.
     """
-    config = circumstances.config
+    config = tuning_key.config
     training, parallel = config.training, config.parallel
     is_open = (
         training.micro_batches == "auto" and parallel.balance == "auto" and parallel.cuts is None
     )
-    choice = recall_choice(circumstances) if is_open else None
+    choice = recall_tuned(tuning_key) if is_open else None
     if choice is None:
         return config.with_values(
             {
@@ -154,7 +154,7 @@ def settle(circumstances: Circumstances) -> Config:
                 else parallel.balance,
             }
         )
-    blocks = circumstances.blocks()
+    blocks = tuning_key.blocks()
     logger.info(
         "%d micro-batch(es)%s: the fastest of what plan --measure measured on %s (%.1f ms a step); "
         "--micro-batches or --balance would overrule it",
@@ -213,9 +213,9 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
     ]
 
 
-def _read(content: Any) -> Choice:
+def _read(content: Any) -> TunedConfig:
     choice = content["choice"]
-    return Choice(
+    return TunedConfig(
         cuts=tuple(int(cut) for cut in choice["cuts"]),
         num_micro_batches=int(choice["num_micro_batches"]),
         step_seconds=float(choice["step_seconds"]),

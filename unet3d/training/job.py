@@ -36,7 +36,7 @@ from unet3d.parallel.precision import (
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
-from unet3d.planning.tuning_cache import Circumstances, settle
+from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.volumes.cache import Cache
@@ -128,7 +128,7 @@ def _train(
             folder.discard_if_empty()
         raise
     group.open(config.parallel.timeout_seconds)
-    circumstances = Circumstances(
+    tuning_key = TuningKey(
         experiment.config,
         experiment.topology,
         experiment.planned_size,
@@ -136,7 +136,7 @@ def _train(
         precision,
         group.size,
     )
-    settled = group.from_first(lambda: settle(circumstances).to_yaml())
+    settled = group.from_first(lambda: resolve_auto(tuning_key).to_yaml())
     config = Config.from_yaml(settled)
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)

@@ -33,7 +33,7 @@ from unet3d.parallel.precision import (
     image_dtype,
 )
 from unet3d.planning.experiment import Experiment
-from unet3d.planning.memory_estimate import Prediction
+from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import (
     write_progress_picture,
 )
@@ -94,7 +94,7 @@ class TrainingLoop:
         folder: RunFolder,
         precision: str,
         num_workers: int,
-        prediction: Prediction | None,
+        prediction: MemoryEstimate | None,
         group: Group,
     ) -> None:
         """Make ready for the first step.
@@ -189,7 +189,7 @@ class TrainingLoop:
             sums.append((batch.num_samples, terms))
             state.step += 1
             is_due = time.monotonic() - self._saved_at >= self.config.training.save_every_seconds
-            stop, save = self.group.agree(interruption.signal_number or 0, is_due)
+            stop, save = self.group.all_reduce_flags(interruption.signal_number or 0, is_due)
             if stop or save:
                 state.seconds += time.monotonic() - began
                 began = time.monotonic()

@@ -14,7 +14,7 @@ from unet3d.kernels import (
     conv1x1x1,
     conv3x3x3,
     padding,
-    remade_in_backward,
+    recomputed_in_backward,
     strided_conv3x3x3,
     upsample,
 )
@@ -281,7 +281,7 @@ def test_a_network_in_slabs_has_the_plain_gradients(
     def gradients() -> list[Tensor]:
         model.zero_grad()
         if remade:
-            with remade_in_backward():
+            with recomputed_in_backward():
                 loss = dice_cross_entropy(model(image), target).total
         else:
             loss = dice_cross_entropy(model(image), target).total

@@ -29,8 +29,8 @@ from torch import Tensor
 import unet3d.kernels.conv.stem_op  # noqa: F401 - registers the operation
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded, with_padding
-from unet3d.kernels.recompute import kept_for, offer, remaking
-from unet3d.kernels.triton_support import has_triton
+from unet3d.kernels.recompute import kept_for, offer, recomputing
+from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_HEAD_COLUMNS = 128
@@ -100,7 +100,7 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
         (N, O, X', Y', Z').
     """
     y = slabs.upsample(x, weight, stride)
-    made_from, weight, dtype = remaking(x), weight.detach(), y.dtype
+    made_from, weight, dtype = recomputing(x), weight.detach(), y.dtype
 
     def again() -> Tensor:
         # In backward there is no autocast, which has lowered them.
@@ -153,7 +153,7 @@ def _is_stem(x: Tensor, weight: Tensor) -> bool:
         and weight.shape[0] <= MAX_STEM_CHANNELS
         and slabs.lowered(x) in (torch.bfloat16, torch.float16)
         and not x.requires_grad
-        and has_triton(x)
+        and triton_available(x)
     )
 
 

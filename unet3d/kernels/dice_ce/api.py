@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 import unet3d.kernels.dice_ce.op  # noqa: F401 - registers the operation
-from unet3d.kernels.triton_support import has_triton
+from unet3d.kernels.triton_support import triton_available
 
 MAX_CLASSES = 256
 """More do not fit into one program's registers."""
 
 
-def overlap(logits: Tensor, target: Tensor) -> Tensor:
+def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
     """Return what a Dice and a cross-entropy need to know, summed over the voxels.
 
     Args:
@@ -26,14 +26,14 @@ def overlap(logits: Tensor, target: Tensor) -> Tensor:
         voxels of each class, that of p over them, that of p over all voxels, and their number.
     """
     low = (torch.float32, torch.bfloat16, torch.float16)
-    if logits.dtype in low and logits.shape[1] <= MAX_CLASSES and has_triton(logits):
-        sums: Tensor = torch.ops.unet3d.overlap(logits, target)
+    if logits.dtype in low and logits.shape[1] <= MAX_CLASSES and triton_available(logits):
+        sums: Tensor = torch.ops.unet3d.dice_ce_sums(logits, target)
         return sums
     return reference(logits, target)
 
 
 def reference(logits: Tensor, target: Tensor) -> Tensor:
-    """Do as :func:`overlap` does, with PyTorch's own operations."""
+    """Do as :func:`dice_ce_sums` does, with PyTorch's own operations."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     logs = torch.log_softmax(logits, 1, exact)
     probabilities = logs.exp()

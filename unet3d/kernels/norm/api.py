@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.triton_support import has_triton
+from unet3d.kernels.triton_support import triton_available
 
 MIN_ELEMENTS = 2**21
 """Below, launching Triton's kernels takes longer than PyTorch's two take to run."""
@@ -49,7 +49,7 @@ def instance_norm(
     Returns:
         Of x's shape and type.
     """
-    if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and has_triton(x):
+    if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
         folds = can_fold(x, x.shape[1])
         y, mean, rstd = torch.ops.unet3d.instance_norm(
             x, weight, bias, eps, negative_slope, pads_output and folds, pads_gradient and folds

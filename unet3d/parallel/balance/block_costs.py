@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Recompute, Shape
-from unet3d.kernels import remade_in_backward
+from unet3d.kernels import recomputed_in_backward
 from unet3d.kernels.recompute import forget_source
 from unet3d.memory.allocations import counted_allocations
-from unet3d.memory.fake_devices import is_gpu, stand_in
+from unet3d.memory.fake_devices import fake_device, is_gpu
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import Block, UNet3d, dice_cross_entropy
 from unet3d.parallel.balance.stopwatch import (
@@ -104,12 +104,12 @@ def block_bytes(
         One entry for each block, and one for the loss.
     """
     dtype = next(model.parameters()).dtype
-    place = stand_in(device)
+    place = fake_device(device)
     entries = []
-    remaking = remade_in_backward() if recompute == "norm" else nullcontext()
+    recomputing = recomputed_in_backward() if recompute == "norm" else nullcontext()
     alive: list[Tensor] = []  # what is made again must live while others read it
     # What is made again is not kept, so who notes what is kept is asked last.
-    with counted_allocations() as recorder, _kept_bytes() as saved, remaking:
+    with counted_allocations() as recorder, _kept_bytes() as saved, recomputing:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
