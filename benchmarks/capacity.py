@@ -64,21 +64,18 @@ def parse_arguments() -> argparse.Namespace:
 
 @dataclass
 class Search:
-    """The largest size that trains, a multiple of a unit.
-
-    Attributes:
-        attempt: Tries a size, and says what came of it; ``trains`` is true or false.
-        unit: Of sizes.
-        max_size: No larger one is tried.
-        num_left: Attempts that may still be made.
-        tried: What came of each attempt.
-    """
+    """The largest size that trains, a multiple of a unit."""
 
     attempt: Callable[[int], dict[str, Any]]
+    """Tries a size, and says what came of it; ``trains`` is true or false."""
     unit: int
+    """Of sizes."""
     max_size: int
+    """No larger one is tried."""
     num_left: int
+    """Attempts that may still be made."""
     tried: list[dict[str, Any]] = field(default_factory=list)
+    """What came of each attempt."""
 
     @property
     def largest(self) -> int:

@@ -22,23 +22,20 @@ OURS, PEERS = "#1f6f8b", "#b8b8b8"
 
 @dataclass(frozen=True)
 class Panel:
-    """One group of bars.
-
-    Attributes:
-        title: Above it, with what was measured where.
-        unit: Below the axis.
-        bars: Name to figure; None where there is none.
-        reasons: Name to why there is none.
-        floor: Where the dashed line is, or None.
-        form: Of the figures beside the bars.
-    """
+    """One group of bars."""
 
     title: str
+    """Above it, with what was measured where."""
     unit: str
+    """Below the axis."""
     bars: dict[str, float | None]
+    """Name to figure; None where there is none."""
     reasons: dict[str, str]
+    """Name to why there is none."""
     floor: float | None = None
+    """Where the dashed line is, or None."""
     form: str = ".1f"
+    """Of the figures beside the bars."""
 
 
 def panels_of(record: dict[str, Any]) -> list[Panel]:

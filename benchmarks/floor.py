@@ -36,19 +36,16 @@ KERNEL_VOXELS = 27
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through one layer.
-
-    Attributes:
-        layer: Such as ``encoder.0.1`` or ``norm``.
-        direction: ``forward``, ``data gradient``, ``weight gradient``, ``backward`` or ``update``.
-        num_operations: A multiplication and an addition are two.
-        moved_bytes: Each tensor read or written once, but where the layer must read twice.
-    """
+    """One way through one layer."""
 
     layer: str
+    """Such as ``encoder.0.1`` or ``norm``."""
     direction: str
+    """``forward``, ``data gradient``, ``weight gradient``, ``backward`` or ``update``."""
     num_operations: int
+    """A multiplication and an addition are two."""
     moved_bytes: int
+    """Each tensor read or written once, but where the layer must read twice."""
 
 
 def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
@@ -121,15 +118,12 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device was measured to do.
-
-    Attributes:
-        operations_per_second: Of a large matrix product in the precision of the step.
-        bytes_per_second: Of a copy on the device, read and written bytes together.
-    """
+    """What a device was measured to do."""
 
     operations_per_second: float
+    """Of a large matrix product in the precision of the step."""
     bytes_per_second: float
+    """Of a copy on the device, read and written bytes together."""
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -41,25 +41,22 @@ BASIC_LEVELS = 5
 
 @dataclass(frozen=True)
 class Variant:
-    """A network and a way to run it.
-
-    Attributes:
-        key: As it is named on the command line.
-        network: Which.
-        precision: On a GPU; ``auto`` is the best that it has.
-        compiled: Whether by ``torch.compile``.
-        recompute: What our network makes again in backward.
-        offload: What it parks in host memory.
-        recorded: Whether it may replay its launches as a CUDA graph.
-    """
+    """A network and a way to run it."""
 
     key: str
+    """As it is named on the command line."""
     network: Literal["ours", "nnunet", "dynunet", "basicunet"]
+    """Which."""
     precision: str = "auto"
+    """On a GPU; ``auto`` is the best that it has."""
     compiled: bool = False
+    """Whether by ``torch.compile``."""
     recompute: Recompute = "norm"
+    """What our network makes again in backward."""
     offload: Offload = "none"
+    """What it parks in host memory."""
     recorded: bool = True
+    """Whether it may replay its launches as a CUDA graph."""
 
 
 VARIANTS = (
@@ -80,17 +77,14 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained on: random patches of one size.
-
-    Attributes:
-        size: Voxels along X, Y, Z.
-        batch_size: Patches in a step.
-        channels: Of each level.
-    """
+    """What is trained on: random patches of one size."""
 
     size: Shape
+    """Voxels along X, Y, Z."""
     batch_size: int
+    """Patches in a step."""
     channels: tuple[int, ...]
+    """Of each level."""
 
     @property
     def topology(self) -> Topology:

@@ -52,25 +52,22 @@ from unet3d.parallel.precision import (
 
 @dataclass(frozen=True)
 class Setup:
-    """One way of training.
-
-    Attributes:
-        name: For the table.
-        devices: Of each rank.
-        batch_size: Samples of all ranks together.
-        shape: Voxels of each.
-        num_micro_batches: Portions of a rank's samples.
-        engine: ``ddp`` or ``dataparallel``.
-        against: Name of the way that it is compared with, in samples a second.
-    """
+    """One way of training."""
 
     name: str
+    """For the table."""
     devices: tuple[tuple[str, ...], ...]
+    """Of each rank."""
     batch_size: int
+    """Samples of all ranks together."""
     shape: Shape
+    """Voxels of each."""
     num_micro_batches: int = 1
+    """Portions of a rank's samples."""
     engine: str = "ddp"
+    """``ddp`` or ``dataparallel``."""
     against: str | None = None
+    """Name of the way that it is compared with, in samples a second."""
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -28,21 +28,18 @@ Kind = Literal["explained", "unexpected", "interrupted", "consequence"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many processes this one is.
-
-    Attributes:
-        rank: From 0; the first one writes the run's files.
-        world_size: How many there are, on all machines.
-        local_rank: Among those of this machine.
-        local_world_size: How many there are on this machine.
-        restart_count: How often this machine's own have been started anew after one had died.
-    """
+    """Which of how many processes this one is."""
 
     rank: int = 0
+    """From 0; the first one writes the run's files."""
     world_size: int = 1
+    """How many there are, on all machines."""
     local_rank: int = 0
+    """Among those of this machine."""
     local_world_size: int = 1
+    """How many there are on this machine."""
     restart_count: int = 0
+    """How often this machine's own have been started anew after one had died."""
 
     @classmethod
     def from_environment(cls) -> "Ranks":

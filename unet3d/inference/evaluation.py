@@ -31,20 +31,17 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LabelScore:
-    """One label in one case, or its mean over cases.
-
-    Attributes:
-        dice: From 0 to 1; None where neither the prediction nor the label map has the label.
-        hd95_mm: 95th percentile of the distances between the two surfaces; None where either has
-            no voxel of the label, because there is then no distance (the Dice of 0 tells).
-        prediction_ml: Volume in the prediction.
-        label_ml: Volume in the label map.
-    """
+    """One label in one case, or its mean over cases."""
 
     dice: float | None
+    """From 0 to 1; None where neither the prediction nor the label map has the label."""
     hd95_mm: float | None
+    """95th percentile of the distances between the two surfaces; None where either has no voxel of
+    the label, because there is then no distance (the Dice of 0 tells)."""
     prediction_ml: float
+    """Volume in the prediction."""
     label_ml: float
+    """Volume in the label map."""
 
 
 NOWHERE = LabelScore(None, None, 0.0, 0.0)

@@ -43,23 +43,20 @@ class SlotLike(Protocol):
 
 @dataclass(frozen=True)
 class SlotMemory:
-    """Bytes that one slot holds in training, predicted or measured.
-
-    Attributes:
-        parameters_bytes: Master weights and buffers.
-        gradients_bytes: Their gradients.
-        optimizer_bytes: State of the optimizer, such as momentum.
-        activations_bytes: Largest sum, at any moment, of what is kept for backward.
-        peak_bytes: Largest use of the device during a step, work space included.
-        reserved_bytes: What the allocator took from the device to serve it.
-    """
+    """Bytes that one slot holds in training, predicted or measured."""
 
     parameters_bytes: int
+    """Master weights and buffers."""
     gradients_bytes: int
+    """Their gradients."""
     optimizer_bytes: int
+    """State of the optimizer, such as momentum."""
     activations_bytes: int
+    """Largest sum, at any moment, of what is kept for backward."""
     peak_bytes: int
+    """Largest use of the device during a step, work space included."""
     reserved_bytes: int
+    """What the allocator took from the device to serve it."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name."""

@@ -12,21 +12,18 @@ import torch
 
 @dataclass(frozen=True)
 class Mark:
-    """What was in use around one action.
-
-    Attributes:
-        slot: Which acted; None: the optimizer, on all of them.
-        kind: ``forward``, ``loss``, ``backward`` or ``optimizer``.
-        micro_batch: Its number, from 0; None: of the optimizer.
-        bytes: In use at the end of the action.
-        peak_bytes: The most in use since the action before.
-    """
+    """What was in use around one action."""
 
     slot: int | None
+    """Which acted; None: the optimizer, on all of them."""
     kind: str
+    """``forward``, ``loss``, ``backward`` or ``optimizer``."""
     micro_batch: int | None
+    """Its number, from 0; None: of the optimizer."""
     bytes: int
+    """In use at the end of the action."""
     peak_bytes: int
+    """The most in use since the action before."""
 
     def plus(self, constant: int) -> "Mark":
         """Return the mark with as many more bytes in use."""
@@ -41,17 +38,14 @@ class Mark:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The marks of one step on one GPU, or of one slot on a CPU.
-
-    Attributes:
-        device: Its name.
-        slots: Numbers of the slots whose memory this is.
-        marks: One for each action of the step, of other slots too.
-    """
+    """The marks of one step on one GPU, or of one slot on a CPU."""
 
     device: str
+    """Its name."""
     slots: tuple[int, ...]
+    """Numbers of the slots whose memory this is."""
     marks: tuple[Mark, ...]
+    """One for each action of the step, of other slots too."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""

@@ -37,16 +37,14 @@ class Block:
     writes one tensor under its own name; ``image`` is the network's input. So a list of blocks,
     or any run of it, says by itself which tensors it needs from outside: at a cut, those are what
     must travel.
-
-    Attributes:
-        name: Such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``.
-        module: What runs; it owns its parameters alone.
-        inputs: Names of the tensors that it reads, in the order of its arguments.
     """
 
     name: str
+    """Such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``."""
     module: nn.Module
+    """What runs; it owns its parameters alone."""
     inputs: tuple[str, ...]
+    """Names of the tensors that it reads, in the order of its arguments."""
 
     @property
     def level(self) -> str:

@@ -12,17 +12,14 @@ SMOOTH = 1e-5
 
 @dataclass(frozen=True)
 class LossTerms:
-    """A loss and what it is made of: scalars, on the device of the logits.
-
-    Attributes:
-        total: What is minimised.
-        dice: One minus the soft Dice, mean over samples and foreground classes.
-        cross_entropy: Mean over samples and voxels, in nats.
-    """
+    """A loss and what it is made of: scalars, on the device of the logits."""
 
     total: Tensor
+    """What is minimised."""
     dice: Tensor
+    """One minus the soft Dice, mean over samples and foreground classes."""
     cross_entropy: Tensor
+    """Mean over samples and voxels, in nats."""
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""

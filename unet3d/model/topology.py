@@ -15,25 +15,22 @@ MIN_VOXELS = 4
 
 @dataclass(frozen=True)
 class Topology:
-    """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`.
-
-    Attributes:
-        in_channels: Channels of the image.
-        num_classes: Channels of the logits, the background included.
-        channels: Channels of each level; level 0 has the full resolution.
-        strides: Per level and axis, the step from the level above; level 0 has (1, 1, 1).
-        encoder: Two plain convolutions a level, or residual units.
-        norm: Normalisation after each convolution.
-        deep_supervision: Whether coarser levels have a head of their own in training.
-    """
+    """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`."""
 
     in_channels: int
+    """Channels of the image."""
     num_classes: int
+    """Channels of the logits, the background included."""
     channels: tuple[int, ...]
+    """Channels of each level; level 0 has the full resolution."""
     strides: tuple[Shape, ...]
+    """Per level and axis, the step from the level above; level 0 has (1, 1, 1)."""
     encoder: Literal["plain", "residual"] = "plain"
+    """Two plain convolutions a level, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
+    """Normalisation after each convolution."""
     deep_supervision: bool = False
+    """Whether coarser levels have a head of their own in training."""
 
     @property
     def num_levels(self) -> int:

@@ -42,25 +42,22 @@ ERROR_MODE = "thread_local"
 
 @dataclass(frozen=True)
 class _Lane:
-    """What one stage does with one micro-batch at a time.
-
-    Attributes:
-        inputs: Written before forward is replayed.
-        target: Likewise, in the last stage.
-        outputs: Read after it.
-        terms: Likewise, in the last stage: the loss, weighted with the micro-batch's share.
-        output_gradients: Written before backward is replayed; the last stage has its own.
-        input_gradients: Read after it.
-    """
+    """What one stage does with one micro-batch at a time."""
 
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
+    """Written before forward is replayed."""
     target: Tensor | None
+    """Likewise, in the last stage."""
     outputs: dict[str, Tensor]
+    """Read after it."""
     terms: LossTerms | None
+    """Likewise, in the last stage: the loss, weighted with the micro-batch's share."""
     output_gradients: dict[str, Tensor]
+    """Written before backward is replayed; the last stage has its own."""
     input_gradients: dict[str, Tensor]
+    """Read after it."""
 
 
 class RecordedPipeline(PipelineExecutor):

@@ -54,20 +54,18 @@ class Executor(Protocol):
 
     Every way of spreading the network is transparent: the loss and the gradients are those of
     the plain network on the whole batch.
-
-    Attributes:
-        module: The network; its parameters have their plain names, whatever the devices.
-        input_device: Where images are wanted.
-        output_device: Where targets are wanted and logits come out.
-        slots: What the memory report has a row for.
-        observer: Is told of every action of :meth:`forward_backward`.
     """
 
     module: UNet3d
+    """The network; its parameters have their plain names, whatever the devices."""
     input_device: torch.device
+    """Where images are wanted."""
     output_device: torch.device
+    """Where targets are wanted and logits come out."""
     slots: Sequence[Slot]
+    """What the memory report has a row for."""
     observer: Observer
+    """Is told of every action of :meth:`forward_backward`."""
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0

@@ -18,19 +18,16 @@ StageCost = Callable[[int, int, int], float]
 
 @dataclass(frozen=True)
 class Stage:
-    """The blocks that one slot runs.
-
-    Attributes:
-        slot: Where.
-        blocks: A run of the network's block list.
-        inputs: Tensors that come from earlier stages (or ``image``), by name.
-        outputs: Tensors that later stages read, and the logits.
-    """
+    """The blocks that one slot runs."""
 
     slot: Slot
+    """Where."""
     blocks: tuple[Block, ...]
+    """A run of the network's block list."""
     inputs: tuple[str, ...]
+    """Tensors that come from earlier stages (or ``image``), by name."""
     outputs: tuple[str, ...]
+    """Tensors that later stages read, and the logits."""
 
 
 def make_stages(

@@ -16,41 +16,36 @@ class Slot:
     """A place for one stage or replica.
 
     Two slots may name one device, as in ``cpu,cpu``.
-
-    Attributes:
-        index: Its number, from 0.
-        device: Where it computes.
-        blocks: Names of the blocks that it runs.
     """
 
     index: int
+    """Its number, from 0."""
     device: torch.device
+    """Where it computes."""
     blocks: tuple[str, ...]
+    """Names of the blocks that it runs."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a network is to be spread.
-
-    Attributes:
-        devices: One for each stage; a single one runs the whole network.
-        cuts: Index in the block list at which each stage but the first starts; None: the default.
-        num_micro_batches: Portions that a training batch is divided into, along N.
-        autocast: Lower precision for the GPU stages, or None for the network's own.
-        schedule: In which order the micro-batches run.
-        recompute: What is made again in backward instead of being kept.
-        offload: What GPUs park in host memory while they do not need it.
-        num_replicas: How many ranks each have a network on such devices, and share a batch.
-    """
+    """How a network is to be spread."""
 
     devices: tuple[torch.device, ...]
+    """One for each stage; a single one runs the whole network."""
     cuts: tuple[int, ...] | None = None
+    """Index in the block list at which each stage but the first starts; None: the default."""
     num_micro_batches: int = 1
+    """Portions that a training batch is divided into, along N."""
     autocast: torch.dtype | None = None
+    """Lower precision for the GPU stages, or None for the network's own."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
+    """In which order the micro-batches run."""
     recompute: Recompute = "norm"
+    """What is made again in backward instead of being kept."""
     offload: Offload = "none"
+    """What GPUs park in host memory while they do not need it."""
     num_replicas: int = 1
+    """How many ranks each have a network on such devices, and share a batch."""
 
 
 def resolve_devices(

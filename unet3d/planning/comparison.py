@@ -31,42 +31,35 @@ Replicas = tuple[tuple[torch.device, ...], ...]
 
 @dataclass(frozen=True)
 class PlacementOption:
-    """One way of placing a training.
-
-    Attributes:
-        parallel: The mode.
-        replicas: The devices of each copy of the network.
-        prediction: What the replica with the largest share of the batch takes, on the devices of
-            the first.
-        fits: Whether each device has that.
-        largest: The largest patch of the same aspect that fits, in voxels; None: not even the
-            smallest does.
-        is_asked: Whether it is the one that the settings name.
-        balance: What its cut makes level, where that is not the default.
-    """
+    """One way of placing a training."""
 
     parallel: str
+    """The mode."""
     replicas: Replicas
+    """The devices of each copy of the network."""
     prediction: MemoryEstimate
+    """What the replica with the largest share of the batch takes, on the devices of the first."""
     fits: bool
+    """Whether each device has that."""
     largest: Shape | None
+    """The largest patch of the same aspect that fits, in voxels; None: not even the smallest
+    does."""
     is_asked: bool
+    """Whether it is the one that the settings name."""
     balance: str | None
+    """What its cut makes level, where that is not the default."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several ways, and the memory that they have.
-
-    Attributes:
-        ways: At least one device and several, with and without micro-batches.
-        device_bytes: Memory of each device.
-        notes: What a reader must know, a sentence each.
-    """
+    """Several ways, and the memory that they have."""
 
     ways: tuple[PlacementOption, ...]
+    """At least one device and several, with and without micro-batches."""
     device_bytes: Mapping[torch.device, int]
+    """Memory of each device."""
     notes: tuple[str, ...]
+    """What a reader must know, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; slots as in a run's ``memory.json``."""

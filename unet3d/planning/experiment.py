@@ -25,25 +25,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Experiment:
-    """What is trained on what.
-
-    Attributes:
-        config: With every choice that follows from the data written out.
-        preprocessing: How images are prepared.
-        topology: The network.
-        patch_size: Voxels along X, Y, Z, multiples of the total stride; None: whole volumes.
-        planned_size: The patch size, or that of the median volume where whole ones are trained on.
-        training: Prepared cases to learn from.
-        validation: Prepared cases to score on.
-    """
+    """What is trained on what."""
 
     config: Config
+    """With every choice that follows from the data written out."""
     preprocessing: Preprocessing
+    """How images are prepared."""
     topology: Topology
+    """The network."""
     patch_size: Shape | None
+    """Voxels along X, Y, Z, multiples of the total stride; None: whole volumes."""
     planned_size: Shape
+    """The patch size, or that of the median volume where whole ones are trained on."""
     training: tuple[PreparedCase, ...]
+    """Prepared cases to learn from."""
     validation: tuple[PreparedCase, ...]
+    """Prepared cases to score on."""
 
     def largest_patch(self) -> Shape:
         """Return the size of the largest patch of the training, padded to the strides."""
@@ -60,16 +57,12 @@ class Experiment:
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """A network, and what it is trained on.
-
-    Attributes:
-        topology: The network.
-        size: Voxels of a patch, or of the median volume, along X, Y, Z; multiples of the total
-            stride.
-    """
+    """A network, and what it is trained on."""
 
     topology: Topology
+    """The network."""
     size: Shape
+    """Voxels of a patch, or of the median volume, along X, Y, Z; multiples of the total stride."""
 
 
 def open_dataset(config: Config) -> Dataset:

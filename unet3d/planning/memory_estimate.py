@@ -31,39 +31,33 @@ space where it raises the peak, and gaps between tensors."""
 
 @dataclass(frozen=True)
 class Step:
-    """A training step: everything that its memory depends on.
-
-    Attributes:
-        topology: The network.
-        layout: Devices, which need not exist, cuts, micro-batches and autocast.
-        size: Voxels of a patch along X, Y, Z; multiples of the total stride.
-        batch_size: Patches.
-        settings: The optimizer.
-        precision: Such as ``bfloat16``; never ``auto``.
-    """
+    """A training step: everything that its memory depends on."""
 
     topology: Topology
+    """The network."""
     layout: Layout
+    """Devices, which need not exist, cuts, micro-batches and autocast."""
     size: Shape
+    """Voxels of a patch along X, Y, Z; multiples of the total stride."""
     batch_size: int
+    """Patches."""
     settings: TrainingSettings
+    """The optimizer."""
     precision: str
+    """Such as ``bfloat16``; never ``auto``."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a training step takes.
-
-    Attributes:
-        step: Which.
-        slots: With the devices and the blocks of each.
-        memory: Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
-            ``reserved_bytes`` is what it needs to have.
-    """
+    """What a training step takes."""
 
     step: Step
+    """Which."""
     slots: tuple[Slot, ...]
+    """With the devices and the blocks of each."""
     memory: dict[int, SlotMemory]
+    """Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
+    ``reserved_bytes`` is what it needs to have."""
 
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return what each device must have, in the order of the slots."""

@@ -55,32 +55,26 @@ TOLERANCE = 1.05
 
 @dataclass(frozen=True)
 class Row:
-    """One way of taking the step, and what it took.
-
-    Attributes:
-        layout: Devices, cuts (none on one device) and micro-batches.
-        seconds: Median of a step; None: it ran out of memory.
-        peak_bytes: Per device; empty where it ran out of memory.
-    """
+    """One way of taking the step, and what it took."""
 
     layout: Layout
+    """Devices, cuts (none on one device) and micro-batches."""
     seconds: float | None
+    """Median of a step; None: it ran out of memory."""
     peak_bytes: dict[torch.device, int]
+    """Per device; empty where it ran out of memory."""
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a sweep found.
-
-    Attributes:
-        tuning_key: Of every step.
-        rows: One device first, then cut after cut; of each, rising micro-batches.
-        choice: The fastest way in the asked mode; None: none fits.
-    """
+    """What a sweep found."""
 
     tuning_key: TuningKey
+    """Of every step."""
     rows: tuple[Row, ...]
+    """One device first, then cut after cut; of each, rising micro-batches."""
     choice: TunedConfig | None
+    """The fastest way in the asked mode; None: none fits."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""

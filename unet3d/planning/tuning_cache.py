@@ -34,41 +34,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TunedConfig:
-    """The fastest way that was measured to divide a training.
-
-    Attributes:
-        cuts: Index in the block list at which each stage but the first starts.
-        num_micro_batches: Portions of a batch.
-        step_seconds: What a training step took.
-        measured: When: date and time of day, ISO 8601.
-    """
+    """The fastest way that was measured to divide a training."""
 
     cuts: tuple[int, ...]
+    """Index in the block list at which each stage but the first starts."""
     num_micro_batches: int
+    """Portions of a batch."""
     step_seconds: float
+    """What a training step took."""
     measured: str
+    """When: date and time of day, ISO 8601."""
 
 
 @dataclass(frozen=True)
 class TuningKey:
-    """All that the time of a training step depends on but cuts and micro-batches.
-
-    Attributes:
-        config: The settings.
-        topology: The network.
-        size: Voxels of a patch along X, Y, Z (of the median volume, where whole ones are trained
-            on); multiples of the total stride.
-        devices: One for each stage, of this machine.
-        precision: Such as ``bfloat16``; never ``auto``.
-        num_replicas: Copies of the network on such devices, over which the batch is divided.
-    """
+    """All that the time of a training step depends on but cuts and micro-batches."""
 
     config: Config
+    """The settings."""
     topology: Topology
+    """The network."""
     size: Shape
+    """Voxels of a patch along X, Y, Z (of the median volume, where whole ones are trained on);
+    multiples of the total stride."""
     devices: tuple[torch.device, ...]
+    """One for each stage, of this machine."""
     precision: str
+    """Such as ``bfloat16``; never ``auto``."""
     num_replicas: int = 1
+    """Copies of the network on such devices, over which the batch is divided."""
 
     @property
     def path(self) -> Path:

@@ -26,23 +26,20 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A network and what is needed to use it or to train on.
-
-    Attributes:
-        topology: Fixes the parameters.
-        preprocessing: How its images were prepared.
-        patch_size: Voxels along X, Y, Z that it was trained on; None: whole volumes.
-        config: The settings of its run.
-        model: Parameters and buffers by name.
-        training: Where its training stands, for ``--resume``.
-    """
+    """A network and what is needed to use it or to train on."""
 
     topology: Topology
+    """Fixes the parameters."""
     preprocessing: Preprocessing
+    """How its images were prepared."""
     patch_size: Shape | None
+    """Voxels along X, Y, Z that it was trained on; None: whole volumes."""
     config: Config
+    """The settings of its run."""
     model: dict[str, Tensor]
+    """Parameters and buffers by name."""
     training: dict[str, Any]
+    """Where its training stands, for ``--resume``."""
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU.

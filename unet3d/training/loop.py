@@ -71,17 +71,14 @@ class _State:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a finished training has to show.
-
-    Attributes:
-        folder: The run.
-        best_dice: Largest mean Dice of all validations.
-        memory: What ``memory.json`` holds; None where nothing was left to train.
-    """
+    """What a finished training has to show."""
 
     folder: RunFolder
+    """The run."""
     best_dice: float
+    """Largest mean Dice of all validations."""
     memory: dict[str, Any] | None
+    """What ``memory.json`` holds; None where nothing was left to train."""
 
 
 class TrainingLoop:

@@ -31,15 +31,12 @@ CHANNEL = re.compile(r"(.+)_\d{4}")
 
 @dataclass(frozen=True)
 class Scan:
-    """What is segmented at once.
-
-    Attributes:
-        images: One file, or one for each channel.
-        output: Where the segmentation goes.
-    """
+    """What is segmented at once."""
 
     images: tuple[Path, ...]
+    """One file, or one for each channel."""
     output: Path
+    """Where the segmentation goes."""
 
     @property
     def statistics(self) -> Path:

@@ -188,17 +188,14 @@ class _Upsampling(torch.autograd.Function):
 
 
 class _Slab(NamedTuple):
-    """The planes that one call takes and makes.
-
-    Attributes:
-        x: Of the convolution's input; those outside the volume are zeros.
-        y: Of its result.
-        wanted: The planes for whose sake it is made.
-    """
+    """The planes that one call takes and makes."""
 
     x: range
+    """Of the convolution's input; those outside the volume are zeros."""
     y: range
+    """Of its result."""
     wanted: range
+    """The planes for whose sake it is made."""
 
 
 class _Geometry(NamedTuple):

@@ -44,36 +44,33 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """What one block takes of a device for one micro-batch.
-
-    Attributes:
-        name: The block's, or ``loss``.
-        level: The level that the block belongs to; see :class:`~unet3d.model.Block`.
-        inputs: Names of the tensors that it reads.
-        shape: Of the tensor that it writes.
-        dtype: Likewise.
-        parameters_bytes: Weights and buffers.
-        kept: What autograd keeps for backward, parameters and the image left out: bytes by name.
-            What a block writes has the block's name: two blocks may keep the same tensor, which
-            counts once in a stage.
-        work_bytes: What its backward needs at most beyond that: gradients of what it writes and
-            reads, those of its parameters, and what is in between. The gradient of what it writes
-            is there all the time, as one that a later stage sent is.
-        passing_work_bytes: The same where that gradient goes once it is used, as one does that a
-            block of the same stage made.
-        workspace_bytes: What libraries keep from their first call on; a stage's blocks share it.
-    """
+    """What one block takes of a device for one micro-batch."""
 
     name: str
+    """The block's, or ``loss``."""
     level: str
+    """The level that the block belongs to; see :class:`~unet3d.model.Block`."""
     inputs: tuple[str, ...]
+    """Names of the tensors that it reads."""
     shape: tuple[int, ...]
+    """Of the tensor that it writes."""
     dtype: torch.dtype
+    """Likewise."""
     parameters_bytes: int
+    """Weights and buffers."""
     kept: Mapping[str, int]
+    """What autograd keeps for backward, parameters and the image left out: bytes by name. What a
+    block writes has the block's name: two blocks may keep the same tensor, which counts once in a
+    stage."""
     work_bytes: int
+    """What its backward needs at most beyond that: gradients of what it writes and reads, those of
+    its parameters, and what is in between. The gradient of what it writes is there all the time, as
+    one that a later stage sent is."""
     passing_work_bytes: int
+    """The same where that gradient goes once it is used, as one does that a block of the same stage
+    made."""
     workspace_bytes: int
+    """What libraries keep from their first call on; a stage's blocks share it."""
 
     @property
     def output_bytes(self) -> int:
