@@ -62,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Search:
     """The largest size that trains, a multiple of a unit."""
 
@@ -206,17 +206,17 @@ def predicted_size(
     precision = default_precision(devices)
     stride = 2 ** (len(channels) - 1)
     step = Step(
-        Problem((4 * stride,) * 3, 1, channels).topology,
-        Layout(
-            tuple(devices),
+        topology=Problem(size=(4 * stride,) * 3, batch_size=1, channels=channels).topology,
+        layout=Layout(
+            devices=tuple(devices),
             autocast=autocast_dtype(precision),
             recompute=variant.recompute,
             offload=variant.offload,
         ),
-        (4 * stride,) * 3,
-        1,
-        TrainingSettings(),
-        precision,
+        size=(4 * stride,) * 3,
+        batch_size=1,
+        settings=TrainingSettings(),
+        precision=precision,
     )
     largest = largest_size(step, room)
     return largest[0] if largest else 0
@@ -238,10 +238,10 @@ def search(
     room = device_bytes(devices, arguments.memory_gib)
     row: dict[str, Any] = {"key": variant.key, "devices": arguments.devices}
     found = Search(
-        lambda size: try_in_process(arguments, variant.key, size, end),
-        unit,
-        arguments.max_size,
-        arguments.attempts,
+        attempt=lambda size: try_in_process(arguments, variant.key, size, end),
+        unit=unit,
+        max_size=arguments.max_size,
+        num_left=arguments.attempts,
     )
     if variant.network == "ours":
         row["predicted_size"] = predicted_size(variant, channels, devices, room)
@@ -270,7 +270,7 @@ def main() -> None:
         channels = tuple(int(number) for number in arguments.channels.split(","))
         if arguments.memory_gib is not None:
             limit_memory(devices, arguments.memory_gib)
-        problem = Problem((arguments.attempt,) * 3, 1, channels)
+        problem = Problem(size=(arguments.attempt,) * 3, batch_size=1, channels=channels)
         print(json.dumps(try_here(variants[0], problem, devices)))
         return
     end = time.monotonic() + arguments.total_seconds

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 OURS, PEERS = "#1f6f8b", "#b8b8b8"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Panel:
     """One group of bars."""
 
@@ -45,17 +45,30 @@ def panels_of(record: dict[str, Any]) -> list[Panel]:
     if "floor" not in record:
         cubes = {row["key"]: row["num_voxels"] / 1e6 or None for row in rows}
         none = {row["key"]: "none trained" for row in rows}
-        return [Panel(f"largest cube that trains, {where}", "million voxels", cubes, none)]
+        return [
+            Panel(
+                title=f"largest cube that trains, {where}",
+                unit="million voxels",
+                bars=cubes,
+                reasons=none,
+            )
+        ]
     size = "×".join(map(str, record["size"]))
     what = f"{size}, batch {record['batch_size']}, {where}"
     seconds = {row["key"]: row.get("seconds") for row in rows}
     times = {key: value and 1000 * value for key, value in seconds.items()}
     floor = 1000 * record["floor"]["floor"]
-    panels = [Panel(f"training step, {what}", "ms", times, reasons, floor)]
+    panels = [
+        Panel(title=f"training step, {what}", unit="ms", bars=times, reasons=reasons, floor=floor)
+    ]
     peaks = {row["key"]: row.get("peak_bytes") for row in rows}
     if any(peaks.values()):
         memory = {key: value and value / 2**30 for key, value in peaks.items()}
-        panels.append(Panel(f"peak memory, {what}", "GiB", memory, reasons, form=".2f"))
+        panels.append(
+            Panel(
+                title=f"peak memory, {what}", unit="GiB", bars=memory, reasons=reasons, form=".2f"
+            )
+        )
     return panels
 
 

@@ -34,7 +34,7 @@ from peers import Problem
 KERNEL_VOXELS = 27
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pass:
     """One way through one layer."""
 
@@ -66,7 +66,7 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
     num_weights = 0
 
     def convolution(
-        layer: str, inputs: int, outputs: int, read: int, written: int, kernel: int, stored: int
+        layer: str, *, inputs: int, outputs: int, read: int, written: int, kernel: int, stored: int
     ) -> None:
         nonlocal num_weights
         num_weights += inputs * outputs * stored
@@ -75,18 +75,40 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
         directions = ["forward", "data gradient", "weight gradient"]
         if layer == "encoder.0.0":
             directions.remove("data gradient")
-        passes.extend(Pass(layer, direction, operations, moved) for direction in directions)
+        passes.extend(
+            Pass(layer=layer, direction=direction, num_operations=operations, moved_bytes=moved)
+            for direction in directions
+        )
 
     def norm(layer: str, level: int) -> None:
         nonlocal num_weights
         num_weights += 2 * channels[level]
         tensor = element_bytes * channels[level] * voxels[level]
-        passes.append(Pass(f"{layer}.norm", "forward", 0, 3 * tensor))
-        passes.append(Pass(f"{layer}.norm", "backward", 0, 5 * tensor))
+        passes.append(
+            Pass(
+                layer=f"{layer}.norm", direction="forward", num_operations=0, moved_bytes=3 * tensor
+            )
+        )
+        passes.append(
+            Pass(
+                layer=f"{layer}.norm",
+                direction="backward",
+                num_operations=0,
+                moved_bytes=5 * tensor,
+            )
+        )
 
     def unit(layer: str, inputs: int, read: int, level: int) -> None:
         kernel = KERNEL_VOXELS
-        convolution(layer, inputs, channels[level], read, voxels[level], kernel, kernel)
+        convolution(
+            layer,
+            inputs=inputs,
+            outputs=channels[level],
+            read=read,
+            written=voxels[level],
+            kernel=kernel,
+            stored=kernel,
+        )
         norm(layer, level)
 
     inputs, read = topology.in_channels, voxels[0]
@@ -99,24 +121,38 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
         stored = math.prod(topology.strides[below])
         convolution(
             f"decoder.{level}.up",
-            channels[below],
-            channels[level],
-            voxels[below],
-            voxels[level],
-            1,
-            stored,
+            inputs=channels[below],
+            outputs=channels[level],
+            read=voxels[below],
+            written=voxels[level],
+            kernel=1,
+            stored=stored,
         )
         unit(f"decoder.{level}.0", 2 * channels[level], voxels[level], level)
         unit(f"decoder.{level}.1", channels[level], voxels[level], level)
-    convolution("head", channels[0], topology.num_classes, voxels[0], voxels[0], 1, 1)
+    convolution(
+        "head",
+        inputs=channels[0],
+        outputs=topology.num_classes,
+        read=voxels[0],
+        written=voxels[0],
+        kernel=1,
+        stored=1,
+    )
     logits = element_bytes * topology.num_classes * voxels[0]
-    passes.append(Pass("loss", "forward", 0, logits))
-    passes.append(Pass("loss", "backward", 0, 2 * logits))
-    passes.append(Pass("optimizer", "update", 0, 5 * 4 * num_weights))
+    passes.append(Pass(layer="loss", direction="forward", num_operations=0, moved_bytes=logits))
+    passes.append(
+        Pass(layer="loss", direction="backward", num_operations=0, moved_bytes=2 * logits)
+    )
+    passes.append(
+        Pass(
+            layer="optimizer", direction="update", num_operations=0, moved_bytes=5 * 4 * num_weights
+        )
+    )
     return passes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rates:
     """What a device was measured to do."""
 
@@ -135,8 +171,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return Rates(
-        2 * edge**3 / _seconds_of(lambda: torch.mm(left, right, out=product)),
-        2 * copied / _seconds_of(lambda: target.copy_(source)),
+        operations_per_second=2 * edge**3 / _seconds_of(lambda: torch.mm(left, right, out=product)),
+        bytes_per_second=2 * copied / _seconds_of(lambda: target.copy_(source)),
     )
 
 

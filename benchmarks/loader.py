@@ -81,7 +81,7 @@ class Training:
         self.step_seconds = step_seconds
         self.device = device
         precision = default_precision([device])
-        layout = Layout((device,), autocast=autocast_dtype(precision))
+        layout = Layout(devices=(device,), autocast=autocast_dtype(precision))
         self.executor = parallelize(UNet3d(experiment.topology), layout)
         self.optimization = Optimization(
             self.executor.module, experiment.config.training, precision
@@ -99,7 +99,11 @@ class Training:
 
     def busy_seconds(self, batch: Batch, num_steps: int) -> float:
         """Return what a step takes where no batch has to be waited for."""
-        there = Batch(batch.image.to(self.device), batch.target.to(self.device), batch.names)
+        there = Batch(
+            image=batch.image.to(self.device),
+            target=batch.target.to(self.device),
+            names=batch.names,
+        )
         return _seconds_each(lambda: self.step(there), num_steps)
 
 
@@ -148,17 +152,17 @@ def main() -> None:
         training = Training(experiment, device, arguments.step_seconds)
         for num_workers in map(int, arguments.workers.split(",")):
             loader = PatchLoader(
-                experiment.training,
-                experiment.config.patches,
-                experiment.patch_size,
-                experiment.topology.total_stride,
-                arguments.batch_size,
+                cases=experiment.training,
+                settings=experiment.config.patches,
+                size=experiment.patch_size,
+                stride=experiment.topology.total_stride,
+                batch_size=arguments.batch_size,
                 seed=0,
                 num_workers=num_workers,
                 pin_memory=device.type == "cuda",
             )
             num_batches = arguments.batches if num_workers else -(-arguments.batches // 5)
-            rows.append(measure(loader, training, num_workers, num_batches))
+            rows.append(measure(loader, training, num_micro_batches=num_workers, cuts=num_batches))
             print(rows[-1], file=sys.stderr)
             del loader
     print("workers  patches/s     MB/s  busy ms  step ms  waiting")

@@ -55,13 +55,20 @@ def make_step(way: dict[str, Any]) -> Step:
     settings = ModelSettings(channels=CHANNELS, **way.get("model", {}))
     devices = tuple(torch.device("cuda", index) for index in range(way.get("num_gpus", 1)))
     layout = Layout(
-        devices,
+        devices=devices,
         num_micro_batches=way.get("num_micro_batches", 1),
         autocast=autocast_dtype(precision),
     )
     topology = plan_topology(settings, size, (1.0, 1.0, 1.0), 1, 3)
     training = TrainingSettings(optimizer=way.get("optimizer", "sgd"))
-    return Step(topology, layout, size, way["batch_size"], training, precision)
+    return Step(
+        topology=topology,
+        layout=layout,
+        size=size,
+        batch_size=way["batch_size"],
+        settings=training,
+        precision=precision,
+    )
 
 
 def measure(step: Step) -> list[dict[str, int]]:

@@ -99,6 +99,7 @@ class Bench:
         self,
         name: str,
         devices: tuple[torch.device, ...],
+        *,
         num_micro_batches: int,
         cuts: tuple[int, ...] | None = None,
         schedule: Any = "1f1b",
@@ -111,7 +112,14 @@ class Bench:
         self.rows.append(row)
         try:
             torch.manual_seed(0)
-            layout = Layout(devices, cuts, num_micro_batches, self.autocast, schedule, **options)
+            layout = Layout(
+                devices=devices,
+                cuts=cuts,
+                num_micro_batches=num_micro_batches,
+                autocast=self.autocast,
+                schedule=schedule,
+                **options,
+            )
             executor: Any = parallelize(UNet3d(self.topology), layout)
             executor.observer = observer or executor.observer
             if forward_only:
@@ -160,16 +168,26 @@ class Bench:
     def balanced(self, balance: Balance) -> tuple[int, ...]:
         """Return the cut that training would choose, from fresh measurements."""
         batch = self.arguments.batch_size
-        layout = Layout(self.devices, None, batch, self.autocast)
+        layout = Layout(
+            devices=self.devices, cuts=None, num_micro_batches=batch, autocast=self.autocast
+        )
         x, y, z = self.image.shape[2:]
         with tempfile.TemporaryDirectory() as folder:
             return choose_cuts(
-                UNet3d(self.topology), layout, balance, (x, y, z), batch, 1, Path(folder)
+                UNet3d(self.topology),
+                layout=layout,
+                balance=balance,
+                size=(x, y, z),
+                batch_size=batch,
+                num_states=1,
+                folder=Path(folder),
             )
 
     def stage_seconds(self, cuts: tuple[int, ...] | None) -> list[float]:
         """Time one micro-batch through each stage, forward and backward, nothing else running."""
-        layout = Layout(self.devices, cuts, 1, self.autocast)
+        layout = Layout(
+            devices=self.devices, cuts=cuts, num_micro_batches=1, autocast=self.autocast
+        )
         executor: Any = parallelize(UNet3d(self.topology), layout)
         totals = [0.0] * len(self.devices)
         image = self.image[:1].to(executor.input_device)

@@ -39,7 +39,7 @@ NUM_CLASSES = 3
 BASIC_LEVELS = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Variant:
     """A network and a way to run it."""
 
@@ -60,22 +60,22 @@ class Variant:
 
 
 VARIANTS = (
-    Variant("ours", "ours"),
-    Variant("ours-unrecorded", "ours", recorded=False),
-    Variant("ours-off", "ours", recompute="off"),
-    Variant("ours-level", "ours", recompute="level"),
-    Variant("ours-offload", "ours", offload="skips"),
-    Variant("ours-level-offload", "ours", recompute="level", offload="skips"),
-    Variant("nnunet-compiled", "nnunet", "float16", compiled=True),
-    Variant("nnunet-eager", "nnunet", "float16"),
-    Variant("dynunet-compiled", "dynunet", "bfloat16", compiled=True),
-    Variant("dynunet-eager", "dynunet", "bfloat16"),
-    Variant("basicunet-compiled", "basicunet", "bfloat16", compiled=True),
-    Variant("basicunet-eager", "basicunet", "bfloat16"),
+    Variant(key="ours", network="ours"),
+    Variant(key="ours-unrecorded", network="ours", recorded=False),
+    Variant(key="ours-off", network="ours", recompute="off"),
+    Variant(key="ours-level", network="ours", recompute="level"),
+    Variant(key="ours-offload", network="ours", offload="skips"),
+    Variant(key="ours-level-offload", network="ours", recompute="level", offload="skips"),
+    Variant(key="nnunet-compiled", network="nnunet", precision="float16", compiled=True),
+    Variant(key="nnunet-eager", network="nnunet", precision="float16"),
+    Variant(key="dynunet-compiled", network="dynunet", precision="bfloat16", compiled=True),
+    Variant(key="dynunet-eager", network="dynunet", precision="bfloat16"),
+    Variant(key="basicunet-compiled", network="basicunet", precision="bfloat16", compiled=True),
+    Variant(key="basicunet-eager", network="basicunet", precision="bfloat16"),
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """What is trained on: random patches of one size."""
 
@@ -231,7 +231,7 @@ class Trainee:
         first = last = devices[0]
         if isinstance(network, UNet3d):
             layout = Layout(
-                tuple(devices),
+                devices=tuple(devices),
                 autocast=lowered,
                 recompute=variant.recompute,
                 offload=variant.offload,

@@ -50,7 +50,7 @@ from unet3d.parallel.precision import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """One way of training."""
 
@@ -91,15 +91,28 @@ def parse_arguments() -> argparse.Namespace:
 def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Setup]:
     """Return what so many devices can show."""
     shape, size = parse_shape(arguments.shape), arguments.batch_size
-    one = Setup("one device", (devices[:1],), size, shape)
+    one = Setup(name="one device", devices=(devices[:1],), batch_size=size, shape=shape)
     found = [one]
     for count in (2, 4):
         if len(devices) >= count:
             replicas = tuple((device,) for device in devices[:count])
             name = f"DDP, {count} devices"
-            found.append(Setup(name, replicas, count * size, shape, against=one.name))
+            found.append(
+                Setup(
+                    name=name,
+                    devices=replicas,
+                    batch_size=count * size,
+                    shape=shape,
+                    against=one.name,
+                )
+            )
     threads_size = arguments.threads_batch_size
-    large = Setup("one device, the batch of DataParallel", (devices[:1],), threads_size, shape)
+    large = Setup(
+        name="one device, the batch of DataParallel",
+        devices=(devices[:1],),
+        batch_size=threads_size,
+        shape=shape,
+    )
     gpus = "cpu" not in devices
     if gpus:
         found.append(large)
@@ -107,26 +120,47 @@ def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Setup]
         both = (devices[:2],)
         found.append(
             Setup(
-                "nn.DataParallel, 2 devices",
-                both,
-                threads_size,
-                shape,
+                name="nn.DataParallel, 2 devices",
+                devices=both,
+                batch_size=threads_size,
+                shape=shape,
                 engine="dataparallel",
                 against=large.name,
             )
         )
         ddp = tuple((device,) for device in devices[:2])
         found.append(
-            Setup("DDP, 2 devices, that batch", ddp, threads_size, shape, against=large.name)
+            Setup(
+                name="DDP, 2 devices, that batch",
+                devices=ddp,
+                batch_size=threads_size,
+                shape=shape,
+                against=large.name,
+            )
         )
     shape, size = parse_shape(arguments.pipeline_shape), arguments.pipeline_batch_size
-    stages = Setup("1 replica of 2 stages", (devices[:2],), size, shape, size)
+    stages = Setup(
+        name="1 replica of 2 stages",
+        devices=(devices[:2],),
+        batch_size=size,
+        shape=shape,
+        num_micro_batches=size,
+    )
     if len(devices) >= 2:
         found.append(stages)
     if len(devices) >= 4:
         groups = (devices[:2], devices[2:4])
         name = "2 replicas of 2 stages"
-        found.append(Setup(name, groups, 2 * size, shape, size, against=stages.name))
+        found.append(
+            Setup(
+                name=name,
+                devices=groups,
+                batch_size=2 * size,
+                shape=shape,
+                num_micro_batches=size,
+                against=stages.name,
+            )
+        )
     return found
 
 
@@ -135,7 +169,13 @@ def place(model: UNet3d, way: Setup, devices: tuple[torch.device, ...], group: G
     autocast = autocast_dtype(default_precision(devices))
     if way.engine == "dataparallel":
         return DataParallelExecutor(model, devices, None, autocast)
-    return parallelize(model, Layout(devices, None, way.num_micro_batches, autocast), group)
+    return parallelize(
+        model,
+        Layout(
+            devices=devices, cuts=None, num_micro_batches=way.num_micro_batches, autocast=autocast
+        ),
+        group,
+    )
 
 
 def run_rank(way: Setup, arguments: argparse.Namespace) -> None:

@@ -151,7 +151,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     channels = tuple(int(number) for number in arguments.channels.split(","))
-    problem = Problem(parse_shape(arguments.shape), arguments.batch_size, channels)
+    problem = Problem(
+        size=parse_shape(arguments.shape), batch_size=arguments.batch_size, channels=channels
+    )
     precision = default_precision([device])
     dtype = autocast_dtype(precision) or torch.float32
     rates = measure_rates(device, dtype)

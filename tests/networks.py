@@ -20,7 +20,9 @@ def random_checkpoint(
 ) -> Checkpoint:
     """Return a checkpoint of a network of two levels and a stride of 2."""
     strides: Any = ((1, 1, 1), (2, 2, 2))
-    topology = Topology(num_channels, len(label_values), (4, 8), strides)
+    topology = Topology(
+        in_channels=num_channels, num_classes=len(label_values), channels=(4, 8), strides=strides
+    )
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = UNet3d(topology).to(dtype)
@@ -33,7 +35,7 @@ def random_checkpoint(
         topology=topology,
         preprocessing=Preprocessing(
             spacing_mm=spacing_mm,
-            channels=(ChannelNormalization("z-score"),) * num_channels,
+            channels=(ChannelNormalization(kind="z-score"),) * num_channels,
             channel_names=tuple(f"channel {index}" for index in range(num_channels)),
             label_names=tuple(f"label {value}" for value in label_values),
             label_values=label_values,

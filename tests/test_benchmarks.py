@@ -90,7 +90,7 @@ def test_the_floor_counts_the_operations_that_pytorch_counts(scripts: None) -> N
 
     from unet3d.model import UNet3d
 
-    problem = Problem((32, 16, 16), 2, (4, 8, 8))
+    problem = Problem(size=(32, 16, 16), batch_size=2, channels=(4, 8, 8))
     with torch.device("meta"):
         model = UNet3d(problem.topology)
         image = torch.empty(2, 1, *problem.size)
@@ -105,7 +105,9 @@ def test_the_floor_counts_the_operations_that_pytorch_counts(scripts: None) -> N
     assert update.moved_bytes == pytest.approx(
         20 * sum(parameter.numel() for parameter in model.parameters()), rel=0.01
     )
-    arithmetic_only = floor_seconds(passes, Rates(1.0, float("inf")))
+    arithmetic_only = floor_seconds(
+        passes, Rates(operations_per_second=1.0, bytes_per_second=float("inf"))
+    )
     assert set(arithmetic_only.values()) == {counter.get_total_flops()}
 
 

@@ -68,7 +68,16 @@ def test_spreading_is_transparent(
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     devices = (torch.device("cpu"),) * num_devices
-    executor = parallelize(model, Layout(devices, cuts, num_micro_batches, None, schedule))
+    executor = parallelize(
+        model,
+        Layout(
+            devices=devices,
+            cuts=cuts,
+            num_micro_batches=num_micro_batches,
+            autocast=None,
+            schedule=schedule,
+        ),
+    )
 
     terms = executor.forward_backward(image, target, dice_cross_entropy)
 
@@ -102,7 +111,9 @@ def test_what_is_made_again_is_transparent(
     model = UNet3d(topology).double()
     num_micro_batches = 1 if topology.norm == "batch" else 2
     devices = (torch.device("cpu"),) * (len(cuts) + 1)
-    layout = Layout(devices, cuts, num_micro_batches, recompute=recompute)
+    layout = Layout(
+        devices=devices, cuts=cuts, num_micro_batches=num_micro_batches, recompute=recompute
+    )
     terms = parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
     assert_close(terms.total, loss, "loss")
     for name, parameter in model.named_parameters():
@@ -122,8 +133,16 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
     loss, gradients, plain = plain_gradients(topology, image, target)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
-    layout = Layout((torch.device("cpu"),) * num_devices, None, 3)
-    cuts = choose_cuts(model, layout, balance, (16, 16, 8), 5, 1, tmp_path)
+    layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
+    cuts = choose_cuts(
+        model,
+        layout=layout,
+        balance=balance,
+        size=(16, 16, 8),
+        batch_size=5,
+        num_states=1,
+        folder=tmp_path,
+    )
     executor = parallelize(model, replace(layout, cuts=cuts))
     terms = executor.forward_backward(image, target, dice_cross_entropy)
     assert_close(terms.total, loss, "loss")
@@ -141,7 +160,7 @@ def test_batch_norm_is_transparent_on_two_devices() -> None:
     loss, gradients, _ = plain_gradients(topology, image, target)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
-    executor = parallelize(model, Layout((torch.device("cpu"),) * 2))
+    executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
     assert_close(executor.forward_backward(image, target, dice_cross_entropy).total, loss, "loss")
     for name, parameter in model.named_parameters():
         if gradients[name].norm() > 1e-12:
@@ -153,7 +172,7 @@ def test_a_scale_changes_gradients_but_not_the_reported_loss() -> None:
     loss, gradients, _ = plain_gradients(make_topology(), image, target)
     torch.manual_seed(1)
     model = UNet3d(make_topology()).double()
-    executor = parallelize(model, Layout((torch.device("cpu"),) * 2))
+    executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
     terms = executor.forward_backward(image, target, dice_cross_entropy, scale=1024.0)
     assert_close(terms.total, loss, "loss")
     weight = model.encoder.levels[0][0].conv.weight
@@ -167,7 +186,9 @@ def _on_gpus(devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: 
     model = UNet3d(make_topology()).double()
     if autocast is not None:
         model, image = model.float(), image.float()
-    layout = Layout(tuple(map(torch.device, devices)), None, 2, autocast)
+    layout = Layout(
+        devices=tuple(map(torch.device, devices)), cuts=None, num_micro_batches=2, autocast=autocast
+    )
     executor = parallelize(model, layout)
     terms = executor.forward_backward(
         image.to(executor.input_device), target.to(executor.output_device), dice_cross_entropy

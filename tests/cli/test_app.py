@@ -539,7 +539,7 @@ def test_options_reach_the_windows(
     devices = () if "--devices" in options else ("--devices", "cpu")
     arguments = ("predict", scan, "--checkpoint", checkpoint, *devices, *options)
     assert run(*arguments, "-o", "found.nii") == 0
-    image = read_scan(Scan((scan,), scan))
+    image = read_scan(Scan(images=(scan,), output=scan))
     predictor = Predictor(load_checkpoint(checkpoint), ParallelSettings(devices=("cpu",)), expected)
     np.testing.assert_array_equal(nib.load("found.nii").dataobj, predictor.segment(image))
     usual = Predictor(

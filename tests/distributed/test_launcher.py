@@ -359,7 +359,9 @@ def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> N
 
 def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    assert Ranks.from_environment() == Ranks(0, 1, 0, 1, 0)
+    assert Ranks.from_environment() == Ranks(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, restart_count=0
+    )
 
 
 @pytest.mark.parametrize(("kind", "has_traceback"), [("explained", False), ("unexpected", True)])

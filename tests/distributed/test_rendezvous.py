@@ -46,7 +46,11 @@ def test_who_does_not_join_is_named(
 def test_restarted_ranks_continue_their_own_run_only(tmp_path: Path, restart_count: int) -> None:
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=5))
-    group = Group(Ranks(0, 2, 0, 1, restart_count), dist.PrefixStore("start", store), store)
+    group = Group(
+        Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1, restart_count=restart_count),
+        dist.PrefixStore("start", store),
+        store,
+    )
     (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
     *_, resume = _choose_run(None, [], tmp_path, False, group)
     assert not resume

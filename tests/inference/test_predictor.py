@@ -51,7 +51,9 @@ def head(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
 
 
 def volume_of(array: np.ndarray, folder: Path) -> Volume:
-    return read_scan(Scan((write_volume(folder / "volume.nii", array),), folder / "unused.nii"))
+    return read_scan(
+        Scan(images=(write_volume(folder / "volume.nii", array),), output=folder / "unused.nii")
+    )
 
 
 def place(

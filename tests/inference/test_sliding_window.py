@@ -28,7 +28,9 @@ class Voxelwise:
     def __init__(
         self, function: Callable[[Tensor], Tensor] = lambda image: image, num_classes: int = 2
     ) -> None:
-        topology = Topology(num_classes, num_classes, (4, 4, 4), STRIDES)
+        topology = Topology(
+            in_channels=num_classes, num_classes=num_classes, channels=(4, 4, 4), strides=STRIDES
+        )
         self.module = SimpleNamespace(topology=topology)
         self.function = function
         self.batches: list[tuple[int, ...]] = []
@@ -47,7 +49,7 @@ def small_network(**options: object) -> tuple[UNet3d, object]:
     torch.manual_seed(0)
     settings = ModelSettings(base_channels=4, num_levels=3, **options)
     model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
-    return model, parallelize(model, Layout((CPU,)))
+    return model, parallelize(model, Layout(devices=(CPU,)))
 
 
 @pytest.mark.parametrize("size", [(20, 20, 10), (21, 17, 11), (16, 33, 8), (37, 16, 9)])

@@ -33,7 +33,10 @@ def spread(
     cuts: tuple[int, ...] | None = None,
 ) -> Executor:
     torch.manual_seed(0)
-    return parallelize(UNet3d(topology), Layout((CPU,) * num_devices, cuts, num_micro_batches))
+    return parallelize(
+        UNet3d(topology),
+        Layout(devices=(CPU,) * num_devices, cuts=cuts, num_micro_batches=num_micro_batches),
+    )
 
 
 def small_topology(**options: object) -> Topology:
@@ -67,7 +70,7 @@ def mean_of_squares(logits: Tensor | list[Tensor], target: Tensor) -> LossTerms:
     """A loss of which autograd keeps one tensor only: the logits."""
     assert isinstance(logits, Tensor)
     loss = (logits * logits).mean()
-    return LossTerms(loss, loss, loss)
+    return LossTerms(total=loss, dice=loss, cross_entropy=loss)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,10 @@ def test_activations_are_the_tensors_that_the_layers_keep(
     once, or made again.
     """
     monkeypatch.setattr(remake, "MIN_ELEMENTS", min_elements)
-    topology = Topology(1, 2, (3, 5), ((1, 1, 1), (2, 2, 2)))
-    executor = parallelize(UNet3d(topology), Layout((CPU, CPU), recompute=recompute))
+    topology = Topology(
+        in_channels=1, num_classes=2, channels=(3, 5), strides=((1, 1, 1), (2, 2, 2))
+    )
+    executor = parallelize(UNet3d(topology), Layout(devices=(CPU, CPU), recompute=recompute))
     meter = MemoryMeter(executor.slots, executor.module)
     executor.observer = meter
     image = torch.randn(1, 1, 8, 8, 8)
@@ -282,11 +287,11 @@ def test_the_records_of_ranks_are_numbered_through() -> None:
     executor = spread(small_topology(), 2)
     _, measured = measure(executor)
     marks = (
-        Mark(0, "forward", 0, 1, 2),
-        Mark(1, "loss", 0, 3, 4),
-        Mark(None, "optimizer", None, 5, 6),
+        Mark(slot=0, kind="forward", micro_batch=0, bytes=1, peak_bytes=2),
+        Mark(slot=1, kind="loss", micro_batch=0, bytes=3, peak_bytes=4),
+        Mark(slot=None, kind="optimizer", micro_batch=None, bytes=5, peak_bytes=6),
     )
-    lines = [Timeline("cpu", (index,), marks) for index in range(2)]
+    lines = [Timeline(device="cpu", slots=(index,), marks=marks) for index in range(2)]
     own = memory_record("model", executor.slots, measured, None, lines)
     merged = merged_records([own, own, own])
     assert [(row["slot"], row["rank"]) for row in merged["slots"]] == [
@@ -310,7 +315,9 @@ def test_the_memory_of_the_machine() -> None:
 def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(
     schedule: Literal["1f1b", "all-forward"],
 ) -> None:
-    layout = Layout((CPU, CPU), None, 3, None, schedule)
+    layout = Layout(
+        devices=(CPU, CPU), cuts=None, num_micro_batches=3, autocast=None, schedule=schedule
+    )
     executor = parallelize(UNet3d(small_topology()), layout)
     measure(executor, num_samples=3)
     meter, measured = measure(executor, num_samples=3)
@@ -351,7 +358,9 @@ def test_marks_do_not_lose_the_peak_of_the_step() -> None:
     peaks = []
     for observed in (False, True):
         torch.manual_seed(0)
-        executor = parallelize(UNet3d(small_topology()), Layout((gpu,), None, 2))
+        executor = parallelize(
+            UNet3d(small_topology()), Layout(devices=(gpu,), cuts=None, num_micro_batches=2)
+        )
         optimizer = torch.optim.SGD(executor.module.parameters())
         meter = MemoryMeter(executor.slots, executor.module)
         image, target = (value.to(gpu) for value in make_batch())
@@ -382,7 +391,7 @@ def test_marks_do_not_lose_the_peak_of_the_step() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_measured_by_its_allocator() -> None:
     gpu = torch.device("cuda", 0)
-    executor = parallelize(UNet3d(small_topology()), Layout((gpu,)))
+    executor = parallelize(UNet3d(small_topology()), Layout(devices=(gpu,)))
     optimization = Optimization(executor.module, TrainingSettings(), "float32")
     meter = MemoryMeter(executor.slots, executor.module)
     meter.start()

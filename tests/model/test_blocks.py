@@ -43,10 +43,10 @@ class Add(nn.Module):
 def test_blocks_run_in_order_and_only_what_is_kept_comes_back() -> None:
     seen: list[weakref.ref[Tensor]] = []
     blocks = [
-        Block("a", Add(1, seen), ("image",)),
-        Block("b", Add(10, seen), ("a",)),
-        Block("c", Add(100, seen), ("a", "b")),
-        Block("d", Add(1000, seen), ("c", "image")),
+        Block(name="a", module=Add(1, seen), inputs=("image",)),
+        Block(name="b", module=Add(10, seen), inputs=("a",)),
+        Block(name="c", module=Add(100, seen), inputs=("a", "b")),
+        Block(name="d", module=Add(1000, seen), inputs=("c", "image")),
     ]
     result = run_blocks(blocks, {"image": torch.zeros(2)}, ["d", "b"])
     assert {name: value.tolist() for name, value in result.items()} == {
@@ -59,11 +59,11 @@ def test_a_tensor_is_freed_after_its_last_reader() -> None:
     seen: list[weakref.ref[Tensor]] = []
     modules = [Add(1, seen) for _ in range(5)]
     blocks = [
-        Block("a", modules[0], ("image",)),
-        Block("b", modules[1], ("a",)),
-        Block("c", modules[2], ("b",)),
-        Block("d", modules[3], ("a", "c", "a")),  # one that reads a tensor twice
-        Block("e", modules[4], ("d",)),
+        Block(name="a", module=modules[0], inputs=("image",)),
+        Block(name="b", module=modules[1], inputs=("a",)),
+        Block(name="c", module=modules[2], inputs=("b",)),
+        Block(name="d", module=modules[3], inputs=("a", "c", "a")),  # one that reads a tensor twice
+        Block(name="e", module=modules[4], inputs=("d",)),
     ]
     run_blocks(blocks, {"image": torch.zeros(2)}, ["e"])
     assert modules[3].alive == [True, False, True]  # a is still to be read, b is not
@@ -73,7 +73,7 @@ def test_a_tensor_is_freed_after_its_last_reader() -> None:
 @pytest.mark.parametrize("run", [run_blocks, run_levels])
 def test_the_caller_keeps_no_tensor_alive(run: Callable[..., dict[str, Tensor]]) -> None:
     tensors = {"image": torch.zeros(1)}
-    made = run([Block("a", nn.Identity(), ("image",))], tensors, ["a"])
+    made = run([Block(name="a", module=nn.Identity(), inputs=("image",))], tensors, ["a"])
     assert set(made) == {"a"}
     assert not tensors
 
@@ -83,7 +83,14 @@ def test_running_by_level_keeps_only_what_enters_each_level(
     encoder: Literal["plain", "residual"],
 ) -> None:
     strides = ((1, 1, 1), (2, 2, 2), (2, 2, 1))
-    topology = Topology(2, 3, (4, 8, 8), strides, encoder=encoder, deep_supervision=True)
+    topology = Topology(
+        in_channels=2,
+        num_classes=3,
+        channels=(4, 8, 8),
+        strides=strides,
+        encoder=encoder,
+        deep_supervision=True,
+    )
     torch.manual_seed(0)
     model = UNet3d(topology).double()
     x = torch.randn(2, 2, 8, 12, 8, dtype=torch.float64)
@@ -123,7 +130,7 @@ def closed_form_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor
 
 
 def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
-    unit = ConvUnit(3, 4, (2, 1, 2), "instance").double()
+    unit = ConvUnit(in_channels=3, channels=4, stride=(2, 1, 2), norm="instance").double()
     nn.init.normal_(unit.norm.weight)
     nn.init.normal_(unit.norm.bias)
     x = image()
@@ -135,7 +142,10 @@ def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
 
 
 def test_two_convolutions_that_are_added_are_one_over_both_inputs() -> None:
-    skip, unit = Conv3x3x3(2, 4).double(), ConvUnit(3, 4, (1, 1, 1), "instance").double()
+    skip, unit = (
+        Conv3x3x3(2, 4).double(),
+        ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm="instance").double(),
+    )
     x = image(5)
     weight = torch.cat([skip.weight, unit.conv.weight], dim=1)
     plain = F.conv3d(x, weight, padding=1)
@@ -164,7 +174,10 @@ def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None
 
 
 def test_an_input_is_not_changed_by_the_in_place_activation() -> None:
-    for unit in (ConvUnit(3, 3, (1, 1, 1), "group"), ResidualUnit(3, 3, (1, 1, 1), "instance")):
+    for unit in (
+        ConvUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="group"),
+        ResidualUnit(3, 3, (1, 1, 1), "instance"),
+    ):
         x = image()
         before = x.clone()
         unit.double()(x)
@@ -197,7 +210,7 @@ def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> 
 
 def test_only_batch_norm_mixes_samples() -> None:
     for name, mixes in (("instance", False), ("group", False), ("batch", True)):
-        unit = ConvUnit(3, 4, (1, 1, 1), name).double()
+        unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=name).double()
         x = image()
         together, alone = unit(x)[:1], unit(x[:1])
         assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12) != mixes, name

@@ -177,7 +177,12 @@ def test_descending_the_gradient_finds_the_labels() -> None:
 
 def test_terms_add_weigh_and_detach() -> None:
     def terms(value: float) -> LossTerms:
-        return LossTerms(*(torch.tensor(value * k, requires_grad=True) for k in (3.0, 1.0, 2.0)))
+        return LossTerms(
+            **{
+                name: torch.tensor(value * k, requires_grad=True)
+                for name, k in (("total", 3.0), ("dice", 1.0), ("cross_entropy", 2.0))
+            }
+        )
 
     total = terms(1.0).weighted(0.5) + terms(10.0)
     assert [value.item() for value in (total.total, total.dice, total.cross_entropy)] == [

@@ -106,7 +106,7 @@ def network() -> UNet3d:
 def train_steps(
     num_devices: int, precision: str, num_steps: int = 3
 ) -> tuple[UNet3d, Optimization]:
-    executor = parallelize(network(), Layout((CPU,) * num_devices))
+    executor = parallelize(network(), Layout(devices=(CPU,) * num_devices))
     optimization = make(executor.module, precision)
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_steps):
@@ -196,14 +196,14 @@ def test_precisions_and_types() -> None:
     assert autocast_dtype("float16") is torch.float16
     assert autocast_dtype("float32") is None
     assert autocast_dtype("float64") is None
-    assert image_dtype(parallelize(network().double(), Layout((CPU,)))) is torch.float64
+    assert image_dtype(parallelize(network().double(), Layout(devices=(CPU,)))) is torch.float64
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cpu"), ("cpu", "cuda:0")], ids=str)
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 def test_lower_precision_learns_on_gpus(devices: tuple[str, ...], precision: str) -> None:
-    layout = Layout(tuple(map(torch.device, devices)), autocast=autocast_dtype(precision))
+    layout = Layout(devices=tuple(map(torch.device, devices)), autocast=autocast_dtype(precision))
     executor = parallelize(network(), layout)
     optimization = make(executor.module, precision, momentum=0.9)
     generator = torch.Generator().manual_seed(0)

@@ -173,7 +173,9 @@ def test_the_smallest_image_that_is_taken_runs() -> None:
 
 def test_initialisation_keeps_the_variance_of_he() -> None:
     torch.manual_seed(0)
-    model = UNet3d(Topology(1, 2, (32, 64), ((1, 1, 1), (2, 2, 2))))
+    model = UNet3d(
+        Topology(in_channels=1, num_classes=2, channels=(32, 64), strides=((1, 1, 1), (2, 2, 2)))
+    )
     weight = model.encoder.levels[1][0].conv.weight
     expected = (2 / (1 + 0.01**2) / (27 * 32)) ** 0.5
     assert weight.std().item() == pytest.approx(expected, rel=0.02)

@@ -36,7 +36,11 @@ def take_part(folder: Path) -> None:
             # Every rank begins with weights of its own: the first one's must win.
             torch.manual_seed(1 + rank)
             model = UNet3d(make_topology(**options)).double()
-            layout = Layout((torch.device("cpu"),) * num_stages, None, num_micro_batches)
+            layout = Layout(
+                devices=(torch.device("cpu"),) * num_stages,
+                cuts=None,
+                num_micro_batches=num_micro_batches,
+            )
             executor = parallelize(model, layout, group)
             image, target = make_batch(num_samples)
             mine = share_of(range(num_samples), rank, group.size)

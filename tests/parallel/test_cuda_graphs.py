@@ -12,7 +12,9 @@ from unet3d.parallel import Executor, Layout, parallelize
 from unet3d.parallel import cuda_graphs as graphs
 from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS, RecordedPipeline
 
-TOPOLOGY = Topology(1, 3, (8, 16, 32), ((1, 1, 1), (2, 2, 2), (2, 2, 2)))
+TOPOLOGY = Topology(
+    in_channels=1, num_classes=3, channels=(8, 16, 32), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))
+)
 
 
 def make_executor(
@@ -23,7 +25,16 @@ def make_executor(
     torch.manual_seed(0)
     model = UNet3d(TOPOLOGY)
     gpus = tuple(torch.device("cuda", index) for index in devices)
-    return parallelize(model, Layout(gpus, None, num_micro_batches, torch.bfloat16, schedule))
+    return parallelize(
+        model,
+        Layout(
+            devices=gpus,
+            cuts=None,
+            num_micro_batches=num_micro_batches,
+            autocast=torch.bfloat16,
+            schedule=schedule,
+        ),
+    )
 
 
 def make_batch(number: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
@@ -131,7 +142,7 @@ def test_what_is_recorded_leaves_the_parameters_alone() -> None:
     model = UNet3d(TOPOLOGY)
     calls: list[Tensor] = []
     cpu = torch.device("cpu")
-    executor = parallelize(model, Layout((cpu, cpu)))
+    executor = parallelize(model, Layout(devices=(cpu, cpu)))
     assert isinstance(executor, RecordedPipeline)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(calls.append)

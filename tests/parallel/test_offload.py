@@ -97,13 +97,26 @@ def test_gradients_are_the_same_to_the_bit(
 ) -> None:
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = topology_of(**options)
-    layout = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule)
-    offloader = Layout((CPU,) * num_devices, cuts, num_micro_batches, None, schedule, "skips")
+    layout = Layout(
+        devices=(CPU,) * num_devices,
+        cuts=cuts,
+        num_micro_batches=num_micro_batches,
+        autocast=None,
+        schedule=schedule,
+    )
+    offloader = Layout(
+        devices=(CPU,) * num_devices,
+        cuts=cuts,
+        num_micro_batches=num_micro_batches,
+        autocast=None,
+        schedule=schedule,
+        recompute="skips",
+    )
     assert_equal(step(topology, offloader, num_samples=3), step(topology, layout, num_samples=3))
 
 
 def test_a_cpu_parks_nothing() -> None:
-    executor = parallelize(UNet3d(topology_of()), Layout((CPU,), offload="skips"))
+    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
     sizes = Sizes(executor)
     step_of(executor)
     assert sizes.seen == {}
@@ -139,7 +152,7 @@ def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     kept = []
     for offload in ("none", "skips"):
-        layout = Layout((CPU,), offload=offload)  # type: ignore[arg-type]
+        layout = Layout(devices=(CPU,), offload=offload)  # type: ignore[arg-type]
         executor = parallelize(UNet3d(topology_of()), layout)
         sizes = Sizes(executor)
         step_of(executor, num_samples=1)
@@ -158,7 +171,10 @@ def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
 
 @pytest.mark.usefixtures("parking_cpu")
 def test_nothing_of_a_parked_skip_is_left_behind() -> None:
-    executor = parallelize(UNet3d(topology_of()), Layout((CPU, CPU), None, 2, offload="skips"))
+    executor = parallelize(
+        UNet3d(topology_of()),
+        Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips"),
+    )
     alive: list[int] = []
     made = OffloadedMemory.__init__
     deleted: list[int] = []
@@ -186,8 +202,17 @@ def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
     topology = topology_of()
     predicted = []
     for offload in ("none", "skips"):
-        layout = Layout((CPU,) * num_devices, None, num_devices, offload=offload)  # type: ignore[arg-type]
-        planned = Step(topology, layout, (16, 16, 16), 2, TrainingSettings(), "float32")
+        layout = Layout(
+            devices=(CPU,) * num_devices, cuts=None, num_micro_batches=num_devices, offload=offload
+        )  # type: ignore[arg-type]
+        planned = Step(
+            topology=topology,
+            layout=layout,
+            size=(16, 16, 16),
+            batch_size=2,
+            settings=TrainingSettings(),
+            precision="float32",
+        )
         predicted.append(predict_memory(planned).memory)
         assert predicted[-1] == measure(planned)
     assert predicted[1][0].activations_bytes < predicted[0][0].activations_bytes
@@ -198,8 +223,15 @@ def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 1, 3)
     found = []
     for offload in ("none", "skips"):
-        layout = Layout((GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
-        planned = Step(topology, layout, (128,) * 3, 1, TrainingSettings(), "bfloat16")
+        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
+        planned = Step(
+            topology=topology,
+            layout=layout,
+            size=(128,) * 3,
+            batch_size=1,
+            settings=TrainingSettings(),
+            precision="bfloat16",
+        )
         found.append(predict_memory(planned).memory[0])
     skips = sum(2 * c * (128 >> level) ** 3 for level, c in enumerate(topology.channels[:-1]))
     fewer = found[0].activations_bytes - found[1].activations_bytes
@@ -254,7 +286,12 @@ def test_no_memory_is_reused_or_read_too_early(
     for parks in ("none", "skips"):
         torch.manual_seed(0)
         model = UNet3d(topology_of()).double()
-        layout = Layout((GPU,) * num_slots, None, num_micro_batches, offload=parks)  # type: ignore[arg-type]
+        layout = Layout(
+            devices=(GPU,) * num_slots,
+            cuts=None,
+            num_micro_batches=num_micro_batches,
+            offload=parks,
+        )  # type: ignore[arg-type]
         executor = parallelize(model, layout)
         poison = Poison(executor, 20_000_000 if late == "work" else 0)
         for _ in range(2):  # the second time with pinned memory that was used before
@@ -279,8 +316,15 @@ def test_a_gpu_needs_less_by_what_was_predicted() -> None:
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)
     predicted, measured = [], []
     for offload in ("none", "skips"):
-        layout = Layout((GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
-        planned = Step(topology, layout, (128,) * 3, 2, TrainingSettings(), "bfloat16")
+        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
+        planned = Step(
+            topology=topology,
+            layout=layout,
+            size=(128,) * 3,
+            batch_size=2,
+            settings=TrainingSettings(),
+            precision="bfloat16",
+        )
         predicted.append(predict_memory(planned).memory[0])
         torch.cuda.empty_cache()
         measured.append(measure(planned)[0])

@@ -62,7 +62,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
     num_blocks = len(model.blocks())
     assert len(default_cuts(model, num_blocks)) == num_blocks - 1
     with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices for a network of .* blocks"):
-        parallelize(model, Layout((CPU,) * (num_blocks + 1)))
+        parallelize(model, Layout(devices=(CPU,) * (num_blocks + 1)))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_cuts_that_do_not_fit_are_refused(num_devices: int, cuts: tuple[int, ...
     model = make_model()
     assert len(model.blocks()) == 15
     with pytest.raises(DeviceError, match="do not divide 15 blocks over") as caught:
-        parallelize(model, Layout((CPU,) * num_devices, cuts))
+        parallelize(model, Layout(devices=(CPU,) * num_devices, cuts=cuts))
     assert "\n" not in str(caught.value)
 
 
@@ -85,7 +85,9 @@ def test_stages_say_what_they_read_and_what_is_read_of_them() -> None:
         "d": ("c", "a"),
         "e": ("d", "c"),
     }
-    blocks = [Block(name, nn.Identity(), inputs) for name, inputs in names.items()]
+    blocks = [
+        Block(name=name, module=nn.Identity(), inputs=inputs) for name, inputs in names.items()
+    ]
     devices = [CPU, torch.device("meta"), CPU]
     stages = make_stages(blocks, devices, [2, 4], ["e", "b"])
     assert [stage.inputs for stage in stages] == [("image",), ("b", "image", "a"), ("d", "c")]

@@ -215,13 +215,48 @@ def test_devices_that_replicas_cannot_share_are_refused(
 @pytest.mark.parametrize(
     ("num_gpus", "settings", "ranks", "devices"),
     [
-        (4, {"mode": "data"}, Ranks(5, 8, 1, 4), (GPUS[1],)),
-        (4, {"mode": "data", "devices": "2,3"}, Ranks(3, 4, 1, 2), (GPUS[3],)),
-        (4, {"mode": "model"}, Ranks(1, 2, 1, 2), (GPUS[2], GPUS[3])),
-        (4, {"mode": "model"}, Ranks(1, 2, 0, 1), tuple(GPUS)),
-        (4, {"mode": "model", "replicas": 2}, Ranks(0, 2, 0, 2), (GPUS[0], GPUS[1])),
-        (0, {"mode": "data"}, Ranks(1, 2, 1, 2), (CPU,)),
-        (0, {"mode": "model"}, Ranks(1, 2, 1, 2), (CPU, CPU)),
+        (
+            4,
+            {"mode": "data"},
+            Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4),
+            (GPUS[1],),
+        ),
+        (
+            4,
+            {"mode": "data", "devices": "2,3"},
+            Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2),
+            (GPUS[3],),
+        ),
+        (
+            4,
+            {"mode": "model"},
+            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
+            (GPUS[2], GPUS[3]),
+        ),
+        (
+            4,
+            {"mode": "model"},
+            Ranks(rank=1, world_size=2, local_rank=0, local_world_size=1),
+            tuple(GPUS),
+        ),
+        (
+            4,
+            {"mode": "model", "replicas": 2},
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
+            (GPUS[0], GPUS[1]),
+        ),
+        (
+            0,
+            {"mode": "data"},
+            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
+            (CPU,),
+        ),
+        (
+            0,
+            {"mode": "model"},
+            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
+            (CPU, CPU),
+        ),
     ],
     ids=str,
 )
@@ -239,19 +274,39 @@ def test_a_rank_drives_its_share_of_the_machine(
 @pytest.mark.parametrize(
     ("settings", "ranks", "kind", "reason"),
     [
-        ({"mode": "data"}, Ranks(0, 5, 0, 5), DeviceError, "'4' does not exist"),
+        (
+            {"mode": "data"},
+            Ranks(rank=0, world_size=5, local_rank=0, local_world_size=5),
+            DeviceError,
+            "'4' does not exist",
+        ),
         (
             {"mode": "data", "devices": "0,1,2"},
-            Ranks(0, 2, 0, 2),
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
             DeviceError,
             "do not divide by 2",
         ),
-        ({"mode": "data", "devices": "0,1"}, Ranks(0, 2, 0, 1), DeviceError, "needs one"),
-        ({"mode": "model", "devices": "0,1"}, Ranks(0, 2, 0, 2), DeviceError, "at least two"),
-        ({"mode": "model", "replicas": 3}, Ranks(0, 2, 0, 2), ConfigError, "2 ranks were started"),
+        (
+            {"mode": "data", "devices": "0,1"},
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1),
+            DeviceError,
+            "needs one",
+        ),
+        (
+            {"mode": "model", "devices": "0,1"},
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
+            DeviceError,
+            "at least two",
+        ),
+        (
+            {"mode": "model", "replicas": 3},
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
+            ConfigError,
+            "2 ranks were started",
+        ),
         (
             {"mode": "data", "engine": "dataparallel"},
-            Ranks(0, 2, 0, 2),
+            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
             ConfigError,
             "parallel.engine=ddp under torchrun",
         ),

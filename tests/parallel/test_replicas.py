@@ -88,7 +88,9 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
     threads = DataParallelExecutor(networks[0], GPUS, output, lowered)
     assert (threads.input_device, threads.output_device) == (GPUS[0], output)
     assert not torch.backends.cudnn.benchmark
-    one = parallelize(networks[1], Layout(GPUS[:1], None, 1, lowered))
+    one = parallelize(
+        networks[1], Layout(devices=GPUS[:1], cuts=None, num_micro_batches=1, autocast=lowered)
+    )
     for actual, expected in zip(two_steps(threads, dtype), two_steps(one, dtype), strict=True):
         if lowered is None:
             assert_close(actual, expected, "gradients")

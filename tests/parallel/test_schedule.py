@@ -20,10 +20,13 @@ def needs(action: Action, num_stages: int) -> list[Action]:
     """What a U-Net's data ask for: forward down the stages, backward up again."""
     kind, micro_batch, stage = action.kind, action.micro_batch, action.stage
     if kind == "forward":
-        return [Action("forward", micro_batch, stage - 1)] if stage else []
+        return [Action(kind="forward", micro_batch=micro_batch, stage=stage - 1)] if stage else []
     if stage == num_stages - 1:
-        return [Action("forward", micro_batch, stage)]
-    return [Action("backward", micro_batch, stage + 1), Action("forward", micro_batch, stage)]
+        return [Action(kind="forward", micro_batch=micro_batch, stage=stage)]
+    return [
+        Action(kind="backward", micro_batch=micro_batch, stage=stage + 1),
+        Action(kind="forward", micro_batch=micro_batch, stage=stage),
+    ]
 
 
 def run(schedule: Schedule, num_micro_batches: int, num_stages: int) -> dict[Action, int]:
@@ -89,7 +92,7 @@ def test_every_action_comes_once_and_after_what_it_needs(
         assert done.issuperset(needs(action, num_stages))
         done.add(action)
     assert done == {
-        Action(kind, micro_batch, stage)
+        Action(kind=kind, micro_batch=micro_batch, stage=stage)
         for kind in ("forward", "backward")
         for micro_batch in range(num_micro_batches)
         for stage in range(num_stages)

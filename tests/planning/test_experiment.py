@@ -186,12 +186,16 @@ def test_phantom_data_are_made_once_for_a_seed_and_a_shape(
 
 
 def test_findings_are_warned_of_and_errors_stop(caplog: pytest.LogCaptureFixture) -> None:
-    warnings = [Finding(f"w{number}", "warning", "looks odd") for number in range(7)]
+    warnings = [
+        Finding(case=f"w{number}", severity="warning", message="looks odd") for number in range(7)
+    ]
     report_findings(warnings)
     messages = [record.message for record in caplog.records]
     assert messages[:5] == [f"w{number}: looks odd" for number in range(5)]
     assert messages[5:] == ["2 more warnings; unet3d check lists them"]
-    errors = [Finding(f"e{number}", "error", "is broken") for number in range(3)]
+    errors = [
+        Finding(case=f"e{number}", severity="error", message="is broken") for number in range(3)
+    ]
     with pytest.raises(DatasetError) as caught:
         report_findings([*warnings, *errors], shown=2)
     assert str(caught.value) == (

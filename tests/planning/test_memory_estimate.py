@@ -53,12 +53,14 @@ def make_step(
     topology = plan_topology(model, size, (1.0, 1.0, 1.0), 2, 3)
     autocast = autocast_dtype(precision)
     return Step(
-        topology,
-        Layout(devices, num_micro_batches=num_micro_batches, autocast=autocast, **layout),
-        size,
-        batch_size,
-        TrainingSettings(optimizer=optimizer),
-        precision,
+        topology=topology,
+        layout=Layout(
+            devices=devices, num_micro_batches=num_micro_batches, autocast=autocast, **layout
+        ),
+        size=size,
+        batch_size=batch_size,
+        settings=TrainingSettings(optimizer=optimizer),
+        precision=precision,
     )
 
 

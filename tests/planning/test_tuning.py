@@ -68,7 +68,14 @@ def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
 def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
     here = swept.tuning_key
     for row in swept.rows[::4]:  # each number of micro-batches, on one device and on two
-        step = Step(here.topology, row.layout, here.size, 4, here.config.training, "float32")
+        step = Step(
+            topology=here.topology,
+            layout=row.layout,
+            size=here.size,
+            batch_size=4,
+            settings=here.config.training,
+            precision="float32",
+        )
         assert row.peak_bytes == predict_memory(step).needed_bytes()
 
 
@@ -108,7 +115,7 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
 def test_the_network_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = tuning._Bench(swept_circumstances(tmp_path))
     before = {name: value.clone() for name, value in bench.model.state_dict().items()}
-    layout = tuning.Layout((torch.device("cpu"),) * 2, (3,), 2)
+    layout = tuning.Layout(devices=(torch.device("cpu"),) * 2, cuts=(3,), num_micro_batches=2)
     assert bench.row(layout).seconds is not None
     assert all(torch.equal(v, before[n]) for n, v in bench.model.state_dict().items())
     assert all(parameter.grad is None for parameter in bench.model.parameters())
@@ -118,7 +125,13 @@ def swept_circumstances(cache: Path) -> Any:
     config = settings(cache)
     network = plan_without_data(config)
     devices = (torch.device("cpu"),) * 2
-    return tuning.TuningKey(config, network.topology, network.size, devices, "float32")
+    return tuning.TuningKey(
+        config=config,
+        topology=network.topology,
+        size=network.size,
+        devices=devices,
+        precision="float32",
+    )
 
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches: int) -> None:
@@ -348,7 +361,14 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
     here = found.tuning_key
     ratios = {}
     for row in found.rows:
-        step = Step(here.topology, row.layout, here.size, 4, here.config.training, here.precision)
+        step = Step(
+            topology=here.topology,
+            layout=row.layout,
+            size=here.size,
+            batch_size=4,
+            settings=here.config.training,
+            precision=here.precision,
+        )
         expected = predict_memory(step)
         for slot in expected.slots:
             predicted = expected.memory[slot.index].peak_bytes

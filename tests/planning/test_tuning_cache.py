@@ -27,7 +27,9 @@ from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 
 CPU = torch.device("cpu")
-CHOICE = TunedConfig((3,), 2, 0.25, "2026-11-21T14:48:39+01:00")
+CHOICE = TunedConfig(
+    cuts=(3,), num_micro_batches=2, step_seconds=0.25, measured="2026-11-21T14:48:39+01:00"
+)
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 SMALL = (
     "data.phantom.num_cases=5",
@@ -48,7 +50,13 @@ def tuning_key(cache: Path, *overrides: str) -> TuningKey:
     """Return those of a training on the phantom data with these settings."""
     config = settings(cache, *overrides)
     network = plan_without_data(config)
-    return TuningKey(config, network.topology, network.size, (CPU, CPU), "float32")
+    return TuningKey(
+        config=config,
+        topology=network.topology,
+        size=network.size,
+        devices=(CPU, CPU),
+        precision="float32",
+    )
 
 
 def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -274,7 +282,13 @@ def test_a_run_can_be_resumed_in_any_mode(
 def test_names_of_blocks_need_no_memory() -> None:
     settings = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
     topology = plan_topology(settings, (512, 512, 512), (1.0, 1.0, 1.0), 1, 3)
-    here = TuningKey(Config(), topology, (512, 512, 512), (CPU,), "float32")
+    here = TuningKey(
+        config=Config(),
+        topology=topology,
+        size=(512, 512, 512),
+        devices=(CPU,),
+        precision="float32",
+    )
     assert here.blocks()[-1] == "head"
 
 

@@ -30,7 +30,7 @@ DECODER = ("decoder.0.skip", "decoder.0.up", "decoder.0.0", "decoder.0.1", "head
 
 def record(devices, memories):
     slots = [
-        Slot(index, torch.device("cpu"), DECODER if index else ENCODER)
+        Slot(index=index, device=torch.device("cpu"), blocks=DECODER if index else ENCODER)
         for index in range(len(devices))
     ]
     predicted = [replace(one, peak_bytes=one.peak_bytes + MIB) for one in memories]
@@ -45,7 +45,10 @@ def memory(activations_mib, parameters_mib=7, peak_mib=None):
     counted = activations_mib + 3 * parameters_mib
     peak = counted if peak_mib is None else peak_mib
     sizes = (*[parameters_mib] * 3, activations_mib, peak, peak)
-    return SlotMemory(*(round(size * MIB) for size in sizes))
+    names = ("parameters", "gradients", "optimizer", "activations", "peak", "reserved")
+    return SlotMemory(
+        **{f"{name}_bytes": round(size * MIB) for name, size in zip(names, sizes, strict=True)}
+    )
 
 
 def printed(table, width):
@@ -137,8 +140,17 @@ def timeline(num_micro_batches, device="cuda:0", slots=(0,), peak_mib=100):
     actions = [(None, "optimizer", None)]
     for number in reversed(range(num_micro_batches)):
         actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
-    marks = tuple(Mark(*action, 50 * MIB, peak_mib * MIB) for action in actions)
-    return Timeline(device, slots, marks).to_dict()
+    marks = tuple(
+        Mark(
+            slot=slot,
+            kind=kind,
+            micro_batch=number,
+            bytes=50 * MIB,
+            peak_bytes=peak_mib * MIB,
+        )
+        for slot, kind, number in actions
+    )
+    return Timeline(device=device, slots=slots, marks=marks).to_dict()
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 4, 8, 40])
@@ -234,13 +246,18 @@ def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(tmp_path):
 
 def evaluation(num_cases):
     scores = {
-        1: LabelScore(0.91234, 1.5, 12.3456, 12.0),
-        255: LabelScore(None, None, 0.0, 0.0),
+        1: LabelScore(dice=0.91234, hd95_mm=1.5, prediction_ml=12.3456, label_ml=12.0),
+        255: LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0),
     }
-    cases = [CaseScores(f"case_{i}", Path("p"), Path("l"), scores) for i in range(num_cases)]
-    other = LabelScore(0.5, 3.5, 1.0, 2.0)
-    cases[-1] = CaseScores("last", Path("p"), Path("l"), {1: other, 255: other})
-    return Evaluation(tuple(cases), (1, 255))
+    cases = [
+        CaseScores(name=f"case_{i}", prediction=Path("p"), label=Path("l"), scores=scores)
+        for i in range(num_cases)
+    ]
+    other = LabelScore(dice=0.5, hd95_mm=3.5, prediction_ml=1.0, label_ml=2.0)
+    cases[-1] = CaseScores(
+        name="last", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
+    )
+    return Evaluation(cases=tuple(cases), label_values=(1, 255))
 
 
 def test_evaluation_table_has_each_case_and_the_means():

@@ -26,7 +26,14 @@ def loader(
 ) -> PatchLoader:
     settings = {"per_case": 3, "augmentation": PLAIN, **settings}
     return PatchLoader(
-        cases, PatchSettings(**settings), size, stride, batch_size, seed, num_workers, False
+        cases=cases,
+        settings=PatchSettings(**settings),
+        size=size,
+        stride=stride,
+        batch_size=batch_size,
+        seed=seed,
+        num_workers=num_workers,
+        pin_memory=False,
     )
 
 

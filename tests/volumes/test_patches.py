@@ -48,7 +48,7 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
     label = np.random.default_rng(0).integers(0, 4, shape).astype(np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(per_case=40, augmentation=PLAIN)
-    sampler = PatchSampler(cases, settings, size, (2, 2, 2), seed=0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=(2, 2, 2), seed=0)
     for index in range(sampler.num_patches):
         patch = sampler.patch(0, index)
         corner = [int(place.flat[0]) for place in places(patch.image[0], shape)]
@@ -56,7 +56,9 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
         np.testing.assert_array_equal(patch.image[0].numpy(), known_volume(shape)[0][box])
         np.testing.assert_array_equal(patch.target.numpy(), label[box])
     # A patch as large as its volume is the volume.
-    whole = PatchSampler(cases, settings, shape, (2, 2, 2), seed=0).patch(0, 0)
+    whole = PatchSampler(
+        cases=cases, settings=settings, size=shape, stride=(2, 2, 2), seed=0
+    ).patch(0, 0)
     np.testing.assert_array_equal(whole.image.numpy(), known_volume(shape))
 
 
@@ -64,7 +66,7 @@ def test_the_tails_of_a_volume_are_reached(tmp_path: Path) -> None:
     shape = (7, 9, 5)  # no multiples of the patch
     cases = make_cases(tmp_path, [shape])
     settings = PatchSettings(per_case=400, augmentation=PLAIN)
-    sampler = PatchSampler(cases, settings, (4, 4, 4), (2, 2, 2), seed=0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
     seen = np.zeros(shape, int)
     for index in range(sampler.num_patches):
         seen[places(sampler.patch(0, index).image[0], shape)] += 1
@@ -78,12 +80,12 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path: Path) -> Non
     label[3:12, 3:28, 3:28] = 3
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(per_case=300, foreground_fraction=1.0, augmentation=PLAIN)
-    sampler = PatchSampler(cases, settings, (4, 4, 4), (2, 2, 2), seed=0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
     centres = Counter(int(sampler.patch(0, index).target[2, 2, 2]) for index in range(300))
     assert set(centres) == {1, 3}
     assert 110 < centres[1] < 190
     never = PatchSettings(per_case=300, foreground_fraction=0.0, augmentation=PLAIN)
-    sampler = PatchSampler(cases, never, (4, 4, 4), (2, 2, 2), seed=0)
+    sampler = PatchSampler(cases=cases, settings=never, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
     found = sum(bool((sampler.patch(0, index).target == 1).any()) for index in range(300))
     assert found < 10
 
@@ -93,7 +95,9 @@ def test_foreground_at_a_border_keeps_the_patch_inside(tmp_path: Path) -> None:
     label[8, 0, 8] = 2
     cases = make_cases(tmp_path, [(9, 9, 9)], [label])
     settings = PatchSettings(per_case=5, foreground_fraction=1.0, augmentation=PLAIN)
-    patch = PatchSampler(cases, settings, (4, 4, 4), (2, 2, 2), seed=0).patch(0, 0)
+    patch = PatchSampler(
+        cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0
+    ).patch(0, 0)
     assert patch.image.min() >= 1
     assert patch.target[3, 0, 3] == 2
 
@@ -103,7 +107,9 @@ def test_small_volumes_are_padded_not_cropped(tmp_path: Path) -> None:
     label = np.full(shape, 2, np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(augmentation=PLAIN)
-    patch = PatchSampler(cases, settings, (8, 8, 8), (2, 2, 2), seed=0).patch(0, 0)
+    patch = PatchSampler(
+        cases=cases, settings=settings, size=(8, 8, 8), stride=(2, 2, 2), seed=0
+    ).patch(0, 0)
     np.testing.assert_array_equal(patch.image[0, 2:5, :, 1:6].numpy(), known_volume(shape)[0])
     assert (patch.image == 0).sum() == 8**3 - np.prod(shape)
     assert (patch.target == 2).sum() == np.prod(shape)
@@ -127,7 +133,9 @@ def test_image_and_target_move_together(tmp_path: Path) -> None:
         mirror_axes=("x", "y", "z"),
     )
     settings = PatchSettings(per_case=20, augmentation=moving)
-    sampler = PatchSampler([case], settings, (32, 32, 32), (2, 2, 2), seed=0)
+    sampler = PatchSampler(
+        cases=[case], settings=settings, size=(32, 32, 32), stride=(2, 2, 2), seed=0
+    )
     sizes = set()
     for index in range(20):
         patch = sampler.patch(0, index)
@@ -145,9 +153,13 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
     folder.mkdir()
     for name, dtype, full in (("image", np.float32, (1, *shape)), ("label", np.uint8, shape)):
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=full)
-    case = PreparedCase("sparse", folder, (1.0, 1.0, 1.0), (0, 0))
+    case = PreparedCase(
+        name="sparse", folder=folder, spacing_mm=(1.0, 1.0, 1.0), class_counts=(0, 0)
+    )
     settings = PatchSettings(per_case=50, augmentation=PLAIN)
-    sampler = PatchSampler([case], settings, (16, 16, 16), (2, 2, 2), seed=0)
+    sampler = PatchSampler(
+        cases=[case], settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
+    )
     sampler.patch(0, 0)
     start = time.perf_counter()
     np.array(case.image())

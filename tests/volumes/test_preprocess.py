@@ -60,7 +60,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettin
     plan, fingerprint = plan_preprocessing(dataset, settings)
     assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 2.0)
     assert fingerprint.shape == (10, 20, 8)
-    assert plan.channels == (ChannelNormalization("z-score"),)
+    assert plan.channels == (ChannelNormalization(kind="z-score"),)
     assert plan.label_names == ("background", "left", "right")
     plan, fingerprint = plan_preprocessing(
         dataset, settings.model_copy(update={"spacing_mm": "native"})

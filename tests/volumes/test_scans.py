@@ -90,7 +90,7 @@ def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(image.array, arrays)
     predictor = place(random_checkpoint(num_channels=2))
     write_volume(tmp_path / "stacked.nii", np.stack(arrays, axis=-1), SPACING_MM)
-    stacked = read_scan(Scan((tmp_path / "stacked.nii",), tmp_path / "unused.nii"))
+    stacked = read_scan(Scan(images=(tmp_path / "stacked.nii",), output=tmp_path / "unused.nii"))
     np.testing.assert_array_equal(predictor.segment(image), predictor.segment(stacked))
     write_volume(files[1], arrays[1], (1, 1, 1))
     with pytest.raises(VolumeError, match=r"x_0000.nii and .*x_0001.nii do not match: affines"):
@@ -150,7 +150,7 @@ def test_nothing_is_overwritten_unless_asked(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     path = write_volume(tmp_path / "scan.nii", head((4, 4, 4)))
     (tmp_path / "file").touch()
-    scan = Scan((path,), tmp_path / "file" / "scan_seg.nii.gz")
+    scan = Scan(images=(path,), output=tmp_path / "file" / "scan_seg.nii.gz")
     header = read_header(path)
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         write_segmentation(scan, np.zeros((4, 4, 4), np.uint8), header)
@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
 def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
     array = head((6, 5, 4, 2))
     path = write_volume(tmp_path / "scan.nii.gz", array, (0.5, 2, 3))
-    image = read_scan(Scan((path,), tmp_path / "unused.nii"))
+    image = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
     labels = np.zeros((6, 5, 4), np.uint16)
     labels[:2, 1:3, 1] = 7
     labels[5, 4, 3] = 300
@@ -191,7 +191,7 @@ def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
         "volume_ml": 0,
         "intensity": [None, None],
     }
-    scan = Scan((path,), tmp_path / "mine.nii.gz")
+    scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
     written = write_statistics(scan, found)
     assert written == tmp_path / "mine.json"
     content = json.loads(written.read_text())

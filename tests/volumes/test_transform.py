@@ -25,7 +25,7 @@ def plan(
 ) -> Preprocessing:
     return Preprocessing(
         spacing_mm=spacing_mm,
-        channels=channels or (ChannelNormalization("z-score"),),
+        channels=channels or (ChannelNormalization(kind="z-score"),),
         channel_names=tuple(f"m{number}" for number in range(max(1, len(channels)))),
         label_names=tuple(f"label {value}" for value in label_values),
         label_values=label_values,
@@ -33,8 +33,8 @@ def plan(
 
 
 def test_survives_json() -> None:
-    ct = ChannelNormalization("ct", low=-100, high=200, mean=40.5, std=31.25)
-    preprocessing = plan(ct, ChannelNormalization("none"), spacing_mm=(0.5, 0.75, 3.0))
+    ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=40.5, std=31.25)
+    preprocessing = plan(ct, ChannelNormalization(kind="none"), spacing_mm=(0.5, 0.75, 3.0))
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert Preprocessing.from_dict(tree) == preprocessing
     assert Preprocessing.from_dict(plan().to_dict()) == plan()
@@ -72,11 +72,11 @@ def test_constant_images_become_zero(value: float) -> None:
 
 def test_channels_are_normalized_each_its_own_way() -> None:
     image = RNG.uniform(-2000, 2000, (3, 6, 6, 6)).astype(np.float32)
-    ct = ChannelNormalization("ct", low=-100, high=200, mean=50, std=25)
+    ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=50, std=25)
     prepared = prepare_image(
         image,
         (1, 1, 1),
-        plan(ct, ChannelNormalization("none"), ChannelNormalization("z-score")),
+        plan(ct, ChannelNormalization(kind="none"), ChannelNormalization(kind="z-score")),
     )
     np.testing.assert_allclose(prepared[0], (np.clip(image[0], -100, 200) - 50) / 25, rtol=1e-5)
     np.testing.assert_array_equal(prepared[1], image[1])
@@ -107,7 +107,7 @@ def test_image_and_label_land_on_one_grid() -> None:
     label = np.zeros((20, 24, 10), np.uint8)
     label[5:15, 6:18, 2:8] = 1
     image = label[None].astype(np.float32) + 1
-    preprocessing = plan(ChannelNormalization("none"), spacing_mm=(0.7, 1.3, 1.0))
+    preprocessing = plan(ChannelNormalization(kind="none"), spacing_mm=(0.7, 1.3, 1.0))
     prepared = prepare_image(image, (1, 1, 2.5), preprocessing)
     classes = prepare_label(label, (1, 1, 2.5), preprocessing)
     assert prepared.shape[1:] == classes.shape == (29, 18, 25)

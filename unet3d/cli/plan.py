@@ -53,6 +53,7 @@ from unet3d.cli.output import write_json
 )
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
 def plan(
+    *,
     dataset: Path | None,
     shape: str | None,
     config_path: Path | None,

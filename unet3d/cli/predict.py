@@ -22,6 +22,7 @@ from unet3d.errors import ConfigError, DatasetError, Unet3dError
 @click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
 @click.option("--overwrite", is_flag=True, help="Replace existing segmentations.")
 def predict(
+    *,
     images: tuple[Path, ...],
     checkpoint_path: Path | None,
     output: Path | None,

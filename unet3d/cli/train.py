@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=click.IntRange(min=0), help="Of every random choice.")
 @click.option("--quiet", is_flag=True, help="No progress, no tables.")
 def train(
+    *,
     dataset: Path | None,
     config_path: Path | None,
     overrides: tuple[str, ...],

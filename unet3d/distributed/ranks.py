@@ -26,7 +26,7 @@ Kind = Literal["explained", "unexpected", "interrupted", "consequence"]
 """What ended a rank: a reason that we explain; one that we do not; a signal; the end of another."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ranks:
     """Which of how many processes this one is."""
 
@@ -60,7 +60,13 @@ class Ranks:
             )
         restart_count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rank, world_size, local_rank, local_world_size = map(int, values)
-        ranks = cls(rank, world_size, local_rank, local_world_size, int(restart_count))
+        ranks = cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            restart_count=int(restart_count),
+        )
         if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
             raise ConfigError(
                 f"RANK is {ranks.rank} of {ranks.world_size}, LOCAL_RANK {ranks.local_rank} of "

@@ -29,7 +29,7 @@ MAX_VALUES_OF_ONE_SIDE = 100
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LabelScore:
     """One label in one case, or its mean over cases."""
 
@@ -44,10 +44,10 @@ class LabelScore:
     """Volume in the label map."""
 
 
-NOWHERE = LabelScore(None, None, 0.0, 0.0)
+NOWHERE = LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CaseScores:
     """The labels of one case, by value."""
 
@@ -57,7 +57,7 @@ class CaseScores:
     scores: dict[int, LabelScore]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The scores of every case; each case has one for every label value found in any of them."""
 
@@ -159,10 +159,10 @@ def evaluate(predictions: Path, labels: Path) -> Evaluation:
     return Evaluation(
         cases=tuple(
             CaseScores(
-                case.name,
-                case.prediction,
-                case.label,
-                {value: case.scores.get(value, NOWHERE) for value in values},
+                name=case.name,
+                prediction=case.prediction,
+                label=case.label,
+                scores={value: case.scores.get(value, NOWHERE) for value in values},
             )
             for case in cases
         ),
@@ -247,7 +247,9 @@ def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
         for value in np.union1d(predicted_values, label_values)
         if value != BACKGROUND
     }
-    return CaseScores(volume_stem(label_path), prediction_path, label_path, scores)
+    return CaseScores(
+        name=volume_stem(label_path), prediction=prediction_path, label=label_path, scores=scores
+    )
 
 
 def _refuse_image(

@@ -50,7 +50,7 @@ class Predictor:
         # A network trained in float64 stays there; the others compute as they would in training.
         double = next(model.parameters()).dtype == torch.float64
         autocast = None if double else autocast_dtype(default_precision(devices))
-        layout = Layout(devices, parallel.cuts, autocast=autocast)
+        layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast)
         self.preprocessing = checkpoint.preprocessing
         self.executor: Executor = parallelize(model, layout)
         self.executor.module.eval()

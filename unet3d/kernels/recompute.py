@@ -25,7 +25,7 @@ MIN_ELEMENTS = 2**21
 """Smaller tensors are kept: the launch takes longer than their memory is worth."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Made:
     """How a tensor was made."""
 
@@ -48,10 +48,12 @@ def recomputed_in_backward() -> Iterator[None]:
         if made is None:
             return None
         if tensor.shape == made.shape:
-            return _Remade(made.recipe, None)
+            return _Remade(recipe=made.recipe, view=None)
         if not made.is_dense:  # what is made again has no zeros around
             return None
-        return _Remade(made.recipe, (tensor.shape, tensor.stride(), int(tensor.storage_offset())))
+        return _Remade(
+            recipe=made.recipe, view=(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        )
 
     token = _known.set(known)
     try:
@@ -75,7 +77,9 @@ def offer(tensor: Tensor, recipe: Recipe, source: Tensor) -> None:
     if known is None or tensor.numel() < MIN_ELEMENTS:
         return
     key = storage_key(tensor)
-    known[key] = _Made(recipe, source, tensor.shape, not is_padded(tensor))
+    known[key] = _Made(
+        recipe=recipe, source=source, shape=tensor.shape, is_dense=not is_padded(tensor)
+    )
     # Another tensor may get the same key once this one is gone.
     weakref.finalize(tensor, known.pop, key, None)
 
@@ -116,7 +120,7 @@ def forget_source(tensor: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Remade:
     """Stands for a tensor, or a view of one, until backward asks for it."""
 

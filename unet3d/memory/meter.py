@@ -41,7 +41,7 @@ class SlotLike(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlotMemory:
     """Bytes that one slot holds in training, predicted or measured."""
 
@@ -157,13 +157,15 @@ class MemoryMeter:
         lines = []
         for device in self._gpus:
             slots = tuple(slot.index for slot in self._slots if slot.device == device)
-            lines.append(Timeline(str(device), slots, tuple(self._marks[device])))
+            lines.append(
+                Timeline(device=str(device), slots=slots, marks=tuple(self._marks[device]))
+            )
         for slot in self._slots:
             if slot.device.type != "cuda":
                 memory = measured[slot.index]
                 always = memory.parameters_bytes + memory.optimizer_bytes
                 marks = tuple(mark.plus(always) for mark in self._marks[slot.index])
-                lines.append(Timeline(str(slot.device), (slot.index,), marks))
+                lines.append(Timeline(device=str(slot.device), slots=(slot.index,), marks=marks))
         return tuple(sorted(lines, key=lambda line: line.slots))
 
     def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
@@ -189,12 +191,12 @@ class MemoryMeter:
             peak_bytes = parameters_bytes + gradients_bytes + optimizer_bytes + activations_bytes
             reserved_bytes = peak_bytes
         return SlotMemory(
-            parameters_bytes,
-            gradients_bytes,
-            optimizer_bytes,
-            activations_bytes,
-            peak_bytes,
-            reserved_bytes,
+            parameters_bytes=parameters_bytes,
+            gradients_bytes=gradients_bytes,
+            optimizer_bytes=optimizer_bytes,
+            activations_bytes=activations_bytes,
+            peak_bytes=peak_bytes,
+            reserved_bytes=reserved_bytes,
         )
 
     def _block_modules(self, slot: SlotLike) -> list[nn.Module]:
@@ -207,10 +209,16 @@ class MemoryMeter:
 
     def _mark(self, slot: int | None, kind: str, micro_batch: int | None) -> None:
         for device, gpu in self._gpus.items():
-            self._marks[device].append(Mark(slot, kind, micro_batch, *gpu.take()))
+            now, peak = gpu.take()
+            self._marks[device].append(
+                Mark(slot=slot, kind=kind, micro_batch=micro_batch, bytes=now, peak_bytes=peak)
+            )
         for other in self._slots:
             if other.device.type != "cuda":
-                mark = Mark(slot, kind, micro_batch, *self._kept[other.index].take())
+                now, peak = self._kept[other.index].take()
+                mark = Mark(
+                    slot=slot, kind=kind, micro_batch=micro_batch, bytes=now, peak_bytes=peak
+                )
                 self._marks[other.index].append(mark.plus(self._gradients_now(other)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mark:
     """What was in use around one action."""
 
@@ -28,15 +28,15 @@ class Mark:
     def plus(self, constant: int) -> "Mark":
         """Return the mark with as many more bytes in use."""
         return Mark(
-            self.slot,
-            self.kind,
-            self.micro_batch,
-            self.bytes + constant,
-            self.peak_bytes + constant,
+            slot=self.slot,
+            kind=self.kind,
+            micro_batch=self.micro_batch,
+            bytes=self.bytes + constant,
+            peak_bytes=self.peak_bytes + constant,
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The marks of one step on one GPU, or of one slot on a CPU."""
 

@@ -29,7 +29,7 @@ NEGATIVE_SLOPE = 0.01
 """Of LeakyReLU, as in nnU-Net."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Block:
     """One step of the network, and the unit that a cut can fall between.
 
@@ -262,6 +262,7 @@ class ConvUnit(nn.Module):
 
     def __init__(
         self,
+        *,
         in_channels: int,
         channels: int,
         stride: Shape,
@@ -288,7 +289,13 @@ class ResidualUnit(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
         super().__init__()
-        self.first = ConvUnit(in_channels, channels, stride, norm, feeds_convolution=True)
+        self.first = ConvUnit(
+            in_channels=in_channels,
+            channels=channels,
+            stride=stride,
+            norm=norm,
+            feeds_convolution=True,
+        )
         self.conv = Conv3x3x3(channels, channels)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)

@@ -10,7 +10,7 @@ from unet3d.kernels import dice_ce_sums
 SMOOTH = 1e-5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LossTerms:
     """A loss and what it is made of: scalars, on the device of the logits."""
 
@@ -23,17 +23,25 @@ class LossTerms:
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""
-        return LossTerms(self.total * weight, self.dice * weight, self.cross_entropy * weight)
+        return LossTerms(
+            total=self.total * weight,
+            dice=self.dice * weight,
+            cross_entropy=self.cross_entropy * weight,
+        )
 
     def detached(self) -> "LossTerms":
         """Return the values without their graph."""
-        return LossTerms(self.total.detach(), self.dice.detach(), self.cross_entropy.detach())
+        return LossTerms(
+            total=self.total.detach(),
+            dice=self.dice.detach(),
+            cross_entropy=self.cross_entropy.detach(),
+        )
 
     def __add__(self, other: "LossTerms") -> "LossTerms":
         return LossTerms(
-            self.total + other.total,
-            self.dice + other.dice,
-            self.cross_entropy + other.cross_entropy,
+            total=self.total + other.total,
+            dice=self.dice + other.dice,
+            cross_entropy=self.cross_entropy + other.cross_entropy,
         )
 
 
@@ -63,7 +71,7 @@ def _one_level(logits: Tensor, target: Tensor) -> LossTerms:
     cross_entropy = surprise.sum() / target.numel()
     per_class = 1 - (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
     dice = per_class[:, 1:].mean()
-    return LossTerms(dice + cross_entropy, dice, cross_entropy)
+    return LossTerms(total=dice + cross_entropy, dice=dice, cross_entropy=cross_entropy)
 
 
 def _coarser(target: Tensor, logits: Tensor) -> Tensor:

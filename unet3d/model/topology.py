@@ -13,7 +13,7 @@ MIN_VOXELS = 4
 """No axis is halved below this many voxels."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`."""
 

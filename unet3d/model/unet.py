@@ -50,10 +50,26 @@ class Encoder(nn.Module):
             units: list[nn.Module] = []
             if topology.encoder == "plain" or level == 0:  # a residual encoder needs a stem
                 is_plain = topology.encoder == "plain"
-                units.append(ConvUnit(in_channels, channels, stride, topology.norm, is_plain))
+                units.append(
+                    ConvUnit(
+                        in_channels=in_channels,
+                        channels=channels,
+                        stride=stride,
+                        norm=topology.norm,
+                        feeds_convolution=is_plain,
+                    )
+                )
                 stride, in_channels = (1, 1, 1), channels
             if topology.encoder == "plain":
-                units.append(ConvUnit(in_channels, channels, stride, topology.norm, True))
+                units.append(
+                    ConvUnit(
+                        in_channels=in_channels,
+                        channels=channels,
+                        stride=stride,
+                        norm=topology.norm,
+                        feeds_convolution=True,
+                    )
+                )
             else:
                 for _ in range(RESIDUAL_UNITS[level]):
                     units.append(ResidualUnit(in_channels, channels, stride, topology.norm))
@@ -66,7 +82,7 @@ class Encoder(nn.Module):
         source = "image"
         for level, units in enumerate(self.levels):
             for index, unit in enumerate(_units(units)):
-                blocks.append(Block(f"encoder.{level}.{index}", unit, (source,)))
+                blocks.append(Block(name=f"encoder.{level}.{index}", module=unit, inputs=(source,)))
                 source = blocks[-1].name
         return tuple(blocks)
 
@@ -104,7 +120,13 @@ class Decoder(nn.Module):
                         topology.channels[level + 1], channels, topology.strides[level + 1]
                     ),
                     "units": nn.ModuleList(
-                        ConvUnit(channels, channels, (1, 1, 1), topology.norm, i < num_units - 1)
+                        ConvUnit(
+                            in_channels=channels,
+                            channels=channels,
+                            stride=(1, 1, 1),
+                            norm=topology.norm,
+                            feeds_convolution=i < num_units - 1,
+                        )
                         for i in range(num_units)
                     ),
                 }
@@ -122,15 +144,17 @@ class Decoder(nn.Module):
         for name, parts in self.levels.items():
             level = int(name)
             skip, up = f"decoder.{level}.skip", f"decoder.{level}.up"
-            blocks.append(Block(skip, parts["skip"], (self.skips[level],)))  # type: ignore[index]
-            blocks.append(Block(up, parts["up"], (source,)))  # type: ignore[index]
+            blocks.append(Block(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
+            blocks.append(Block(name=up, module=parts["up"], inputs=(source,)))  # type: ignore[index]
             inputs = (up, skip)
             for index, unit in enumerate(parts["units"]):  # type: ignore[index]
-                blocks.append(Block(f"decoder.{level}.{index}", unit, inputs))
+                blocks.append(Block(name=f"decoder.{level}.{index}", module=unit, inputs=inputs))
                 inputs = (blocks[-1].name,)  # type: ignore[assignment]
             source = blocks[-1].name
             if level < len(self.heads):
-                blocks.append(Block(_head_name(level), self.heads[level], (source,)))
+                blocks.append(
+                    Block(name=_head_name(level), module=self.heads[level], inputs=(source,))
+                )
         return tuple(blocks)
 
     @torch.no_grad()

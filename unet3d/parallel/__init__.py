@@ -8,6 +8,8 @@ starts them and ``joining`` brings them together. ``costs`` counts bytes and tak
 ``balance`` finds the cut that they ask for.
 """
 
+from typing import Any
+
 from unet3d.distributed.group import Group
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d
@@ -64,15 +66,15 @@ def parallelize(model: UNet3d, layout: Layout, group: Group | None = None) -> Ex
     """
     cuts = default_cuts(model, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(model.blocks(), layout.devices, cuts, model.outputs())
-    settings = (
-        model,
-        stages,
-        layout.num_micro_batches,
-        SCHEDULES[layout.schedule],
-        layout.autocast,
-        layout.recompute,
-        layout.offload == "skips",
-    )
+    settings: dict[str, Any] = {
+        "module": model,
+        "stages": stages,
+        "num_micro_batches": layout.num_micro_batches,
+        "schedule": SCHEDULES[layout.schedule],
+        "autocast": layout.autocast,
+        "recompute": layout.recompute,
+        "offloads_skips": layout.offload == "skips",
+    }
     if group is not None and group.size > 1:
-        return ReplicaExecutor(*settings, group)
-    return RecordedPipeline(*settings)
+        return ReplicaExecutor(**settings, group=group)
+    return RecordedPipeline(**settings)

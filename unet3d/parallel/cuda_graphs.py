@@ -40,7 +40,7 @@ ERROR_MODE = "thread_local"
 """Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Lane:
     """What one stage does with one micro-batch at a time."""
 
@@ -132,7 +132,14 @@ class RecordedPipeline(PipelineExecutor):
                 self._gradients.append(gradients)
                 number = stage.slot.index
                 of_stage = [
-                    self._record_lane(stage, made, labels, loss_fn, scale / count, 1 / count)
+                    self._record_lane(
+                        stage,
+                        made=made,
+                        labels=labels,
+                        loss_fn=loss_fn,
+                        scale=scale / count,
+                        weight=1 / count,
+                    )
                     for _ in range(alive[number][number])
                 ]
             made |= of_stage[0].outputs
@@ -143,6 +150,7 @@ class RecordedPipeline(PipelineExecutor):
     def _record_lane(
         self,
         stage: Stage,
+        *,
         made: dict[str, Tensor],
         labels: Tensor,
         loss_fn: LossFunction,
@@ -178,7 +186,16 @@ class RecordedPipeline(PipelineExecutor):
         back = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
         outputs = {name: output.detach() for name, output in outputs.items()}
         leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-        return _Lane(forward, backward, leaves, target, outputs, terms, gradients, back)
+        return _Lane(
+            forward=forward,
+            backward=backward,
+            inputs=leaves,
+            target=target,
+            outputs=outputs,
+            terms=terms,
+            output_gradients=gradients,
+            input_gradients=back,
+        )
 
     def _replay(self, lanes: list[list[_Lane]], image: Tensor, target: Tensor) -> LossTerms:
         for gradients in self._gradients:
@@ -245,4 +262,8 @@ def _aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
 
 
 def _copied(terms: LossTerms) -> LossTerms:
-    return LossTerms(terms.total.clone(), terms.dice.clone(), terms.cross_entropy.clone())
+    return LossTerms(
+        total=terms.total.clone(),
+        dice=terms.dice.clone(),
+        cross_entropy=terms.cross_entropy.clone(),
+    )

@@ -16,7 +16,7 @@ StageCost = Callable[[int, int, int], float]
 """From a stage's number, its first block and the block after its last to what it costs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Stage:
     """The blocks that one slot runs."""
 
@@ -61,7 +61,9 @@ def make_stages(
         later = {name for after in runs[index + 1 :] for block in after for name in block.inputs}
         stages.append(
             Stage(
-                slot=Slot(index, devices[index], tuple(block.name for block in run)),
+                slot=Slot(
+                    index=index, device=devices[index], blocks=tuple(block.name for block in run)
+                ),
                 blocks=run,
                 inputs=tuple(name for name in read if name not in made),
                 outputs=tuple(b.name for b in run if b.name in later or b.name in results),

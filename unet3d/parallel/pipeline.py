@@ -33,7 +33,7 @@ from unet3d.parallel.schedule import Schedule
 from unet3d.parallel.transfer import Transfer
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _MicroBatch:
     """What is alive of one micro-batch between its first forward and its last backward."""
 
@@ -84,6 +84,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
+        *,
         module: UNet3d,
         stages: Sequence[Stage],
         num_micro_batches: int,
@@ -143,7 +144,7 @@ class PipelineExecutor:
         for portion, labels in zip(
             image.tensor_split(count), target.tensor_split(count), strict=True
         ):
-            micro_batch = _MicroBatch(labels, len(portion) / num_samples)
+            micro_batch = _MicroBatch(target=labels, weight=len(portion) / num_samples)
             micro_batch.arriving[0, "image"] = Transfer(portion, self.input_device)
             alive.append(micro_batch)
         terms: list[LossTerms] = []

@@ -11,7 +11,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """A place for one stage or replica.
 
@@ -26,7 +26,7 @@ class Slot:
     """Names of the blocks that it runs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a network is to be spread."""
 

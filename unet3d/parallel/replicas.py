@@ -45,6 +45,7 @@ class ReplicaExecutor(RecordedPipeline):
 
     def __init__(
         self,
+        *,
         module: UNet3d,
         stages: Sequence[Stage],
         num_micro_batches: int,
@@ -76,7 +77,13 @@ class ReplicaExecutor(RecordedPipeline):
                 "portions of the batch; use model.norm=instance"
             )
         super().__init__(
-            module, stages, num_micro_batches, schedule, autocast, recompute, offloads_skips
+            module=module,
+            stages=stages,
+            num_micro_batches=num_micro_batches,
+            schedule=schedule,
+            autocast=autocast,
+            recompute=recompute,
+            offloads_skips=offloads_skips,
         )
         kinds = group.exchange([stage.slot.device.type for stage in stages])
         if any(kind != kinds[0] for kind in kinds):
@@ -193,7 +200,7 @@ class DataParallelExecutor:
         self.output_device = output_device or devices[0]
         names = tuple(block.name for block in module.blocks())
         self.slots: Sequence[Slot] = tuple(
-            Slot(index, device, names) for index, device in enumerate(devices)
+            Slot(index=index, device=device, blocks=names) for index, device in enumerate(devices)
         )
         self.observer: Observer = NoObserver()
         self._network = _Lowered(self, autocast)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Action:
     """One pass of one micro-batch through one stage."""
 
@@ -42,11 +42,11 @@ def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterato
     per_stage = []
     for stage in range(num_stages):
         ahead = min(num_micro_batches, num_stages - stage)
-        order = [Action("forward", i, stage) for i in range(ahead)]
+        order = [Action(kind="forward", micro_batch=i, stage=stage) for i in range(ahead)]
         for i in range(num_micro_batches):
-            order.append(Action("backward", i, stage))
+            order.append(Action(kind="backward", micro_batch=i, stage=stage))
             if i + ahead < num_micro_batches:
-                order.append(Action("forward", i + ahead, stage))
+                order.append(Action(kind="forward", micro_batch=i + ahead, stage=stage))
         per_stage.append(order)
     return _as_queued(per_stage)
 
@@ -66,7 +66,11 @@ def all_forward_all_backward(num_micro_batches: int, num_stages: int) -> Iterato
     kinds: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
     return _as_queued(
         [
-            [Action(kind, i, stage) for kind in kinds for i in range(num_micro_batches)]
+            [
+                Action(kind=kind, micro_batch=i, stage=stage)
+                for kind in kinds
+                for i in range(num_micro_batches)
+            ]
             for stage in range(num_stages)
         ]
     )
@@ -126,7 +130,11 @@ def _as_queued(per_stage: Sequence[Sequence[Action]]) -> Iterator[Action]:
 def _needs(action: Action, num_stages: int) -> set[Action]:
     """Return what must have been done before on other stages, or on this one."""
     if action.kind == "forward":
-        return {Action("forward", action.micro_batch, action.stage - 1)} if action.stage else set()
+        return (
+            {Action(kind="forward", micro_batch=action.micro_batch, stage=action.stage - 1)}
+            if action.stage
+            else set()
+        )
     if action.stage == num_stages - 1:
-        return {Action("forward", action.micro_batch, action.stage)}
-    return {Action("backward", action.micro_batch, action.stage + 1)}
+        return {Action(kind="forward", micro_batch=action.micro_batch, stage=action.stage)}
+    return {Action(kind="backward", micro_batch=action.micro_batch, stage=action.stage + 1)}

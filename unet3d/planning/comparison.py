@@ -29,7 +29,7 @@ Replicas = tuple[tuple[torch.device, ...], ...]
 """The devices of each copy of a network."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlacementOption:
     """One way of placing a training."""
 
@@ -50,7 +50,7 @@ class PlacementOption:
     """What its cut makes level, where that is not the default."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Several ways, and the memory that they have."""
 
@@ -117,7 +117,12 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
     memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
     if memory_bytes is None and all(_is_here(device) for device in _joined(asked)):
         tuning_key = TuningKey(
-            config, network.topology, network.size, asked[0], precision, len(asked)
+            config=config,
+            topology=network.topology,
+            size=network.size,
+            devices=asked[0],
+            precision=precision,
+            num_replicas=len(asked),
         )
         config = resolve_auto(tuning_key)
     counts = sorted({1, config.training.num_micro_batches})
@@ -126,14 +131,14 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
         limits = _limits(replicas, memory)
         for count in counts:
             layout = Layout(
-                replicas[0],
-                None,
-                count,
-                autocast_dtype(precision),
-                config.parallel.schedule,
-                config.memory.recompute,
-                config.memory.offload,
-                len(replicas),
+                devices=replicas[0],
+                cuts=None,
+                num_micro_batches=count,
+                autocast=autocast_dtype(precision),
+                schedule=config.parallel.schedule,
+                recompute=config.memory.recompute,
+                offload=config.memory.offload,
+                num_replicas=len(replicas),
             )
             batch_size = math.ceil(config.training.batch_size / len(replicas))
             is_balanced = mode == config.parallel.mode and _is_balanced(config)
@@ -141,7 +146,12 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 cuts = _cuts(config, network, layout, precision, batch_size)
                 layout = replace(layout, cuts=cuts)
             step = Step(
-                network.topology, layout, network.size, batch_size, config.training, precision
+                topology=network.topology,
+                layout=layout,
+                size=network.size,
+                batch_size=batch_size,
+                settings=config.training,
+                precision=precision,
             )
             prediction = predict_memory(step)
             ways.append(
@@ -156,7 +166,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                     balance=config.parallel.balance if is_balanced else None,
                 )
             )
-    return Comparison(tuple(ways), memory, tuple(notes))
+    return Comparison(ways=tuple(ways), device_bytes=memory, notes=tuple(notes))
 
 
 def _devices(config: Config, memory_bytes: int | None) -> tuple[Replicas, list[str]]:
@@ -235,12 +245,12 @@ def _cuts(
         model.double()
     return choose_cuts(
         model,
-        layout,
-        balance,
-        network.size,
-        batch_size,
-        num_states(config.training),
-        Cache(config.data.cache).folder / "timings",
+        layout=layout,
+        balance=balance,
+        size=network.size,
+        batch_size=batch_size,
+        num_states=num_states(config.training),
+        folder=Cache(config.data.cache).folder / "timings",
     )
 
 

@@ -23,7 +23,7 @@ from unet3d.volumes.preprocess import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """What is trained on what."""
 
@@ -55,7 +55,7 @@ class Experiment:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
     """A network, and what it is trained on."""
 
@@ -147,7 +147,9 @@ def plan_without_data(config: Config) -> NetworkPlan:
             config, fingerprint, len(dataset.channel_names), len(dataset.label_values)
         )
     spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
-    fingerprint = Fingerprint(spacing, data.phantom.shape, spacing)
+    fingerprint = Fingerprint(
+        spacing_mm=spacing, shape=data.phantom.shape, original_spacing_mm=spacing
+    )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
     return _plan_network(config, fingerprint, 1, num_classes)
 
@@ -209,15 +211,15 @@ def _plan_network(
         return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
 
     if config.patches.size == "auto":
-        return NetworkPlan(*_plan_patch(plan, fingerprint, config.patches.max_voxels))
+        return _plan_patch(plan, fingerprint, config.patches.max_voxels)
     size = fingerprint.shape if config.patches.size == "whole" else config.patches.size
     topology = plan(size)
-    return NetworkPlan(topology, padded_shape(size, topology.total_stride))
+    return NetworkPlan(topology=topology, size=padded_shape(size, topology.total_stride))
 
 
 def _plan_patch(
     plan: Callable[[Shape], Topology], fingerprint: Fingerprint, max_voxels: int
-) -> tuple[Topology, Shape]:
+) -> NetworkPlan:
     """Return the network and the patch that, padded to its strides, keeps to the budget.
 
     The budget gives way only to a network that could not be planned for less.
@@ -234,7 +236,7 @@ def _plan_patch(
         except ConfigError:  # fewer voxels than the levels that are asked for need
             break
         patch = padded_shape(size, topology.total_stride)
-    return topology, patch
+    return NetworkPlan(topology=topology, size=patch)
 
 
 def _times(numbers: tuple[float, ...]) -> str:

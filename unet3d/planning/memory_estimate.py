@@ -29,7 +29,7 @@ UNCOUNTED_BYTES = 1024**3
 space where it raises the peak, and gaps between tensors."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """A training step: everything that its memory depends on."""
 
@@ -47,7 +47,7 @@ class Step:
     """Such as ``bfloat16``; never ``auto``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """What a training step takes."""
 
@@ -145,7 +145,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
         replace(slot, device=device)
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
-    return MemoryEstimate(step, slots, memory)
+    return MemoryEstimate(step=step, slots=slots, memory=memory)
 
 
 class _Meter(MemoryMeter):

@@ -53,7 +53,7 @@ TOLERANCE = 1.05
 """A neighbour is measured where its blocks' times promise at most this many times the best."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One way of taking the step, and what it took."""
 
@@ -65,7 +65,7 @@ class Row:
     """Per device; empty where it ran out of memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tuning:
     """What a sweep found."""
 
@@ -138,11 +138,17 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     wanted = config.training.precision
     precision = default_precision(devices) if wanted == "auto" else wanted
     check_precision(precision, devices)
-    tuning_key = TuningKey(config, network.topology, network.size, devices, precision)
+    tuning_key = TuningKey(
+        config=config,
+        topology=network.topology,
+        size=network.size,
+        devices=devices,
+        precision=precision,
+    )
     bench = _Bench(tuning_key)
     one = next((device for device in devices if device.type == "cuda"), devices[0])
     layout = Layout(
-        devices,
+        devices=devices,
         autocast=autocast_dtype(precision),
         schedule=config.parallel.schedule,
         recompute=config.memory.recompute,
@@ -153,7 +159,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
         full = replace(layout, num_micro_batches=max(counts))
         ways += [replace(layout, cuts=cuts) for cuts in bench.sensible_cuts(full)]
     rows = [bench.row(replace(way, num_micro_batches=count)) for way in ways for count in counts]
-    return Tuning(tuning_key, tuple(rows), _fastest(rows, devices))
+    return Tuning(tuning_key=tuning_key, rows=tuple(rows), choice=_fastest(rows, devices))
 
 
 def micro_batch_counts(config: Config) -> list[int]:
@@ -250,12 +256,12 @@ class _Bench:
     def _balanced(self, layout: Layout, balance: Balance) -> tuple[int, ...]:
         return choose_cuts(
             self.model,
-            layout,
-            balance,
-            self.tuning_key.size,
-            self.settings.batch_size,
-            num_states(self.settings),
-            self.timings,
+            layout=layout,
+            balance=balance,
+            size=self.tuning_key.size,
+            batch_size=self.settings.batch_size,
+            num_states=num_states(self.settings),
+            folder=self.timings,
         )
 
     def row(self, layout: Layout) -> Row:
@@ -263,7 +269,7 @@ class _Bench:
         try:
             row = self._measured(layout)
         except torch.OutOfMemoryError:
-            row = Row(layout, None, {})
+            row = Row(layout=layout, seconds=None, peak_bytes={})
         finally:
             _clean_up(self.model)
         logger.info(
@@ -287,7 +293,11 @@ class _Bench:
 
         step()  # makes the optimizer's state
         peak_bytes = _peak_bytes(executor, optimization, step)
-        return Row(layout, median_seconds(step, layout.devices, NUM_WARM_UP_STEPS), peak_bytes)
+        return Row(
+            layout=layout,
+            seconds=median_seconds(step, layout.devices, NUM_WARM_UP_STEPS),
+            peak_bytes=peak_bytes,
+        )
 
 
 def _peak_bytes(
@@ -323,7 +333,12 @@ def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> TunedCon
         return None
     seconds, layout = min(timed, key=lambda entry: entry[0])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    return TunedConfig(layout.cuts or (), layout.num_micro_batches, seconds, now)
+    return TunedConfig(
+        cuts=layout.cuts or (),
+        num_micro_batches=layout.num_micro_batches,
+        step_seconds=seconds,
+        measured=now,
+    )
 
 
 def _clean_up(model: UNet3d) -> None:

@@ -32,7 +32,7 @@ from unet3d.volumes.cache import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TunedConfig:
     """The fastest way that was measured to divide a training."""
 
@@ -46,7 +46,7 @@ class TunedConfig:
     """When: date and time of day, ISO 8601."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TuningKey:
     """All that the time of a training step depends on but cuts and micro-batches."""
 

@@ -24,7 +24,7 @@ from unet3d.volumes.preprocess import Preprocessing
 FORMAT = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """A network and what is needed to use it or to train on."""
 

@@ -100,11 +100,21 @@ def train(
     devices = _devices(config, group)
     precision = _precision(config, devices, group)
     with folder.locked() if group.is_first else nullcontext():
-        return _train(config, folder, resume, console, quiet, devices, precision, group)
+        return _train(
+            config,
+            folder=folder,
+            resume=resume,
+            console=console,
+            quiet=quiet,
+            devices=devices,
+            precision=precision,
+            group=group,
+        )
 
 
 def _train(
     config: Config,
+    *,
     folder: RunFolder,
     resume: bool,
     console: Console,
@@ -129,12 +139,12 @@ def _train(
         raise
     group.open(config.parallel.timeout_seconds)
     tuning_key = TuningKey(
-        experiment.config,
-        experiment.topology,
-        experiment.planned_size,
-        devices,
-        precision,
-        group.size,
+        config=experiment.config,
+        topology=experiment.topology,
+        size=experiment.planned_size,
+        devices=devices,
+        precision=precision,
+        num_replicas=group.size,
     )
     settled = group.from_first(lambda: resolve_auto(tuning_key).to_yaml())
     config = Config.from_yaml(settled)
@@ -144,14 +154,14 @@ def _train(
     if precision == "float64":
         model.double()
     layout = Layout(
-        devices,
-        config.parallel.cuts,
-        config.training.num_micro_batches,
-        autocast_dtype(precision),
-        config.parallel.schedule,
-        config.memory.recompute,
-        config.memory.offload,
-        group.size,
+        devices=devices,
+        cuts=config.parallel.cuts,
+        num_micro_batches=config.training.num_micro_batches,
+        autocast=autocast_dtype(precision),
+        schedule=config.parallel.schedule,
+        recompute=config.memory.recompute,
+        offload=config.memory.offload,
+        num_replicas=group.size,
     )
     if config.memory.offload != "none" and all(device.type == "cpu" for device in devices):
         logger.warning(
@@ -169,7 +179,15 @@ def _train(
         prediction = predict_memory(step)
         warn_if_too_large(prediction)
     executor = _executor(config, model, step.layout, group)
-    loop = TrainingLoop(experiment, executor, folder, precision, num_workers, prediction, group)
+    loop = TrainingLoop(
+        experiment=experiment,
+        executor=executor,
+        folder=folder,
+        precision=precision,
+        num_workers=num_workers,
+        prediction=prediction,
+        group=group,
+    )
     if resume:
         loop.load()
     if group.is_first:
@@ -230,7 +248,14 @@ def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Ste
     whole = min(config.training.batch_size, per_case * len(experiment.training))
     batch_size = math.ceil(whole / layout.num_replicas)  # of the replica that has most
     size = experiment.largest_patch()
-    return Step(experiment.topology, layout, size, batch_size, config.training, precision)
+    return Step(
+        topology=experiment.topology,
+        layout=layout,
+        size=size,
+        batch_size=batch_size,
+        settings=config.training,
+        precision=precision,
+    )
 
 
 def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
@@ -246,12 +271,12 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
         return layout
     cuts = choose_cuts(
         model,
-        layout,
-        parallel.wanted_balance,
-        experiment.largest_patch(),
-        math.ceil(settings.batch_size / layout.num_replicas),
-        num_states(settings),
-        Cache(experiment.config.data.cache).folder / "timings",
+        layout=layout,
+        balance=parallel.wanted_balance,
+        size=experiment.largest_patch(),
+        batch_size=math.ceil(settings.batch_size / layout.num_replicas),
+        num_states=num_states(settings),
+        folder=Cache(experiment.config.data.cache).folder / "timings",
     )
     return replace(layout, cuts=cuts)
 

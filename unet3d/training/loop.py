@@ -49,7 +49,7 @@ from unet3d.volumes.patches import Batch
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _State:
     """Where a training stands; what a checkpoint holds beside network and optimizer."""
 
@@ -69,7 +69,7 @@ class _State:
     last_dice: dict[str, float | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingResult:
     """What a finished training has to show."""
 
@@ -86,6 +86,7 @@ class TrainingLoop:
 
     def __init__(
         self,
+        *,
         experiment: Experiment,
         executor: Executor,
         folder: RunFolder,
@@ -117,13 +118,13 @@ class TrainingLoop:
             executor.module, self.config.training, precision, keep_gradients=group.size > 1
         )
         self.loader = PatchLoader(
-            experiment.training,
-            self.config.patches,
-            experiment.patch_size,
-            experiment.topology.total_stride,
-            self.config.training.batch_size,
-            self.config.training.seed,
-            num_workers,
+            cases=experiment.training,
+            settings=self.config.patches,
+            size=experiment.patch_size,
+            stride=experiment.topology.total_stride,
+            batch_size=self.config.training.batch_size,
+            seed=self.config.training.seed,
+            num_workers=num_workers,
             pin_memory=executor.input_device.type == "cuda",
             rank=group.ranks.rank,
             num_ranks=group.size,
@@ -174,7 +175,9 @@ class TrainingLoop:
                 line.epoch_done(metrics, left * metrics["seconds"])
         if is_first:
             self.folder.write_json(self.folder.summary, self._summary())
-        return TrainingResult(self.folder, self.state.best_dice, self.memory)
+        return TrainingResult(
+            folder=self.folder, best_dice=self.state.best_dice, memory=self.memory
+        )
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         state = self.state

@@ -43,7 +43,7 @@ MAX_FOREGROUND_VOXELS = 10_000
 """Coordinates kept per class: enough to sample from, few where a label fills half a volume."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PreparedCase:
     """A case on disk, resampled and normalised; its arrays are mapped, not read."""
 
@@ -166,7 +166,12 @@ class Cache:
             if sizes != entry["sizes"]:
                 return None
             x, y, z = entry["spacing_mm"]
-            return PreparedCase(name, folder, (x, y, z), tuple(entry["class_counts"]))
+            return PreparedCase(
+                name=name,
+                folder=folder,
+                spacing_mm=(x, y, z),
+                class_counts=tuple(entry["class_counts"]),
+            )
         except (OSError, KeyError, TypeError, ValueError, AttributeError):
             return None
 

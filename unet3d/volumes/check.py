@@ -22,7 +22,7 @@ from unet3d.volumes.nifti import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One thing that is wrong, or looks wrong, with a case."""
 
@@ -71,7 +71,7 @@ def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
         try:
             headers[path] = _header(path)
         except VolumeError as error:
-            findings.append(Finding(case.name, "error", str(error)))
+            findings.append(Finding(case=case.name, severity="error", message=str(error)))
     return headers, findings
 
 
@@ -82,16 +82,16 @@ def _header_findings(
     label = headers.get(case.label)
     if label is not None and label.num_channels != 1:
         yield Finding(
-            case.name,
-            "error",
-            f"{label.path} is 4-D with {label.num_channels} channels; a label map is 3-D",
+            case=case.name,
+            severity="error",
+            message=f"{label.path} is 4-D with {label.num_channels} channels; a label map is 3-D",
         )
     num_channels = sum(header.num_channels for header in images)
     if len(images) == len(case.images) and num_channels != len(dataset.channel_names):
         yield Finding(
-            case.name,
-            "error",
-            f"{case.images[0]} has {num_channels} channel(s) but dataset.json names "
+            case=case.name,
+            severity="error",
+            message=f"{case.images[0]} has {num_channels} channel(s) but dataset.json names "
             f"{len(dataset.channel_names)}: {', '.join(dataset.channel_names)}",
         )
     readable = list(headers.values())
@@ -99,9 +99,9 @@ def _header_findings(
         disagreement = same_grid(readable[0], header)
         if disagreement:
             yield Finding(
-                case.name,
-                "error",
-                f"{header.path} is not on the grid of {readable[0].path}: {disagreement}",
+                case=case.name,
+                severity="error",
+                message=f"{header.path} is not on the grid of {readable[0].path}: {disagreement}",
             )
 
 
@@ -122,7 +122,11 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             hidden = path.name.startswith(".")
             if not hidden and path.is_file() and is_volume_file(path) and path not in named:
-                yield Finding(path.name, "warning", f"{path} belongs to no case and is not used")
+                yield Finding(
+                    case=path.name,
+                    severity="warning",
+                    message=f"{path} belongs to no case and is not used",
+                )
 
 
 def _voxel_findings(
@@ -135,29 +139,33 @@ def _voxel_findings(
         try:
             image = read_image(path).array
         except VolumeError as error:  # NaN and infinity too
-            yield Finding(case.name, "error", str(error))
+            yield Finding(case=case.name, severity="error", message=str(error))
             continue
         for channel, array in enumerate(image):
             if array.min() == array.max():
                 message = f"{path} is {array.min():g} in every voxel of channel {channel}"
-                yield Finding(case.name, "warning", message)
+                yield Finding(case=case.name, severity="warning", message=message)
     if case.label not in headers or headers[case.label].num_channels != 1:
         return  # said already; what is 4-D has no label for a voxel
     try:
         values = [int(value) for value in np.unique(read_label(case.label).array)]
     except VolumeError as error:
-        yield Finding(case.name, "error", str(error))
+        yield Finding(case=case.name, severity="error", message=str(error))
         return
     unknown = [value for value in values if value not in dataset.label_values]
     if unknown:
         yield Finding(
-            case.name,
-            "error",
-            f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
+            case=case.name,
+            severity="error",
+            message=f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
             f"{_listed(dataset.label_values)}; correct the one or the other",
         )
     elif values == [0]:
-        yield Finding(case.name, "warning", f"{case.label} is empty: every voxel is background")
+        yield Finding(
+            case=case.name,
+            severity="warning",
+            message=f"{case.label} is empty: every voxel is background",
+        )
 
 
 def _listed(values: Sequence[int]) -> str:

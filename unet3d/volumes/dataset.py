@@ -33,7 +33,7 @@ LAYOUTS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """An image and its label map."""
 
@@ -43,7 +43,7 @@ class Case:
     label: Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dataset:
     """The labelled cases of a data set, and what its channels and labels mean."""
 
@@ -111,7 +111,7 @@ def fold_cases(
         train = tuple(name for name in by_name if name not in dataset.validation)
         if not train:
             raise DatasetError(f"{dataset.root}: every case is set aside for validation")
-        folds = (Fold(train, dataset.validation),)
+        folds = (Fold(train=train, validation=dataset.validation),)
     else:
         folds = drawn_folds(tuple(by_name), num_folds, seed)
     if fold >= len(folds):
@@ -176,12 +176,12 @@ class _Description:
         return self._dataset(
             tuple(
                 Case(
-                    name,
-                    tuple(
+                    name=name,
+                    images=tuple(
                         self._inside("imagesTr", f"imagesTr/{name}_{channel:04d}{ending}")
                         for channel in channels
                     ),
-                    self._inside("labelsTr", f"labelsTr/{name}{ending}"),
+                    label=self._inside("labelsTr", f"labelsTr/{name}{ending}"),
                 )
                 for name in names
             )
@@ -226,7 +226,7 @@ class _Description:
             raise DatasetError(f"{self.path}: {where} needs an image and a label, but is {entry!r}")
         label = self._inside(where, entry["label"])
         images = tuple(self._inside(where, image) for image in _as_list(entry["image"]))
-        return Case(volume_stem(label), images, label)
+        return Case(name=volume_stem(label), images=images, label=label)
 
     def _with_unique_names(self, cases: list[Case]) -> tuple[Case, ...]:
         """Put the folder before the name where each case has a folder of its own."""

@@ -14,7 +14,7 @@ from unet3d.errors import DatasetError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fold:
     """The names of the cases to train on, and of those to validate on."""
 
@@ -67,8 +67,8 @@ def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold,
     names = sorted(number_of)
     return tuple(
         Fold(
-            tuple(name for name in names if number_of[name] != number),
-            tuple(name for name in names if number_of[name] == number),
+            train=tuple(name for name in names if number_of[name] != number),
+            validation=tuple(name for name in names if number_of[name] == number),
         )
         for number in numbers
     )
@@ -105,7 +105,7 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
             raise DatasetError(
                 f"{path}: fold {number} names {repeated} twice; a case is in one list"
             )
-        folds.append(Fold(train, validation))
+        folds.append(Fold(train=train, validation=validation))
     return tuple(folds)
 
 

@@ -33,6 +33,7 @@ class PatchLoader:
 
     def __init__(
         self,
+        *,
         cases: Sequence[PreparedCase],
         settings: PatchSettings,
         size: Shape | None,
@@ -62,7 +63,7 @@ class PatchLoader:
             ConfigError: ``size`` is not a multiple of ``stride``.
             DatasetError: There are no cases.
         """
-        sampler = PatchSampler(cases, settings, size, stride, seed)
+        sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=stride, seed=seed)
         self.num_steps = math.ceil(sampler.num_patches / batch_size)
         self._steps = _Steps(self.num_steps)
         context = None

@@ -61,7 +61,7 @@ GEOMETRY_FIELDS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class VolumeHeader:
     """Where the voxels of a volume lie, in RAS and as they are stored."""
 
@@ -79,7 +79,7 @@ class VolumeHeader:
     """A NIfTI header with nothing but the stored geometry, for ``write_label``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Volume:
     """An image, float32 ``(C, X, Y, Z)``, or a label map, integers ``(X, Y, Z)``."""
 
@@ -114,7 +114,7 @@ def read_image(path: Path | str) -> Volume:
     with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, counted below
         array = np.array(canonical, dtype=np.float32, order="C")
     _refuse_non_finite(path, array)
-    return Volume(array, header)
+    return Volume(array=array, header=header)
 
 
 def read_label(path: Path | str) -> Volume:
@@ -148,7 +148,7 @@ def read_label(path: Path | str) -> Volume:
             )
         stored = rounded
     canonical = nib.apply_orientation(stored, header.stored_orientation)
-    return Volume(np.array(canonical, dtype=_smallest_type(stored), order="C"), header)
+    return Volume(array=np.array(canonical, dtype=_smallest_type(stored), order="C"), header=header)
 
 
 def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader) -> None:

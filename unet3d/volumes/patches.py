@@ -25,7 +25,7 @@ from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.resample import Shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Patch:
     """A training crop."""
 
@@ -37,7 +37,7 @@ class Patch:
     """The case that it comes from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Patches of one shape; the targets are bytes, an eighth of what the loss will make of them."""
 
@@ -58,7 +58,12 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return Batch(self.image.pin_memory(), self.target.pin_memory(), self.names, self.weight)
+        return Batch(
+            image=self.image.pin_memory(),
+            target=self.target.pin_memory(),
+            names=self.names,
+            weight=self.weight,
+        )
 
 
 class PatchSampler:
@@ -66,6 +71,7 @@ class PatchSampler:
 
     def __init__(
         self,
+        *,
         cases: Sequence[PreparedCase],
         settings: PatchSettings,
         size: Shape | None,
@@ -145,7 +151,7 @@ class PatchSampler:
                 image, target = sample_affine(image, target, matrix, size)
             image, target = self.augmentation.mirror(rng, image, target)
             image = self.augmentation.change_intensities(rng, image)
-        return Patch(image, target, case.name)
+        return Patch(image=image, target=target, name=case.name)
 
     def _centre(
         self, rng: np.random.Generator, case: PreparedCase, shape: Shape, size: Shape
@@ -182,7 +188,7 @@ def collate(patches: Sequence[Patch], shape: Sequence[int] | None = None) -> Bat
         )
         image[index, :, x, y, z] = patch.image
         target[index, x, y, z] = patch.target
-    return Batch(image, target, tuple(patch.name for patch in patches))
+    return Batch(image=image, target=target, names=tuple(patch.name for patch in patches))
 
 
 def padded_shape(shape: Shape, stride: Shape) -> Shape:

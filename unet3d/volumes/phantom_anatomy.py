@@ -48,7 +48,7 @@ SPLINE_STD = 0.479**1.5
 """Standard deviation that a cubic B-spline of three variables leaves of its coefficients' 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Head:
     """What a seed decides, before any voxel is sampled; lengths in mm."""
 

@@ -56,7 +56,7 @@ MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Fingerprint:
     """What a data set is like; patch size and network follow from it."""
 
@@ -95,9 +95,11 @@ def plan_preprocessing(
         target_mm = settings.spacing_mm
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
-    fingerprint = Fingerprint(target_mm or median_mm, (x, y, z), median_mm)
+    fingerprint = Fingerprint(
+        spacing_mm=target_mm or median_mm, shape=(x, y, z), original_spacing_mm=median_mm
+    )
     kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
-    channels = [ChannelNormalization(kind) for kind in kinds]
+    channels = [ChannelNormalization(kind=kind) for kind in kinds]
     if "ct" in kinds:
         intensities = _intensities(dataset, settings.cache, num_workers)
         for channel, kind in enumerate(kinds):
@@ -207,7 +209,7 @@ def _ct_normalization(intensities: npt.NDArray[np.float32]) -> ChannelNormalizat
     low, high = np.percentile(intensities, [0.5, 99.5])
     std = float(intensities.std(dtype=np.float64))
     return ChannelNormalization(
-        "ct",
+        kind="ct",
         low=float(low),
         high=float(high),
         mean=float(intensities.mean(dtype=np.float64)),

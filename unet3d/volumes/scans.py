@@ -29,7 +29,7 @@ CHANNEL = re.compile(r"(.+)_\d{4}")
 """How the file of one channel is named, without its ending."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Scan:
     """What is segmented at once."""
 
@@ -69,7 +69,7 @@ def find_scans(
     groups = _groups(inputs, num_channels)
     if output is not None and len(groups) > 1 and is_volume_file(output) and not output.is_dir():
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
-    scans = [Scan(images, _output_of(images, output)) for images in groups]
+    scans = [Scan(images=images, output=_output_of(images, output)) for images in groups]
     sources = {image.resolve() for scan in scans for image in scan.images}
     by_output: dict[Path, Scan] = {}
     for scan in scans:
@@ -104,7 +104,7 @@ def read_scan(scan: Scan) -> Volume:
     if len(volumes) == 1:
         return volumes[0]
     array = np.concatenate([volume.array for volume in volumes])
-    return Volume(array, replace(first, num_channels=len(array)))
+    return Volume(array=array, header=replace(first, num_channels=len(array)))
 
 
 def write_segmentation(scan: Scan, labels: npt.NDArray[Any], header: VolumeHeader) -> None:

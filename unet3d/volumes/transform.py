@@ -29,7 +29,7 @@ EPSILON = 1e-8
 """Below this a standard deviation counts as zero, and the channel as constant."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChannelNormalization:
     """How the intensities of one channel are brought to mean 0 and standard deviation 1.
 
@@ -45,7 +45,7 @@ class ChannelNormalization:
     std: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Preprocessing:
     """Everything that is needed to prepare an image again, at prediction."""
 

@@ -273,7 +273,9 @@ def test_a_network_in_slabs_has_the_plain_gradients(
     remade: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    topology = Topology(1, 3, (4, 8, 8), ((1, 1, 1), (2, 2, 2), (1, 2, 2)))
+    topology = Topology(
+        in_channels=1, num_classes=3, channels=(4, 8, 8), strides=((1, 1, 1), (2, 2, 2), (1, 2, 2))
+    )
     model = UNet3d(topology).double()
     image, target = tensor(2, 1, 12, 8, 8), torch.randint(0, 3, (2, 12, 8, 8))
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 1)
@@ -302,7 +304,13 @@ def test_a_residual_network_in_slabs_has_the_plain_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(0)
-    topology = Topology(1, 2, (4, 8), ((1, 1, 1), (2, 2, 2)), encoder="residual")
+    topology = Topology(
+        in_channels=1,
+        num_classes=2,
+        channels=(4, 8),
+        strides=((1, 1, 1), (2, 2, 2)),
+        encoder="residual",
+    )
     model = UNet3d(topology).double()
     image = tensor(1, 1, 8, 8, 8)
 

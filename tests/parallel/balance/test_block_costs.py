@@ -80,7 +80,13 @@ def test_what_is_counted_is_what_a_training_step_keeps(
     schedule: Literal["1f1b", "all-forward"],
 ) -> None:
     model, batch_size = make_model(**options), 4
-    layout = Layout((CPU,) * (len(cuts) + 1), cuts, num_micro_batches, None, schedule)
+    layout = Layout(
+        devices=(CPU,) * (len(cuts) + 1),
+        cuts=cuts,
+        num_micro_batches=num_micro_batches,
+        autocast=None,
+        schedule=schedule,
+    )
     entries = counted(batch_size // num_micro_batches, **options)
     expected = counted_activations(entries, layout, cuts)
     # The first convolution keeps the image, a view of the batch that is there anyway.
@@ -234,7 +240,7 @@ def test_counting_and_timing_leave_no_trace(
 def test_what_is_counted_is_what_a_gpu_keeps(autocast: torch.dtype | None) -> None:
     model, gpu, cuts = make_model(), torch.device("cuda:0"), (6,)
     entries = block_bytes(model, SIZE, 2, autocast, gpu)
-    layout = Layout((gpu, gpu), cuts, 2, autocast)
+    layout = Layout(devices=(gpu, gpu), cuts=cuts, num_micro_batches=2, autocast=autocast)
     expected = counted_activations(entries, layout, cuts)
     measured = measured_activations(model, layout, 4)
     image_bytes = 4 * 2 * 16 * 16 * 8 * 4

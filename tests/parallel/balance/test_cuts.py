@@ -87,8 +87,10 @@ def test_time_is_balanced_on_each_stages_own_device(
     }
     asked = fake_times(monkeypatch, seconds)
     devices = tuple(generator.choice([CPU, OTHER]) for _ in range(num_devices))
-    layout = Layout(devices, None, 2)
-    cuts = choose_cuts(model, layout, "time", SIZE, 5, 1, tmp_path)
+    layout = Layout(devices=devices, cuts=None, num_micro_batches=2)
+    cuts = choose_cuts(
+        model, layout=layout, balance="time", size=SIZE, batch_size=5, num_states=1, folder=tmp_path
+    )
     assert sorted(map(str, asked)) == sorted(str((device, 3)) for device in set(devices))
 
     def total(cuts: tuple[int, ...]) -> float:
@@ -108,14 +110,26 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
     model = make_model()
     names = [block.name for block in model.blocks()]
     ones = [1.0] * len(names)
-    layout = Layout((CPU, CPU))
+    layout = Layout(devices=(CPU, CPU))
     fake_times(monkeypatch, {CPU: [*ones, 0.0]})
-    assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) in ((7,), (8,))
+    assert choose_cuts(
+        model, layout=layout, balance="time", size=SIZE, batch_size=1, num_states=1, folder=tmp_path
+    ) in ((7,), (8,))
     fake_times(monkeypatch, {CPU: [20.0, *ones[1:], 0.0]})
-    assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) == (1,)
+    assert choose_cuts(
+        model, layout=layout, balance="time", size=SIZE, batch_size=1, num_states=1, folder=tmp_path
+    ) == (1,)
     fake_times(monkeypatch, {CPU: [*ones, 9.0]})
     with caplog.at_level(logging.INFO):
-        assert choose_cuts(model, layout, "time", SIZE, 1, 1, tmp_path) == (12,)
+        assert choose_cuts(
+            model,
+            layout=layout,
+            balance="time",
+            size=SIZE,
+            batch_size=1,
+            num_states=1,
+            folder=tmp_path,
+        ) == (12,)
     assert "balanced by time: cut before decoder.0.0 (parallel.cuts=12)" in caplog.text
     assert "12000.0 ms (50%), 12000.0 ms (50%)" in caplog.text
 
@@ -134,8 +148,16 @@ def test_memory_is_balanced_as_well_as_can_be(
     tmp_path: Path,
 ) -> None:
     model = make_model(**options)
-    layout = Layout((CPU,) * num_devices, None, num_micro_batches)
-    cuts = choose_cuts(model, layout, "memory", SIZE, batch_size, 1, tmp_path)
+    layout = Layout(devices=(CPU,) * num_devices, cuts=None, num_micro_batches=num_micro_batches)
+    cuts = choose_cuts(
+        model,
+        layout=layout,
+        balance="memory",
+        size=SIZE,
+        batch_size=batch_size,
+        num_states=1,
+        folder=tmp_path,
+    )
     cost = memory_cost(model, layout, SIZE, batch_size, 1)
     num_blocks = len(model.blocks())
     assert dearest(cost, cuts, num_blocks) == best_of_all(cost, num_blocks, num_devices)
@@ -144,7 +166,9 @@ def test_memory_is_balanced_as_well_as_can_be(
 
 def measured_peaks(cuts: tuple[int, ...] | None, num_micro_batches: int) -> list[int]:
     torch.manual_seed(0)
-    executor = parallelize(make_model(), Layout((CPU, CPU), cuts, num_micro_batches))
+    executor = parallelize(
+        make_model(), Layout(devices=(CPU, CPU), cuts=cuts, num_micro_batches=num_micro_batches)
+    )
     meter = MemoryMeter(executor.slots, executor.module)
     executor.observer = meter
     image, target = torch.randn(2, 1, *SIZE), torch.zeros(2, *SIZE, dtype=torch.uint8)
@@ -156,8 +180,16 @@ def measured_peaks(cuts: tuple[int, ...] | None, num_micro_batches: int) -> list
 
 def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
     """Of one micro-batch: the default leaves the decoder with most of what is kept."""
-    layout = Layout((CPU, CPU), None, 1)
-    cuts = choose_cuts(make_model(), layout, "memory", SIZE, 2, 1, tmp_path)
+    layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=1)
+    cuts = choose_cuts(
+        make_model(),
+        layout=layout,
+        balance="memory",
+        size=SIZE,
+        batch_size=2,
+        num_states=1,
+        folder=tmp_path,
+    )
     default, chosen = measured_peaks(None, 1), measured_peaks(cuts, 1)
     assert max(chosen) < max(default)
     assert max(chosen) / min(chosen) < max(default) / min(default)
@@ -181,8 +213,22 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
         ModelSettings(base_channels=8, num_levels=3), (64, 64, 64), (1.0, 1.0, 1.0), 1, 3
     )
     gpus = tuple(torch.device("cuda", index) for index in range(len(cuts) + 1))
-    layout = Layout(gpus, cuts, num_micro_batches, torch.bfloat16, schedule, recompute)
-    step = Step(topology, layout, (64, 64, 64), 4, TrainingSettings(), "bfloat16")
+    layout = Layout(
+        devices=gpus,
+        cuts=cuts,
+        num_micro_batches=num_micro_batches,
+        autocast=torch.bfloat16,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    step = Step(
+        topology=topology,
+        layout=layout,
+        size=(64, 64, 64),
+        batch_size=4,
+        settings=TrainingSettings(),
+        precision="bfloat16",
+    )
     allocated = [slot.peak_bytes for slot in predict_memory(step).memory.values()]
     model = UNet3d(topology)
     cost = memory_cost(model, layout, (64, 64, 64), 4, 1)
@@ -198,7 +244,15 @@ def test_micro_batches_in_flight_move_the_cut_forward(tmp_path: Path) -> None:
     """With 1F1B the first of two stages keeps two micro-batches, so it gets fewer blocks."""
     model = make_model()
     (one,), (several,) = (
-        choose_cuts(model, Layout((CPU, CPU), None, count), "memory", SIZE, 4, 1, tmp_path)
+        choose_cuts(
+            model,
+            layout=Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=count),
+            balance="memory",
+            size=SIZE,
+            batch_size=4,
+            num_states=1,
+            folder=tmp_path,
+        )
         for count in (1, 4)
     )
     assert several < one
@@ -217,8 +271,16 @@ def test_micro_batches_under_way_are_those_of_the_timetables() -> None:
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
 def test_the_default_looks_at_neither(num_devices: int, tmp_path: Path) -> None:
     model = make_model()
-    layout = Layout((CPU,) * num_devices)
-    cuts = choose_cuts(model, layout, "encoder-decoder", SIZE, 1, 1, tmp_path)
+    layout = Layout(devices=(CPU,) * num_devices)
+    cuts = choose_cuts(
+        model,
+        layout=layout,
+        balance="encoder-decoder",
+        size=SIZE,
+        batch_size=1,
+        num_states=1,
+        folder=tmp_path,
+    )
     assert cuts == default_cuts(model, num_devices)
 
 
@@ -229,15 +291,25 @@ def test_more_devices_than_blocks_are_refused(
     model = make_model()
     num_blocks = len(model.blocks())
     fake_times(monkeypatch, {CPU: [1.0] * (num_blocks + 1)})
-    most = Layout((CPU,) * num_blocks)
-    assert choose_cuts(model, most, how, SIZE, 1, 1, tmp_path) == tuple(range(1, num_blocks))
+    most = Layout(devices=(CPU,) * num_blocks)
+    assert choose_cuts(
+        model, layout=most, balance=how, size=SIZE, batch_size=1, num_states=1, folder=tmp_path
+    ) == tuple(range(1, num_blocks))
     with pytest.raises(DeviceError, match=rf"{num_blocks + 1} devices for a network of .* blocks"):
-        choose_cuts(model, Layout((CPU,) * (num_blocks + 1)), how, SIZE, 1, 1, tmp_path)
+        choose_cuts(
+            model,
+            layout=Layout(devices=(CPU,) * (num_blocks + 1)),
+            balance=how,
+            size=SIZE,
+            batch_size=1,
+            num_states=1,
+            folder=tmp_path,
+        )
 
 
 def test_time_on_one_device_adds_up_to_the_network(tmp_path: Path) -> None:
     model = make_model()
-    cost = time_cost(model, Layout((CPU, CPU)), (16, 16, 16), 1, tmp_path)
+    cost = time_cost(model, Layout(devices=(CPU, CPU)), (16, 16, 16), 1, tmp_path)
     num_blocks = len(model.blocks())
     whole = cost(0, 0, num_blocks)
     assert cost(0, 0, 5) + cost(1, 5, num_blocks) == pytest.approx(whole)
@@ -259,10 +331,20 @@ def test_settings_that_balance_nothing_are_refused() -> None:
 def test_two_gpus_need_equal_memory(tmp_path: Path) -> None:
     topology = plan_topology(ModelSettings(), (128, 128, 128), (1.0, 1.0, 1.0), 1, 3)
     devices = (torch.device("cuda:0"), torch.device("cuda:1"))
-    layout = Layout(devices, None, 1, torch.bfloat16)
+    layout = Layout(devices=devices, cuts=None, num_micro_batches=1, autocast=torch.bfloat16)
     model = UNet3d(topology)
-    cuts = choose_cuts(model, layout, "memory", (128, 128, 128), 1, 1, tmp_path)
-    executor = parallelize(model, Layout(devices, cuts, 1, torch.bfloat16))
+    cuts = choose_cuts(
+        model,
+        layout=layout,
+        balance="memory",
+        size=(128, 128, 128),
+        batch_size=1,
+        num_states=1,
+        folder=tmp_path,
+    )
+    executor = parallelize(
+        model, Layout(devices=devices, cuts=cuts, num_micro_batches=1, autocast=torch.bfloat16)
+    )
     image = torch.randn(1, 1, 128, 128, 128, device=devices[0])
     target = torch.zeros(1, 128, 128, 128, dtype=torch.uint8, device=devices[1])
     for step in range(3):

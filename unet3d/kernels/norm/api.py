@@ -29,6 +29,7 @@ def instance_norm(
     bias: Tensor,
     eps: float,
     negative_slope: float,
+    *,
     pads_output: bool = False,
     pads_gradient: bool = False,
 ) -> Tensor:

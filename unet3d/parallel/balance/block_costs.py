@@ -42,7 +42,7 @@ LOSS = "loss"
 """Name of the last entry: what comes after the last block, on its device."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockBytes:
     """What one block takes of a device for one micro-batch."""
 
@@ -149,16 +149,16 @@ def block_bytes(
             own_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
             shape = tuple(made.shape)
             return BlockBytes(
-                name,
-                level,
-                inputs,
-                shape,
-                made.dtype,
-                own_bytes,
-                kept,
-                work_bytes,
-                passing_work_bytes,
-                recorder.workspace_bytes[place],
+                name=name,
+                level=level,
+                inputs=inputs,
+                shape=shape,
+                dtype=made.dtype,
+                parameters_bytes=own_bytes,
+                kept=kept,
+                work_bytes=work_bytes,
+                passing_work_bytes=passing_work_bytes,
+                workspace_bytes=recorder.workspace_bytes[place],
             )
 
         tensors = {"image": fake((num_samples, model.topology.in_channels, *size), dtype)}

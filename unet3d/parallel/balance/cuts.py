@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 def choose_cuts(
     model: UNet3d,
+    *,
     layout: Layout,
     balance: Balance,
     size: Shape,
@@ -128,12 +129,12 @@ def memory_cost(
         outputs = {entry.name: entry for entry in mine}
         moving = stage_bytes(
             run,
-            loss,
-            later | results,
-            outputs,
-            alive[stage][stage],
-            early,
-            layout.recompute == "level",
+            loss=loss,
+            read_elsewhere=later | results,
+            outputs=outputs,
+            num_alive=alive[stage][stage],
+            num_early=early,
+            by_level=layout.recompute == "level",
         )
         parameters = sum(entry.parameters_bytes for entry in run)
         image = voxels * model.topology.in_channels * dtype.itemsize if stage == 0 else 0
@@ -146,6 +147,7 @@ def memory_cost(
 
 def stage_bytes(
     run: Sequence[BlockBytes],
+    *,
     loss: BlockBytes | None,
     read_elsewhere: Collection[str],
     outputs: Mapping[str, BlockBytes],
