@@ -162,7 +162,7 @@ def main() -> None:
                 pin_memory=device.type == "cuda",
             )
             num_batches = arguments.batches if num_workers else -(-arguments.batches // 5)
-            rows.append(measure(loader, training, num_micro_batches=num_workers, cuts=num_batches))
+            rows.append(measure(loader, training, num_workers, num_batches))
             print(rows[-1], file=sys.stderr)
             del loader
     print("workers  patches/s     MB/s  busy ms  step ms  waiting")

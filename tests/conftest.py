@@ -1,4 +1,6 @@
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,12 @@ def test_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real volumes at {folder}; set UNET3D_TEST_DATA to their folder")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Undo what a command under test has set, such as ``--quiet``, for the tests after it."""
+    logger = logging.getLogger("unet3d")
+    before = logger.level
+    yield
+    logger.setLevel(before)

@@ -115,7 +115,7 @@ def test_the_floor_counts_the_operations_that_pytorch_counts(scripts: None) -> N
 def test_search_finds_the_largest_from_near_and_far(scripts: None, start: int) -> None:
     from capacity import Search
 
-    found = Search(lambda size: {"trains": size <= 192}, 32, 512, 10)
+    found = Search(attempt=lambda size: {"trains": size <= 192}, unit=32, max_size=512, num_left=10)
     found.run(start)
     assert (found.largest, found.too_large, found.is_complete) == (192, 224, True)
     sizes = [one["size"] for one in found.tried]
@@ -125,10 +125,15 @@ def test_search_finds_the_largest_from_near_and_far(scripts: None, start: int) -
 def test_search_admits_what_it_does_not_know(scripts: None) -> None:
     from capacity import Search
 
-    found = Search(lambda size: {"trains": size <= 192}, 32, 512, 2)
+    found = Search(attempt=lambda size: {"trains": size <= 192}, unit=32, max_size=512, num_left=2)
     found.run(480)
     assert (found.largest, found.is_complete) == (0, False)
-    late = Search(lambda size: {"trains": False, "reason": "no time left"}, 32, 512, 9)
+    late = Search(
+        attempt=lambda size: {"trains": False, "reason": "no time left"},
+        unit=32,
+        max_size=512,
+        num_left=9,
+    )
     late.run(192)
     assert len(late.tried) == 1 and not late.is_complete
 

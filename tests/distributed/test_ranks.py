@@ -30,7 +30,15 @@ def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     run(settings(cache, *EXACT, "training.epochs=2"), folder / "plain")
     shutil.copytree(folder / "plain", folder / "hybrid")
-    command = [sys.executable, "-W", "error", "-m", "tests.rank_training", str(folder), str(cache)]
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "tests.distributed.rank_training",
+        str(folder),
+        str(cache),
+    ]
     done = subprocess.run(
         command, env=environment(), timeout=200, check=False, capture_output=True, text=True
     )

@@ -168,7 +168,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-from tests.test_checkpoint import make_checkpoint
+from tests.runs.test_checkpoint import make_checkpoint
 from dataclasses import replace
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
