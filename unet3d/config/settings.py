@@ -26,6 +26,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
+CudaGraphs = Literal["auto", "off"]
 
 
 class Section(BaseModel):
@@ -190,6 +191,9 @@ class ParallelSettings(Section):
     Under torchrun its own --max-restarts counts."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """When each micro-batch runs where; all-forward keeps all their activations."""
+    cuda_graphs: CudaGraphs = "auto"
+    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
+    memory for it; off: every step is launched."""
     balance: Balance | Literal["auto"] = "auto"
     """What is level over the stages in training: time and memory move the cut; encoder-decoder
     leaves it there for two devices, and gives more of them about equal work; auto: the cut that
@@ -218,6 +222,12 @@ class ParallelSettings(Section):
     @classmethod
     def _name(cls, value: Any) -> Any:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Take ``off`` as it is written: to YAML it means False."""
+        return "off" if value is False else value
 
     @field_validator("cuts", mode="before")
     @classmethod
@@ -336,6 +346,18 @@ class Config(Section):
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Config":
+        """Read what ``model_dump(mode="json")`` gave, such as from another rank.
+
+        Args:
+            values: Sections of settings.
+
+        Raises:
+            ConfigError: It holds unknown keys or refused values.
+        """
+        return _validated(dict(values), "settings")
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError
+from unet3d.model import Topology
 from unet3d.parallel import Executor
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ SIGMA = 1 / 8
 def predict_logits(
     executor: Executor,
     image: Tensor,
+    topology: Topology,
     window: Shape | Literal["whole"],
     overlap: float,
     batch_size: int,
@@ -42,6 +44,7 @@ def predict_logits(
     Args:
         executor: A placed network, in evaluation mode.
         image: (C, X, Y, Z), prepared, on the CPU or the executor's input device.
+        topology: The network's.
         window: Voxels along X, Y, Z, or the whole volume at once.
         overlap: Share of a window that its neighbour covers again, 0 to below 1.
         batch_size: Windows in one forward pass.
@@ -53,7 +56,7 @@ def predict_logits(
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
     """
-    strides = executor.module.topology.total_stride
+    strides = topology.total_stride
     size = tuple(image.shape[1:])
     wanted = size if window == "whole" else window
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
@@ -62,7 +65,7 @@ def predict_logits(
         x, y, z = 2 * x, 2 * y, 2 * z
     padded, corner = _pad_to(image, (x, y, z))
     try:
-        logits = _blend(executor, padded, (x, y, z), overlap, batch_size)
+        logits = _blend(executor, padded, topology.num_classes, (x, y, z), overlap, batch_size)
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
             f"windows of {x}x{y}x{z} voxels do not fit on "
@@ -108,7 +111,12 @@ def gaussian_weight(window: Shape) -> Tensor:
 
 
 def _blend(
-    executor: Executor, image: Tensor, window: Shape, overlap: float, batch_size: int
+    executor: Executor,
+    image: Tensor,
+    num_classes: int,
+    window: Shape,
+    overlap: float,
+    batch_size: int,
 ) -> Tensor:
     size = tuple(image.shape[1:])
     starts = list(
@@ -116,11 +124,10 @@ def _blend(
             *(window_starts(n, w, overlap) for n, w in zip(size, window, strict=True))
         )
     )
-    topology = executor.module.topology
     if len(starts) == 1:
         logits = executor.predict(image.unsqueeze(0).to(executor.input_device))
         return logits[0].to(_accumulation_dtype(logits))
-    device = _accumulation_device(executor.output_device, topology.num_classes * math.prod(size))
+    device = _accumulation_device(executor.output_device, num_classes * math.prod(size))
     weight = gaussian_weight(window).to(device)
     total: Tensor | None = None
     weights = torch.zeros(size, device=device)
@@ -129,7 +136,7 @@ def _blend(
         logits = executor.predict(windows.to(executor.input_device)).to(device)
         if total is None:
             dtype = _accumulation_dtype(logits)
-            total = torch.zeros(topology.num_classes, *size, device=device, dtype=dtype)
+            total = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         for start, logit in zip(batch, logits, strict=True):
             place = _place(start, window)
             total[(slice(None), *place)] += logit * weight

@@ -208,7 +208,9 @@ class TrainingLoop:
         done = self.state.epoch * self.loader.num_steps + self.state.step
         executor = self.executor
         self.group.note(done, f"epoch {self.state.epoch + 1}, step {self.state.step + 1}")
-        image = batch.image.to(executor.input_device, image_dtype(executor), non_blocking=True)
+        image = batch.image.to(
+            executor.input_device, image_dtype(executor.module), non_blocking=True
+        )
         target = batch.target.to(executor.output_device, non_blocking=True)
         scale = self.optimization.scale * batch.weight
         terms = executor.forward_backward(image, target, dice_cross_entropy, scale)
@@ -283,7 +285,7 @@ class TrainingLoop:
             self.group.note(
                 epoch * self.loader.num_steps, f"validation of epoch {epoch}, case {case.name}"
             )
-            image = torch.from_numpy(case.image().copy()).to(image_dtype(self.executor))
+            image = torch.from_numpy(case.image().copy()).to(image_dtype(self.executor.module))
             logits = predict_logits(
                 self.executor,
                 image,
