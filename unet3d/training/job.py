@@ -124,7 +124,7 @@ def _train(
             folder.discard_if_empty()
         raise
     group.open(config.parallel.timeout_seconds)
-    resolved = group.from_first(
+    config = group.from_first(
         lambda: resolve_auto(
             TuningKey(
                 config=experiment.config,
@@ -134,9 +134,10 @@ def _train(
                 precision=precision,
                 num_replicas=dims.num_replicas,
             )
-        ).model_dump(mode="json")
+        ),
+        to_plain=lambda settled: settled.model_dump(mode="json"),
+        from_plain=Config.from_plain,
     )
-    config = Config.from_plain(resolved)
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
