@@ -254,12 +254,3 @@ def test_a_full_disk_is_explained_and_changes_nothing(
             write()
     assert run.metrics.read_bytes() == before
     assert list(run.path.iterdir()) == [run.metrics]
-
-
-def test_the_package_and_its_tests_are_not_ignored_by_git() -> None:
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        pytest.skip("no checkout of git")
-    files = ["unet3d/runs/__init__.py", "tests/runs/__init__.py"]
-    ignored = subprocess.run(["git", "check-ignore", "--no-index", *files], cwd=root)
-    assert ignored.returncode == 1

@@ -16,8 +16,9 @@ import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance
 from torch import Tensor
 
-from unet3d.errors import DatasetError, VolumeError
-from unet3d.volumes.nifti import is_volume_file, read_label, same_grid, volume_stem
+from unet3d.errors import DatasetError, VolumeError, reason_of
+from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
+from unet3d.volumes.nifti import read_label, same_grid
 
 BACKGROUND = 0
 MAX_NAMES_IN_MESSAGE = 3
@@ -206,16 +207,14 @@ def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
 
 def _by_stem(path: Path) -> dict[str, Path]:
     try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = sorted(filter(stands_for_volume, path.iterdir())) if path.is_dir() else [path]
     except OSError as error:
-        raise DatasetError(f"cannot list {path}: {error.strerror}") from error
+        raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
     found: dict[str, Path] = {}
     for file in files:
-        if not is_volume_file(file) or file.name.startswith("."):
+        if file.name.startswith(".") or not is_volume_file(file):
             continue
         stem = volume_stem(file)
-        if file.suffix.lower() == ".img" and stem in found:  # the other half of a NIfTI pair
-            continue
         if stem in found:
             raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
         found[stem] = file

@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError
+from unet3d.volumes.files import find_spelling, members, volume_stem
 from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_folds, read_json
-from unet3d.volumes.nifti import read_header, read_label, volume_stem
+from unet3d.volumes.nifti import read_header, read_label
 
 logger = logging.getLogger(__name__)
 
@@ -167,23 +168,24 @@ class _Description:
         folder = self.root / "labelsTr"
         if not folder.is_dir():
             raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
-        names = sorted(
-            file.name.removesuffix(ending)
+        # The case of letters in the ending is no reason to leave a file out.
+        labels = sorted(
+            file.name
             for file in folder.iterdir()
-            if file.name.endswith(ending) and not file.name.startswith(".")
+            if file.name.lower().endswith(ending.lower()) and not file.name.startswith(".")
         )
+        names = [label[: len(label) - len(ending)] for label in labels]
         channels = range(len(self._channel_names(())))
         return self._dataset(
             tuple(
                 Case(
                     name=name,
                     images=tuple(
-                        self._inside("imagesTr", f"imagesTr/{name}_{channel:04d}{ending}")
-                        for channel in channels
+                        self._channel_file(f"{name}_{channel:04d}{ending}") for channel in channels
                     ),
-                    label=self._inside("labelsTr", f"labelsTr/{name}{ending}"),
+                    label=self._inside("labelsTr", f"labelsTr/{label}"),
                 )
-                for name in names
+                for name, label in zip(names, labels, strict=True)
             )
         )
 
@@ -196,10 +198,17 @@ class _Description:
     ) -> Dataset:
         if not cases:
             raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
-        files = Counter(file for case in cases for file in (*case.images, case.label))
+        # A pair counts once, whichever of its files is named.
+        files = Counter(members(file)[0] for case in cases for file in (*case.images, case.label))
         file, count = files.most_common(1)[0]
         if count > 1:
             raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
+        name, count = Counter(case.name for case in cases).most_common(1)[0]
+        if count > 1:
+            raise DatasetError(
+                f"{self.path}: {count} cases have the name {name}; give their label maps names "
+                "that differ"
+            )
         fixed = self.root / "splits_final.json"
         if fixed.is_file():
             folds = read_folds(fixed, [case.name for case in cases])
@@ -252,6 +261,10 @@ class _Description:
             )
         return path
 
+    def _channel_file(self, name: str) -> Path:
+        found = find_spelling(self.root / "imagesTr" / name)
+        return self._inside("imagesTr", f"imagesTr/{found.name}")
+
     def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
         number = entry.get("fold")
         if number is not None and type(number) is not int:
@@ -284,7 +297,7 @@ class _Description:
         if not cases:
             raise DatasetError(f"{self.path}: channel_names is empty; name each channel")
         images = cases[0].images
-        num_channels = read_header(images[0]).num_channels if len(images) == 1 else len(images)
+        num_channels = sum(read_header(image).num_channels for image in images)
         return tuple(f"channel {channel}" for channel in range(num_channels))
 
     def _labels(self, cases: tuple[Case, ...]) -> dict[int, str]:
