@@ -78,8 +78,9 @@ def new_folder(path: Path) -> Iterator[Path]:
         OSError: The folder cannot be written, or one that is not empty has its name.
     """
     unfinished = _unfinished(path)
-    make_folder(unfinished)
+    make_folder(unfinished.parent)
     try:
+        unfinished.mkdir()
         yield unfinished
         publish_folder(unfinished, path)
     finally:

@@ -23,7 +23,7 @@ from unet3d.parallel.precision import (
 )
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.preprocess import prepare_image, restore_logits
+from unet3d.volumes.transform import prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from monai.transforms import (
 )
 from scipy.spatial.transform import Rotation
 
-from unet3d.config import AugmentationSettings
+from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.volumes.resample import Shape, Spacing, thick_axes
+from unet3d.volumes.resample import thick_axes
 
 Matrix = npt.NDArray[np.float64]
 

@@ -18,11 +18,10 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from unet3d.config import PatchSettings
+from unet3d.config import PatchSettings, Shape
 from unet3d.errors import DatasetError
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
-from unet3d.volumes.resample import Shape
 
 Step = tuple[int, int]
 """An epoch and a step in it."""

@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import PatchSettings
+from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
 from unet3d.volumes.cache import PreparedCase
-from unet3d.volumes.resample import Shape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,10 @@ import numpy.typing as npt
 from scipy.interpolate import BSpline
 from scipy.spatial.transform import Rotation
 
+from unet3d.config import Shape, Spacing
 from unet3d.errors import ConfigError
 
 Array = npt.NDArray[np.float32]
-Shape = tuple[int, int, int]
-Spacing = tuple[float, float, float]
 
 LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
 """The value of a label is its place here."""

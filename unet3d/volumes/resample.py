@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from scipy import ndimage
 
-Spacing = tuple[float, float, float]
-Shape = tuple[int, int, int]
+from unet3d.config import Shape, Spacing
 
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""

@@ -13,15 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.volumes.resample import (
-    Shape,
-    Spacing,
-    resample_classes,
-    resample_image,
-    resampled_shape,
-    thick_axes,
-)
+from unet3d.volumes.resample import resample_classes, resample_image, resampled_shape, thick_axes
 
 Kind = Literal["ct", "z-score", "none"]
 
