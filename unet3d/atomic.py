@@ -77,14 +77,31 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         OSError: The folder cannot be written, or one that is not empty has its name.
     """
+    with unfinished_folder(path) as unfinished:
+        yield unfinished
+        publish_folder(unfinished, path)
+
+
+@contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """Make a hidden folder for what is to be published, and delete it in the end.
+
+    Args:
+        path: Beside which the folder is made; folders above it are made where they are missing.
+
+    Yields:
+        The empty folder.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
     unfinished = _unfinished(path)
     make_folder(unfinished.parent)
     try:
         unfinished.mkdir()
         yield unfinished
-        publish_folder(unfinished, path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # it is gone if all went well
+        shutil.rmtree(unfinished, ignore_errors=True)  # it is gone if it was published
 
 
 def publish_folder(folder: Path, path: Path) -> None:
