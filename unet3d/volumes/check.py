@@ -1,4 +1,4 @@
-"""What would break training, found before it starts."""
+"""Checks for whatever would break a training on a data set, before it starts."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,7 +118,7 @@ def _header(path: Path) -> VolumeHeader:
 
 
 def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
-    """Look for volumes in imagesTr and labelsTr that would silently not be trained on."""
+    """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
     of_cases = [file for case in dataset.cases for file in (*case.images, case.label)]
     named = {file for volume in (*of_cases, *dataset.unlabelled) for file in members(volume)}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
@@ -135,7 +135,7 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
 def _voxel_findings(
     dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
 ) -> Iterator[Finding]:
-    """Look at the voxels of the files whose headers can be read, whatever else is wrong."""
+    """Check the voxels of all files whose headers can be read, whatever else is wrong."""
     for path in case.images:
         if path not in headers:
             continue

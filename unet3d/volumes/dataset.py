@@ -7,8 +7,8 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
-No volume is opened, except for a datalist that does not name its channels or labels. A missing file
-is not an error yet: ``unet3d.volumes.check`` names them all at once.
+No volume is opened, except for a description that does not name its channels or labels. A missing
+file is not an error yet: ``unet3d.volumes.check`` names all of them at once.
 """
 
 from collections import Counter
@@ -41,15 +41,15 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The labelled cases of a data set, and what its channels and labels mean."""
+    """The labelled cases of a data set, and the names of its channels and labels."""
 
     name: str
     root: Path
     channel_names: tuple[str, ...]
     label_names: tuple[str, ...]
-    """The name of each class; class 0 is the background."""
+    """Name of each class; class 0 is the background."""
     label_values: tuple[int, ...]
-    """The value of each class in the label maps; that of class 0 is 0."""
+    """Value of each class in the label maps; that of class 0 is 0."""
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
     """Names of cases that the data set itself sets aside for validation."""
@@ -66,9 +66,9 @@ def load_dataset(path: Path) -> Dataset:
         path: Its folder, its ``dataset.json``, or a MONAI datalist.
 
     Raises:
-        DatasetError: There is no description, it is of no layout that is understood, or an entry
-            of it is wrong or lies outside the data set's folder.
-        VolumeError: A volume had to be opened to learn the channels or labels, and cannot be read.
+        DatasetError: There is no description, it has no known layout, or an entry of it is wrong
+            or lies outside the data set's folder.
+        VolumeError: A volume had to be opened to find the channels or labels, and cannot be read.
     """
     if not path.exists():
         raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
@@ -93,8 +93,8 @@ def fold_cases(
 
     Args:
         dataset: The data set.
-        fold: Which fold, from 0.
-        num_folds: How many folds to draw where the data set defines none.
+        fold: Number of the fold, from 0.
+        num_folds: Number of folds to draw where the data set defines none.
         seed: Seed of the drawn folds.
 
     Raises:
@@ -150,7 +150,7 @@ class _Description:
         )
 
     def nnunet(self) -> Dataset:
-        """Read an nnU-Net v2 raw folder: files found by name, or listed under ``dataset``."""
+        """Read an nnU-Net v2 raw folder, whose files are found by name or listed in ``dataset``."""
         ending = str(self.tree["file_ending"])
         explicit = self.tree.get("dataset")
         if isinstance(explicit, dict):

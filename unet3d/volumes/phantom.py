@@ -29,7 +29,7 @@ def write_phantom_case(
     Args:
         image_path: A name that ends in .nii or .nii.gz; its folder exists.
         label_path: Likewise.
-        seed: Decides the head.
+        seed: Determines the head.
         shape: Voxels along X, Y, Z.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
 
@@ -47,15 +47,15 @@ def write_phantom_dataset(
 ) -> Path:
     """Write a data set of heads in the layout of the Medical Segmentation Decathlon.
 
-    It returns at once where the folder already holds exactly this data set. The folder appears
-    whole or not at all, and several processes may ask for it at the same time.
+    Nothing is written if the folder already holds exactly this data set. The folder appears whole
+    or not at all, and several processes may write it at the same time.
 
     Args:
         folder: The data set's own folder, with dataset.json, imagesTr and labelsTr.
         num_cases: Cases phantom_000, phantom_001, ...
         shape: Voxels along X, Y, Z of each case.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
-        seed: Decides every case.
+        seed: Determines every case.
 
     Returns:
         The folder.

@@ -1,4 +1,4 @@
-"""From a data set of scans to arrays that the network can learn from.
+"""From a data set of scans to arrays that the network can be trained on.
 
 :func:`plan_preprocessing` looks at the data set and decides how its images are prepared;
 :func:`prepare_cases` does it, once, into the cache.
@@ -63,8 +63,8 @@ def plan_preprocessing(
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Headers are read; voxels only where a CT channel needs its statistics, once, and then remembered
-    in the cache. All labelled cases count, whichever the fold, so that folds share prepared arrays.
+    Headers are read; voxels only where a CT channel needs its statistics, which the cache then
+    keeps. All labelled cases count, in every fold, so that folds share prepared arrays.
 
     Args:
         dataset: The data set.
@@ -241,7 +241,7 @@ def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
     num_workers = min(num_workers, len(items))
     if num_workers < 2:
         return [work(item) for item in items]
-    # Spawned, because forking a process that has used CUDA or threads can hang.
+    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -250,7 +250,8 @@ def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
     )
     with pool:
         try:
-            # The workers inherit this: a terminal sends Ctrl-C to them too, but it is meant for us.
+            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
+            # process handles it.
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 futures = [pool.submit(work, item) for item in items]
