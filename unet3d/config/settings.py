@@ -19,9 +19,11 @@ from unet3d.errors import ConfigError
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = tuple[Positive, Positive, Positive]
+"""Voxels along X, Y, Z."""
 Spacing = tuple[
     Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
 ]
+"""Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]

@@ -1,4 +1,4 @@
-"""Prediction: from the image of a scan to its segmentation."""
+"""Prediction: from the image of a scan to its label values."""
 
 import logging
 from typing import Any, Literal
@@ -21,7 +21,7 @@ from unet3d.parallel import (
 )
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.preprocess import prepare_image, restore_logits
+from unet3d.volumes.transform import prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class Predictor:
         """Place the network.
 
         Args:
-            checkpoint: Of any mode.
+            checkpoint: A network trained in any mode.
             parallel: Where to run; it need not be where the network was trained.
-            inference: Windows.
+            inference: Size and overlap of the windows.
 
         Raises:
             DeviceError: A device does not exist.
@@ -60,10 +60,10 @@ class Predictor:
         """Return the label values of an image.
 
         Args:
-            image: (C, X, Y, Z) as read from a file.
+            image: Shape (C, X, Y, Z), as read from a file.
 
         Returns:
-            (X, Y, Z) on the image's grid.
+            Shape (X, Y, Z), on the image's grid.
 
         Raises:
             VolumeError: The image has other channels than the network was trained on.

@@ -1,12 +1,12 @@
 """Logits of a whole volume, from overlapping windows or in one piece: tensor in, tensor out.
 
-Windows of one size are laid over the volume so that neighbours overlap and the last one ends at
-the volume's edge; their logits are averaged with a Gaussian weight, since a network knows least
-about the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
+Windows of one size cover the volume so that neighbours overlap and the last one ends at the
+volume's edge. Their logits are averaged with a Gaussian weight, because a network is least certain
+of the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
 
     |-----window 0-----|
               |-----window 1-----|
-                        |-----window 2-----|     starts are spread evenly, nothing is left out
+                        |-----window 2-----|     starts are spread evenly
     |===============volume=================|
 """
 
@@ -28,7 +28,7 @@ from unet3d.parallel import Executor
 logger = logging.getLogger(__name__)
 
 SIGMA = 1 / 8
-"""Width of the Gaussian weight, in windows."""
+"""Standard deviation of the Gaussian weight, in windows."""
 
 
 def predict_logits(
@@ -43,15 +43,15 @@ def predict_logits(
 
     Args:
         executor: A placed network, in evaluation mode.
-        image: (C, X, Y, Z), prepared, on the CPU or the executor's input device.
+        image: Prepared, shape (C, X, Y, Z), on the CPU or the executor's input device.
         topology: The network's.
         window: Voxels along X, Y, Z, or the whole volume at once.
-        overlap: Share of a window that its neighbour covers again, 0 to below 1.
+        overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
         batch_size: Windows in one forward pass.
 
     Returns:
-        (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output device,
-        or on the CPU where they would take more than half of that device's free memory.
+        Shape (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output
+        device, or on the CPU if they would take more than half of that device's free memory.
 
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
@@ -61,7 +61,7 @@ def predict_logits(
     wanted = size if window == "whole" else window
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     if (x, y, z) == strides:
-        # The lowest level would be one voxel, whose instance norm is not defined.
+        # The lowest level would be one voxel, for which instance norm is not defined.
         x, y, z = 2 * x, 2 * y, 2 * z
     padded, corner = _pad_to(image, (x, y, z))
     try:
@@ -82,7 +82,7 @@ def window_starts(size: int, window: int, overlap: float) -> list[int]:
     Args:
         size: Voxels of the volume, at least those of the window.
         window: Voxels of a window.
-        overlap: Least share of a window that its neighbour covers again.
+        overlap: Least share of a window that its neighbour covers too.
     """
     step = max(1, math.floor(window * (1 - overlap) + 1e-6))  # 20 * (1 - 0.9) is just below 2
     num_windows = math.ceil((size - window) / step) + 1
@@ -98,7 +98,7 @@ def gaussian_weight(window: Shape) -> Tensor:
         window: Voxels along X, Y, Z.
 
     Returns:
-        (X, Y, Z) in float32.
+        Shape (X, Y, Z) in float32, on the CPU.
     """
     axes = []
     for voxels in window:
@@ -106,7 +106,7 @@ def gaussian_weight(window: Shape) -> Tensor:
         axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
     weight = torch.einsum("x,y,z->xyz", *axes)
     weight /= weight.max()
-    # So small a weight still decides where one window alone covers a corner.
+    # Even so small a weight is enough in a corner that one window alone covers.
     return weight.clamp_min(1e-4)
 
 

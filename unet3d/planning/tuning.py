@@ -118,7 +118,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     Raises:
         DeviceError: A device is unknown or absent, or the precision does not suit it.
         ConfigError: The mode has nothing to measure.
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     if config.parallel.mode not in ("none", "model"):
         raise ConfigError(

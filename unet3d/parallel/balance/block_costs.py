@@ -218,7 +218,7 @@ def block_seconds(
         Seconds for each block, and for the loss.
 
     Raises:
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     dtype = next(model.parameters()).dtype
     description = {

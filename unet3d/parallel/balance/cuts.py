@@ -44,7 +44,7 @@ def choose_cuts(
 
     Raises:
         DeviceError: There are more devices than blocks.
-        DatasetError: The folder cannot be written to.
+        CacheError: The folder cannot be written to.
     """
     num_stages, blocks = len(layout.devices), model.blocks()
     check_num_stages(model, num_stages)
