@@ -38,6 +38,7 @@ def python(*arguments, **options):
         "import unet3d.cli.app",
         "from unet3d.cli.app import commands; commands(['--help'], standalone_mode=False)",
         "from unet3d.cli.app import commands; commands(['train', '--help'], standalone_mode=False)",
+        "from unet3d.cli.app import commands; commands(['config'], standalone_mode=False)",
     ],
 )
 def test_loads_nothing_heavy(statement):
@@ -59,12 +60,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
     python("-c", build, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"unet3d-{__version__}-py3-none-any.whl"
-    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.name == f"unet3d_parallel-{__version__}-py3-none-any.whl"
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "unet3d").rglob("*.py")}
-    metadata = f"unet3d-{__version__}.dist-info/"
-    assert {name for name in names if not name.startswith(metadata)} == sources
+    metadata = f"unet3d_parallel-{__version__}.dist-info/"
+    # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
+    in_package = {name for name in names if not name.startswith(metadata)}
+    assert in_package == sources | {"unet3d/py.typed"}
     assert f"{metadata}licenses/LICENSE" in names
+    entry_points = archive.read(f"{metadata}entry_points.txt").decode()
+    assert "unet3d = unet3d.cli.app:main" in entry_points
 
 
 def test_every_dependency_is_pinned():
