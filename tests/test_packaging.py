@@ -16,8 +16,8 @@ from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\{\{.*?\}\}|\b(?:TODO|FIXME|TBD|XXX)\b")
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
@@ -80,7 +80,7 @@ def test_every_dependency_is_pinned():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
     names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in wanted}
     assert names <= pins
 
