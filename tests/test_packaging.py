@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from unet3d import __version__
 from unet3d.cli.app import commands
@@ -85,6 +86,30 @@ def test_every_dependency_is_pinned():
     assert names <= pins
 
 
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == __version__
+    assert citation["license"] == project["license"]
+    assert project["description"] in citation["title"]
+
+
+def test_ci_runs_the_versions_that_are_supported():
+    workflows = ROOT / ".github" / "workflows"
+    ci, gpu = (yaml.safe_load((workflows / f"{name}.yml").read_text()) for name in ("ci", "gpu"))
+    matrix = ci["jobs"]["test"]["strategy"]["matrix"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [
+        line.rpartition(" :: ")[2] for line in project["classifiers"] if "Python :: 3." in line
+    ]
+    assert matrix["python"] == named
+    assert project["requires-python"] == f">={named[0]}"
+    oldest, newest = matrix["torch"]
+    assert f"torch>={oldest}" in project["dependencies"]
+    assert f"\ntorch=={newest}." in (ROOT / "constraints.txt").read_text()
+    assert gpu["jobs"]["test"]["strategy"]["matrix"]["torch"] == [oldest, newest]
+
+
 def instructions():
     """The Dockerfile's instructions, continued lines joined, comments left out."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
@@ -114,9 +139,11 @@ def command_lines():
     for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
         text = re.sub(r"\\\n#? *", "", document.read_text())
         for line in text.splitlines():
-            match = re.match(r"(?:#\s+)?(?:docker run .* )?(unet3d (?!=).*)", line)
+            in_docker = r"docker run .* (?:-m unet3d|unet3d-parallel)"
+            match = re.match(rf"(?:#\s+)?(?:unet3d|{in_docker}) (?!=)(.*)", line)
             if match and "..." not in line:
-                yield pytest.param(match[1], id=f"{document.name}: {match[1]}")
+                command = f"unet3d {match[1]}"
+                yield pytest.param(command, id=f"{document.name}: {command}")
 
 
 @pytest.mark.parametrize("line", list(command_lines()))

@@ -24,7 +24,10 @@ from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
 
 PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),
-    channels=(ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5), ChannelNormalization(kind="none")),
+    channels=(
+        ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5),
+        ChannelNormalization(kind="none"),
+    ),
     channel_names=("CT", "PET"),
     label_names=("background", "organ", "lesion"),
     label_values=(0, 1, 5),
