@@ -15,11 +15,11 @@ from torch import Tensor
 
 from unet3d import __version__
 from unet3d.atomic import PREFIX
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.config import ModelSettings, TrainingSettings, load_config
 from unet3d.errors import CheckpointError
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
 
 PREPROCESSING = Preprocessing(
