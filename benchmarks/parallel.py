@@ -28,7 +28,7 @@ from torch import Tensor
 
 from unet3d.config import Balance, ModelSettings, ParallelSettings
 from unet3d.model import LossTerms, UNet3d, dice_cross_entropy, plan_topology, run_blocks
-from unet3d.parallel import Layout, choose_cuts, default_precision, parallelize, resolve_devices
+from unet3d.parallel import Layout, ParallelDims, choose_cuts, parallelize, resolve_precision
 from unet3d.parallel.executor import LossFunction
 
 
@@ -83,7 +83,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         names = tuple(arguments.devices.split(","))
-        self.devices = resolve_devices(ParallelSettings(mode="model", devices=names))
+        self.devices = ParallelDims.resolve(ParallelSettings(mode="model", devices=names)).devices
         x, y, z = parse_shape(arguments.shape)
         channels = tuple(int(count) for count in arguments.channels.split(","))
         settings = ModelSettings(channels=channels)
@@ -91,7 +91,7 @@ class Bench:
         torch.manual_seed(0)
         self.image = torch.randn(arguments.batch_size, 1, x, y, z)
         self.target = torch.randint(3, (arguments.batch_size, x, y, z), dtype=torch.uint8)
-        self.precision = default_precision(self.devices)
+        self.precision = resolve_precision("auto", self.devices)
         self.autocast = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision)
         self.rows: list[dict[str, Any]] = []
 

@@ -29,7 +29,7 @@ from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import (
     Optimization,
 )
-from unet3d.parallel import Layout, Slot, default_precision, parallelize
+from unet3d.parallel import Layout, Slot, parallelize, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -221,7 +221,7 @@ class Trainee:
         on_gpu = any(device.type == "cuda" for device in devices)
         self.precision = "float32" if not on_gpu else variant.precision
         if self.precision == "auto":
-            self.precision = default_precision(devices)
+            self.precision = resolve_precision("auto", devices)
         lowered = autocast_dtype(self.precision)
         torch.backends.cudnn.benchmark = variant.network != "ours"
         torch.manual_seed(0)

@@ -41,9 +41,9 @@ from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
     Layout,
-    default_precision,
+    ParallelDims,
     parallelize,
-    resolve_devices,
+    resolve_precision,
 )
 from unet3d.parallel.precision import (
     autocast_dtype,
@@ -166,7 +166,7 @@ def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Setup]
 
 def place(model: UNet3d, way: Setup, devices: tuple[torch.device, ...], group: Group) -> Executor:
     """Return the executor of one rank."""
-    autocast = autocast_dtype(default_precision(devices))
+    autocast = autocast_dtype(resolve_precision("auto", devices))
     if way.engine == "dataparallel":
         return DataParallelExecutor(model, devices, None, autocast)
     return parallelize(
@@ -184,7 +184,7 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
         group.open(300)
         names = way.devices[group.ranks.rank]
         mode: Any = "model" if len(names) > 1 else "none"
-        devices = resolve_devices(ParallelSettings(mode=mode, devices=names))
+        devices = ParallelDims.resolve(ParallelSettings(mode=mode, devices=names)).devices
         channels = tuple(int(count) for count in arguments.channels.split(","))
         topology = plan_topology(ModelSettings(channels=channels), way.shape, (1.0, 1.0, 1.0), 1, 3)
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
         optimization = Optimization(
             executor.module,
             TrainingSettings(),
-            default_precision(devices),
+            resolve_precision("auto", devices),
             keep_gradients=group.size > 1,
         )
         num_samples = way.batch_size // group.size
@@ -300,9 +300,9 @@ def main() -> None:
             f"{row['samples_per_second']:10.2f} {ratio:>6}  {peaks}"
         )
     mode: Any = "model" if len(names) > 1 else "none"
-    devices = resolve_devices(ParallelSettings(mode=mode, devices=names))
+    devices = ParallelDims.resolve(ParallelSettings(mode=mode, devices=names)).devices
     if arguments.json:
-        record = {**tuning_key(devices, default_precision(devices)), "rows": rows}
+        record = {**tuning_key(devices, resolve_precision("auto", devices)), "rows": rows}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 
