@@ -19,13 +19,16 @@ from unet3d.errors import ConfigError
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = tuple[Positive, Positive, Positive]
+"""Voxels along X, Y, Z."""
 Spacing = tuple[
     Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
 ]
+"""Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
+CudaGraphs = Literal["auto", "off"]
 
 
 class Section(BaseModel):
@@ -228,6 +231,9 @@ class ParallelSettings(Section):
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """When each micro-batch runs where. 1f1b: one forward, one backward in turn; all-forward: all
     forward, then all backward, which keeps the activations of all."""
+    cuda_graphs: CudaGraphs = "auto"
+    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
+    memory for it; off: every step is launched."""
     balance: Balance | Literal["auto"] = "auto"
     """Where the network is cut in training. time, memory: so that the stages take equal time, or
     memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
@@ -257,6 +263,12 @@ class ParallelSettings(Section):
     @classmethod
     def _name(cls, value: Any) -> Any:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Take ``off`` as it is written: to YAML it means False."""
+        return "off" if value is False else value
 
     @field_validator("cuts", mode="before")
     @classmethod
@@ -376,6 +388,18 @@ class Config(Section):
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Config":
+        """Read what ``model_dump(mode="json")`` gave, such as from another rank.
+
+        Args:
+            values: Sections of settings.
+
+        Raises:
+            ConfigError: It holds unknown keys or refused values.
+        """
+        return _validated(dict(values), "settings")
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":
