@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronize, tuning_key
+from common import devices_named, synchronize, tuning_key
 from peers import Problem, Trainee, Variant, find_variants
 
-from unet3d.config import ParallelSettings, TrainingSettings
-from unet3d.parallel import Layout, ParallelDims, resolve_precision
+from unet3d.config import TrainingSettings
+from unet3d.parallel import Layout, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -261,8 +261,7 @@ def main() -> None:
     """Search for every variant, print the table, write the record after each."""
     arguments = parse_arguments()
     names = tuple(arguments.devices.split(","))
-    mode: Any = "model" if len(names) > 1 else "none"
-    devices = list(ParallelDims.resolve(ParallelSettings(mode=mode, devices=names)).devices)
+    devices = list(devices_named(names))
     variants = find_variants(arguments.variants)
     if len(devices) > 1 and any(variant.network != "ours" for variant in variants):
         raise SystemExit("only ours runs on several devices; name its variants with --variants")

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import parse_shape, synchronize, tuning_key
+from common import devices_named, parse_shape, synchronize, tuning_key
 
-from unet3d.config import ModelSettings, ParallelSettings, Shape, TrainingSettings
+from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
@@ -41,7 +41,6 @@ from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
     Layout,
-    ParallelDims,
     parallelize,
     resolve_precision,
 )
@@ -183,8 +182,7 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
     with joined(Ranks.from_environment()) as group:
         group.open(300)
         names = way.devices[group.ranks.rank]
-        mode: Any = "model" if len(names) > 1 else "none"
-        devices = ParallelDims.resolve(ParallelSettings(mode=mode, devices=names)).devices
+        devices = devices_named(names)
         channels = tuple(int(count) for count in arguments.channels.split(","))
         topology = plan_topology(ModelSettings(channels=channels), way.shape, (1.0, 1.0, 1.0), 1, 3)
         torch.manual_seed(0)
@@ -299,8 +297,7 @@ def main() -> None:
             f"{row['name']:40} {row['batch_size']:5} {1000 * row['step_seconds']:9.1f} "
             f"{row['samples_per_second']:10.2f} {ratio:>6}  {peaks}"
         )
-    mode: Any = "model" if len(names) > 1 else "none"
-    devices = ParallelDims.resolve(ParallelSettings(mode=mode, devices=names)).devices
+    devices = devices_named(names)
     if arguments.json:
         record = {**tuning_key(devices, resolve_precision("auto", devices)), "rows": rows}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
