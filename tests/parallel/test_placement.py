@@ -107,7 +107,7 @@ def test_a_plan_may_be_for_another_machine() -> None:
         ({"mode": "data"}, ((GPUS[0],), (GPUS[1],), (GPUS[2],), (GPUS[3],))),
         ({"mode": "data", "devices": "3,1"}, ((GPUS[3],), (GPUS[1],))),
         ({"mode": "data", "devices": "cpu,cpu"}, ((CPU,), (CPU,))),
-        ({"mode": "data", "engine": "dataparallel", "devices": "0,1"}, (tuple(GPUS[:2]),)),
+        ({"mode": "data", "engine": "dataparallel", "devices": "0,1"}, ((GPUS[0],), (GPUS[1],))),
         ({"mode": "model", "replicas": 2}, (tuple(GPUS[:2]), tuple(GPUS[2:]))),
         (
             {"mode": "model", "replicas": 2, "devices": "0,cpu,1,cpu"},
