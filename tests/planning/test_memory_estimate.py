@@ -172,7 +172,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
     in_float32 = predict_memory(replace(step, layout=replace(step.layout, autocast=None)))
     prediction = predict_memory(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
-    for index, memory in prediction.memory.items():
+    for memory in prediction.memory.values():
         counted = (
             memory.parameters_bytes
             + memory.gradients_bytes
@@ -180,7 +180,11 @@ def test_gpus_are_predicted_without_gpus() -> None:
             + memory.activations_bytes
         )
         assert counted < memory.peak_bytes < 2 * counted
-        assert memory.reserved_bytes == memory.peak_bytes + UNCOUNTED_BYTES
+        # Gaps between tensors; the allocator grows by 20 MiB at a time.
+        assert memory.peak_bytes < memory.reserved_bytes < 1.3 * memory.peak_bytes
+    needed = prediction.needed_bytes()
+    assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
+    for index, memory in prediction.memory.items():
         ratio = memory.activations_bytes / in_float32.memory[index].activations_bytes
         assert 0.5 < ratio < 0.6  # autocast lowers nearly all of them
 
@@ -351,7 +355,7 @@ def test_the_command_shows_every_way_side_by_side(
     ]
     for way in record["ways"]:
         assert way["fits"] == (
-            max(slot["predicted"]["reserved_bytes"] for slot in way["slots"]) <= 1.2 * 1024**3
+            max(slot["predicted"]["peak_bytes"] for slot in way["slots"]) <= 0.2 * 1024**3
         )
         x, y, z = way["largest_shape"]
         assert x == y and z in (x // 2 // 4 * 4, x // 2 // 4 * 4 + 4)
@@ -528,7 +532,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
     fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
     warn_if_too_large(fitting)
     assert not caplog.records
-    much = replace(fitting.memory[1], reserved_bytes=21 * 1024**3)
+    much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
     warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
     (record,) = caplog.records
     assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")

@@ -18,10 +18,8 @@ from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
 from unet3d.cli.train import train
-from unet3d.errors import (
-    LostRankError,
-    Unet3dError,
-)
+from unet3d.errors import LostRankError, Unet3dError
+from unet3d.memory.allocator import use_expandable_segments
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -36,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from unet3d.distributed.interruption import Interrupted
     from unet3d.distributed.ranks import is_launched, leave, report_end
 
+    use_expandable_segments()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:  # taken wherever it stands, for it is added last, after an error
