@@ -32,6 +32,6 @@ def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any
         "devices": names,
         "precision": precision,
         "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "python": platform.python_version(),
     }

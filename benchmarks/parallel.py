@@ -64,7 +64,7 @@ class ForwardOnlyPipeline:
                 if 0 <= step - number < len(alive):
                     alive[step - number] = self._forward(number, alive[step - number])
         terms = loss_fn(torch.cat([made["head"] for made in alive]), target)
-        terms.total.backward()
+        torch.autograd.backward(terms.total)
         return terms.detached()
 
     def _forward(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -236,22 +236,26 @@ def main() -> None:
     bench = Bench(arguments)
     batch, devices = arguments.batch_size, bench.devices
     one = devices[:1]
-    whole = bench.measure("one device, whole batch", one, 1)
-    accumulated = bench.measure("one device, accumulated", one, batch)
-    bench.measure("stages in turn (naive)", devices, 1)
-    bench.measure("forward-only pipeline (tutorial)", devices, batch, forward_only=True)
+    whole = bench.measure("one device, whole batch", one, num_micro_batches=1)
+    accumulated = bench.measure("one device, accumulated", one, num_micro_batches=batch)
+    bench.measure("stages in turn (naive)", devices, num_micro_batches=1)
+    bench.measure(
+        "forward-only pipeline (tutorial)", devices, num_micro_batches=batch, forward_only=True
+    )
     tried: list[tuple[str, tuple[int, ...] | None]] = [("encoder | decoder", None)]
     balances: tuple[Balance, ...] = ("time", "memory")
     for balance in balances:
         cuts = bench.balanced(balance)
         tried.append((f"--balance {balance} {cuts}", cuts))
     tried += [(f"cut {cut}", tuple(map(int, cut.split(",")))) for cut in arguments.cuts]
-    for name, cuts in tried:
-        row = bench.measure(f"1F1B, {name}", devices, batch, cuts)
-        stages = bench.stage_seconds(cuts)
+    for name, tried_cuts in tried:
+        row = bench.measure(f"1F1B, {name}", devices, num_micro_batches=batch, cuts=tried_cuts)
+        stages = bench.stage_seconds(tried_cuts)
         row["stage_seconds"] = stages
         row["limit_seconds"] = sum(stages) + (batch - 1) * max(stages)
-    bench.measure("all forward, all backward", devices, batch, schedule="all-forward")
+    bench.measure(
+        "all forward, all backward", devices, num_micro_batches=batch, schedule="all-forward"
+    )
     best = min(row["seconds"] for row in (whole, accumulated) if row["seconds"])
     print(f"{'':44} {'ms':>8} {'best 1':>7} {'accum.':>7} {'limit':>6}  peak GiB")
     for row in bench.rows:

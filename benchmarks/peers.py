@@ -265,7 +265,7 @@ class Trainee:
             with self._autocast:
                 logits = self._network(self._image)
             terms = dice_cross_entropy(logits, self._target)
-            self._optimization.scaler.scale(terms.total).backward()
+            torch.autograd.backward(self._optimization.scaler.scale(terms.total))
         self._optimization.step(self._learning_rate)
         loss: Tensor = terms.total.detach()
         return loss

@@ -89,7 +89,7 @@ def measure(
 def _mark(on_gpu: bool) -> Any:
     if not on_gpu:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 

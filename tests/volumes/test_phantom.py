@@ -221,8 +221,8 @@ def test_nothing_is_left_where_writing_fails(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nib, "save", full_disk)
-    with pytest.raises(DatasetError, match="No space left on device"):
+    monkeypatch.setattr(nib.Nifti1Image, "to_file_map", full_disk)
+    with pytest.raises(DatasetError, match=r"No space left on device; .*data\.cache"):
         write_phantom_dataset(tmp_path / "phantom", 1, (24,) * 3, (1.0,) * 3, 0)
     assert list(tmp_path.iterdir()) == []
 

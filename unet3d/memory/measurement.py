@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from unet3d.memory.meter import MemoryMeter, SlotLike
+from unet3d.memory.meter import MemoryMeter, NetworkLike, SlotLike
 
 
 class Observed(Protocol):
@@ -22,7 +21,7 @@ class Observed(Protocol):
         ...
 
     @property
-    def module(self) -> nn.Module:
+    def module(self) -> NetworkLike:
         """The network."""
         ...
 

@@ -2,19 +2,23 @@
 
 from unet3d.model.blocks import Block, BlockWatcher, run_blocks, run_levels
 from unet3d.model.loss import LossTerms, dice_cross_entropy
+from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
 
 __all__ = [
     "Block",
+    "BlockNetwork",
     "BlockWatcher",
     "Decoder",
     "Encoder",
     "LossTerms",
+    "SequentialNetwork",
     "Topology",
     "UNet3d",
     "dice_cross_entropy",
     "plan_topology",
     "run_blocks",
     "run_levels",
+    "sequential_blocks",
 ]

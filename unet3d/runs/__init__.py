@@ -1,1 +1,1 @@
-"""What a run leaves on the disk."""
+"""The folder of a run, and the checkpoints in it."""

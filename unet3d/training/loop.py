@@ -187,10 +187,11 @@ class TrainingLoop:
         state, executor = self.state, self.executor
         done = state.epoch * self.loader.num_steps + state.step
         self.group.note(done, f"epoch {state.epoch + 1}, step {state.step + 1}")
-        image = batch.image.to(executor.input_device, image_dtype(executor), non_blocking=True)
+        dtype = image_dtype(executor.module)
+        image = batch.image.to(executor.input_device, dtype, non_blocking=True)
         target = batch.target.to(executor.output_device, non_blocking=True)
         scale = self.optimization.scale * batch.weight
-        terms = executor.forward_backward(image, target, dice_cross_entropy, scale)
+        terms: LossTerms = executor.forward_backward(image, target, dice_cross_entropy, scale)
         self.optimization.step(self._learning_rate(done))
         return terms
 

@@ -8,7 +8,7 @@ import torch
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
-from unet3d.model import UNet3d
+from unet3d.model import BlockNetwork
 from unet3d.model.optimizer import Optimization
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
@@ -25,7 +25,7 @@ class CheckpointSaver:
         self,
         *,
         experiment: Experiment,
-        module: UNet3d,
+        module: BlockNetwork,
         optimization: Optimization,
         folder: RunFolder,
         group: Group,

@@ -18,10 +18,10 @@ from unet3d.distributed.launcher import launch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
-from unet3d.parallel import devices_of_replicas
+from unet3d.parallel import ParallelDims
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RUNS, RunFolder, newest_run
-from unet3d.training.job import for_ranks, num_processes, train
+from unet3d.training.job import for_ranks, train
 from unet3d.training.loop import TrainingResult
 
 
@@ -71,8 +71,9 @@ def start_training(
     """
     with joined(ranks) as group:
         run = choose_run(request, group)
-        if group.size == 1 and num_processes(run.config) > 1:
-            start_ranks(run, quiet)
+        dims = ParallelDims.resolve(run.config.parallel, ranks=ranks)
+        if group.size < dims.num_processes:
+            start_ranks(run, dims, quiet)
             return None
         return train(run.config, run.folder, run.resume, console, quiet, group)
 
@@ -100,7 +101,7 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
         config = without_stale_cuts(load_config(folder.config, changes), recorded)
     else:
         config = load_config(request.config_path, request.changes)
-    config = for_ranks(config, group.size if group.size > 1 else num_processes(config))
+    config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
     if folder is not None:
         return Run(config=config, folder=folder, resume=True)
     if group.size > 1 and request.output is None and _may_be_restarted():
@@ -145,18 +146,18 @@ def run_to_resume(output: Path | None) -> RunFolder:
     return run
 
 
-def start_ranks(run: Run, quiet: bool) -> None:
+def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
     """Train in a process for each replica, each started with the settings as they are now.
 
     Args:
         run: What they train.
+        dims: The devices of each.
         quiet: No progress at all.
 
     Raises:
         Unet3dError: A rank failed; the reason of the first one that did.
         Interrupted: Ctrl-C or SIGTERM, after the ranks have ended.
     """
-    replicas = devices_of_replicas(run.config.parallel)
     with tempfile.NamedTemporaryFile("w", prefix="unet3d-", suffix=".yaml") as settings:
         settings.write(run.config.to_yaml())
         settings.flush()
@@ -165,9 +166,9 @@ def start_ranks(run: Run, quiet: bool) -> None:
         arguments += ["--quiet"] if quiet else []
         if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
             arguments.insert(0, "--debug")
-        on_gpus = any(device.type == "cuda" for devices in replicas for device in devices)
+        on_gpus = any(device.type == "cuda" for devices in dims.replicas for device in devices)
         try:
-            launch(arguments, len(replicas), run.config.parallel.max_restarts, on_gpus)
+            launch(arguments, dims.num_processes, run.config.parallel.max_restarts, on_gpus)
         except Interrupted as interruption:
             raise Interrupted(
                 interruption.signal_number, can_resume=run.folder.latest.exists()
@@ -184,7 +185,7 @@ def _to_plain(run: Run) -> dict[str, Any]:
 
 def _from_plain(values: Mapping[str, Any]) -> Run:
     return Run(
-        config=Config.model_validate(values["config"]),
+        config=Config.from_plain(values["config"]),
         folder=RunFolder(Path(values["folder"])),
         resume=values["resume"],
     )

@@ -72,8 +72,10 @@ class Validator:
         window = settings.window
         if window == "auto":
             window = experiment.patch_size or "whole"
-        image = torch.from_numpy(case.image().copy()).to(image_dtype(executor))
-        logits = predict_logits(executor, image, window, settings.overlap, settings.batch_size)
+        image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
+        logits = predict_logits(
+            executor, image, experiment.topology, window, settings.overlap, settings.batch_size
+        )
         label = torch.from_numpy(case.label().copy()).to(logits.device)
         return dice_per_class(logits.argmax(0), label, len(experiment.preprocessing.label_names))
 

@@ -27,8 +27,8 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
     Args:
         names: The cases.
-        num_folds: How many; with fewer cases than that, one fold a case.
-        seed: The same seed and names give the same folds, in whatever order the names come.
+        num_folds: Number of folds; with fewer cases than that, one fold for each case.
+        seed: The same seed and names give the same folds, whatever the order of the names.
 
     Raises:
         DatasetError: There are fewer than two cases.
@@ -49,10 +49,10 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
 
 def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold, ...]:
-    """Return the folds of cases that each carry the number of the fold that validates them.
+    """Return the folds of cases, each of which has the number of the fold that validates it.
 
     Args:
-        number_of: Case to fold number.
+        number_of: The fold number of each case.
         source: Where the numbers come from, for messages.
 
     Raises:
