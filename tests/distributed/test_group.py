@@ -2,51 +2,20 @@
 
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.rank_threads import in_threads, place, store_of_all
 from unet3d.distributed.group import Group
 from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.store_exchange import StoreExchange
 from unet3d.errors import LostRankError, RankError
 
-Result = TypeVar("Result")
-
 ALONE = Group(Ranks())
-
-
-def place(rank: int, num_ranks: int, per_machine: int | None = None) -> Ranks:
-    per_machine = per_machine or num_ranks
-    return Ranks(
-        rank=rank,
-        world_size=num_ranks,
-        local_rank=rank % per_machine,
-        local_world_size=per_machine,
-    )
-
-
-def store_of_all() -> dist.Store:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-    return store
-
-
-def in_all(
-    num_ranks: int, work: Callable[[Group], Result], per_machine: int | None = None
-) -> list[Result]:
-    """Return what work returns in each rank."""
-    store = store_of_all()
-    groups = [Group(place(rank, num_ranks, per_machine), store) for rank in range(num_ranks)]
-    with ThreadPoolExecutor(num_ranks) as threads:
-        return [one.result(30) for one in [threads.submit(work, group) for group in groups]]
 
 
 def test_a_single_rank_gets_what_it_made_itself() -> None:
@@ -69,7 +38,7 @@ def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values() -> None:
 
         return group.from_first(make, to_plain=str, from_plain=Path)
 
-    assert in_all(3, work) == [Path("a/0")] * 3
+    assert in_threads(3, work) == [Path("a/0")] * 3
     assert calls == [0]
 
 
@@ -77,12 +46,12 @@ def test_values_come_in_the_order_of_the_ranks_however_often() -> None:
     def work(group: Group) -> list[list[int]]:
         return [group.exchange(10 * turn + group.ranks.rank) for turn in range(5)]
 
-    assert in_all(3, work) == [[[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]] * 3
+    assert in_threads(3, work) == [[[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]] * 3
 
 
 def test_sums_are_the_same_in_all_ranks() -> None:
     values = ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
-    found = in_all(3, lambda group: group.sum(values[group.ranks.rank]))
+    found = in_threads(3, lambda group: group.sum(values[group.ranks.rank]))
     assert found == [[0.1 + 0.2 + 0.3, 7.0]] * 3
 
 
@@ -97,7 +66,7 @@ def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine() -> Non
 
         group.in_turn(once)
 
-    in_all(4, work, per_machine=2)
+    in_threads(4, work, per_machine=2)
     assert done[0] == 0
     assert done.index(2) < done.index(3)
     assert sorted(done) == [0, 1, 2, 3]
