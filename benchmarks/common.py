@@ -4,11 +4,12 @@ import datetime
 import platform
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from unet3d.config import Shape
+from unet3d.config import ParallelSettings, Shape
+from unet3d.parallel import ParallelDims
 
 
 def synchronize() -> None:
@@ -21,6 +22,12 @@ def parse_shape(text: str) -> Shape:
     """Return voxels along X, Y, Z from ``192,192,192``."""
     x, y, z = (int(size) for size in text.split(","))
     return x, y, z
+
+
+def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
+    """Return the devices of one network: a stage on each, where there are several."""
+    mode: Literal["model", "none"] = "model" if len(names) > 1 else "none"
+    return ParallelDims.resolve(ParallelSettings(mode=mode, devices=tuple(names))).devices
 
 
 def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def _place(name: str) -> str:
         return PAGES[name]
     if name.startswith("docs/"):
         return name.removeprefix("docs/")
+    name = name.removeprefix(".")  # MkDocs leaves out what is hidden
     return f"files/{name}" if Path(name).suffix else f"files/{name}.txt"
 
 

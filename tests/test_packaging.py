@@ -173,6 +173,18 @@ def test_links_lead_to_files(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_modules_that_are_named_exist(document):
+    folders = "unet3d|tests|benchmarks|docs|tools|data|configs"
+    packages = "|".join(path.name for path in (ROOT / "unet3d").iterdir() if path.is_dir())
+    text = document.read_text()
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(rf"`((?:{packages})/[\w/]+)`", text):
+        module = ROOT / "unet3d" / name
+        assert module.is_dir() or module.with_suffix(".py").is_file(), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_no_placeholder_was_left_unfilled(document):
     assert PLACEHOLDER.findall(document.read_text()) == []
 

@@ -159,9 +159,12 @@ cache.save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
     cache = Cache(tmp_path)
     assert cache.load_case("key", "case") is None
     (leftover,) = (tmp_path / "prepared").iterdir()
-    os.utime(leftover, (0, 0))
+    phantom = tmp_path / f"{PREFIX}phantom"
+    phantom.mkdir()
+    for folder in (leftover, phantom):
+        os.utime(folder, (0, 0))
     Cache(tmp_path)
-    assert not leftover.exists()
+    assert not leftover.exists() and not phantom.exists()
 
 
 def test_an_entry_that_is_there_is_kept(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ _Key = tuple[Reader, int, str]
 """The reader, the micro-batch and the name of the tensor."""
 
 
+def stays(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether a reader on a device finds a tensor where it is."""
+    return tensor.device == device
+
+
 class StaticMail:
     """Carries the tensors of a step that is captured once and replayed often.
 
@@ -81,7 +86,8 @@ class StaticMail:
         """Return the place of the target; see :class:`~unet3d.parallel.mail.Mail`."""
         reader, target = self._loss_reader, self._targets[micro_batch]
         self._send(reader, micro_batch, "target", target, self._routes.loss_device, copies=True)
-        return self._take(reader, micro_batch, ("target",))["target"]
+        place = self._take(reader, micro_batch, ("target",))
+        return target if self._is_captured else place["target"]
 
     def gradients(self, stage: Stage, micro_batch: int) -> dict[str, list[Tensor]]:
         """Return the places of the gradients; see :class:`~unet3d.parallel.mail.Mail`."""
@@ -145,7 +151,7 @@ class StaticMail:
                 every step.
         """
         key: _Key = (reader, micro_batch, name)
-        if tensor.device == device and not copies:
+        if stays(tensor, device) and not copies:
             if not self._is_captured:
                 self._handed[key].append(tensor.detach())
             return
@@ -165,11 +171,7 @@ class StaticMail:
     def _take(self, reader: Reader, micro_batch: int, names: Sequence[str]) -> dict[str, Tensor]:
         if self._is_captured:
             self._wait(reader, micro_batch, names)
-            return {
-                name: self._places[reader, micro_batch, name][0].tensor
-                for name in names
-                if self._places.get((reader, micro_batch, name))
-            }
+            return {}
         return {name: self._handed.pop((reader, micro_batch, name))[0] for name in names}
 
     def _wait(self, reader: Reader, micro_batch: int, names: Sequence[str]) -> None:

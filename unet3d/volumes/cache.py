@@ -100,7 +100,7 @@ class Cache:
             folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
         self.folder = folder.absolute()
         with writing_cache(self.folder):
-            for name in ("digests", "intensities", "prepared"):
+            for name in ("", "digests", "intensities", "prepared"):
                 make_folder(self.folder / name)
                 remove_leftovers(self.folder / name, LEFTOVER_SECONDS)
             # Refuse a folder that cannot be written before hours go into a case.

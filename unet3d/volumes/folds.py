@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise DatasetError(f"cannot read {path}: {error.strerror}") from error
+        raise DatasetError(f"cannot read {path}: {reason_of(error)}") from error
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{path} is not a data set; name its folder, or its dataset.json"

@@ -105,14 +105,14 @@ def head_phantom(
 
 
 def _random_head(rng: np.random.Generator, extent_mm: npt.NDArray[np.float64]) -> _Head:
-    room = np.minimum(extent_mm, MAX_STRETCH * extent_mm.min())
-    semi_axes = room * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
+    bounds_mm = np.minimum(extent_mm, MAX_STRETCH * extent_mm.min())
+    semi_axes = bounds_mm * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
     ventricle_size = float(rng.uniform(0.85, 1.35))
     fields = {
         name: rng.standard_normal((cells + 3,) * 3)
         for name, cells in (("folds", 18), ("texture", 30), ("lesion", 14), ("bias", 2))
     }
-    mean_extent = float(np.prod(room)) ** (1 / 3)
+    mean_extent = float(np.prod(bounds_mm)) ** (1 / 3)
     num_small, num_large = rng.integers(0, 4), rng.integers(1, 4)
     radii = [
         *rng.uniform(0.055, 0.09, num_large) * mean_extent,
@@ -124,7 +124,7 @@ def _random_head(rng: np.random.Generator, extent_mm: npt.NDArray[np.float64]) -
         in_head = np.array(BRAIN_CENTRE) + position * BRAIN_SCALE
         lesions.append((in_head * semi_axes, float(radius)))
     return _Head(
-        centre=rng.uniform(-0.03, 0.03, 3) * room,
+        centre=rng.uniform(-0.03, 0.03, 3) * bounds_mm,
         rotation=Rotation.from_euler("xyz", rng.uniform(-12, 12, 3), degrees=True).as_matrix(),
         semi_axes=(float(semi_axes[0]), float(semi_axes[1]), float(semi_axes[2])),
         ventricle_size=ventricle_size,

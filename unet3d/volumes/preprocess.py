@@ -29,9 +29,9 @@ from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
+    as_spacing,
     prepare_image,
     prepare_label,
-    three,
 )
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = three(np.median([header.spacing_mm for header in headers], axis=0).round(6))
+    median_mm = as_spacing(np.median([header.spacing_mm for header in headers], axis=0).round(6))
     if settings.spacing_mm == "native":
         target_mm = None
     elif settings.spacing_mm == "median":

@@ -75,7 +75,7 @@ class Preprocessing:
         """
         spacing_mm = tree["spacing_mm"]
         return cls(
-            spacing_mm=None if spacing_mm is None else three(spacing_mm),
+            spacing_mm=None if spacing_mm is None else as_spacing(spacing_mm),
             channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
             channel_names=tuple(tree["channel_names"]),
             label_names=tuple(tree["label_names"]),
@@ -190,7 +190,7 @@ def _normalized(
     return (array - np.float32(mean)) / np.float32(std)
 
 
-def three(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
+def as_spacing(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
     """Return three numbers as a spacing."""
     x, y, z = (float(value) for value in values)
     return (x, y, z)
