@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from unet3d.config import Config, load_config
+from unet3d.distributed.launcher import import_variables
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import LossTerms
 from unet3d.runs.checkpoint import load_checkpoint
@@ -278,7 +279,7 @@ def start(folder: Path, cache: Path, *more: str) -> subprocess.Popen[str]:
         command.pop()
     for override in overrides:
         command += ["--set", override]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **import_variables(), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
