@@ -130,13 +130,13 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     n, _, i, j, k = x.shape
     is_worth_it = outputs * together <= MAX_HEAD_COLUMNS and k % together == 0
     if not (is_worth_it and can_fold(x, inputs)):
-        if slabs.fits(x, weight, _PLAIN, _NONE):
+        if slabs.is_one_call(x, weight, _PLAIN, _NONE):
             return F.conv3d(x, weight, bias)
         return slabs.convolve(x, weight, _PLAIN, _NONE).add_(bias.view(1, -1, 1, 1, 1))
     one = torch.eye(together, dtype=weight.dtype, device=weight.device)
     matrix = torch.kron(one, weight.reshape(outputs, inputs))
     folded = x.permute(0, 2, 3, 4, 1).reshape(n, i, j, k // together, together * inputs)
-    if slabs.fits(x, weight, _PLAIN, _NONE):
+    if slabs.is_one_call(x, weight, _PLAIN, _NONE):
         y = F.linear(folded.flatten(0, 3), matrix, bias.repeat(together))
     else:
         kernel = matrix.view(*matrix.shape, 1, 1, 1)

@@ -98,7 +98,7 @@ class _Options(NamedTuple):
     pads_gradient: bool
 
     def is_fused(self, x: Tensor) -> bool:
-        """Return whether PyTorch's own operation does all stages of forward.
+        """Return whether one operation of PyTorch's does all stages of forward.
 
         The time of a small map on a GPU is its launches, and the fused operation takes fewer. On a
         CPU the stages take no longer and have the same values, and to recompute the result the last
@@ -153,9 +153,7 @@ class _InstanceNorm(torch.autograd.Function):
 
 
 def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Tensor:
-    return options.stages.normalize(
-        _laid_out(x, options), *affine, slope=options.slope, pads=pads
-    )
+    return options.stages.normalize(_laid_out(x, options), *affine, slope=options.slope, pads=pads)
 
 
 def _laid_out(x: Tensor, options: _Options) -> Tensor:

@@ -13,14 +13,28 @@ from unet3d.kernels.padding import padded_copy
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 
 
+# PyTorch's own operation has no fake version; without one, memory would be taken to predict memory.
+torch.library.define("unet3d::channel_statistics", "(Tensor rows) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("unet3d::channel_statistics", ("cpu", "cuda"))
+def _(rows: Tensor) -> tuple[Tensor, Tensor]:
+    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    unused = torch.zeros(2, rows.shape[1], dtype=_exact(rows), device=rows.device)
+    mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+@torch.library.register_fake("unet3d::channel_statistics")  # type: ignore[untyped-decorator]
+def _(rows: Tensor) -> tuple[Tensor, Tensor]:
+    mean, variance = (rows.new_empty(rows.shape[1], dtype=_exact(rows)) for _ in range(2))
+    return mean, variance
+
+
 def moments(x: Tensor) -> Tensor:
     """Return the moments (1, 3, N, C) of a map, which is one part."""
     n, c, *space = x.shape
-    rows = _rows(x)
-    exact = torch.promote_types(x.dtype, torch.float32)
-    # Running statistics that nobody reads make PyTorch return a low type's in float32.
-    unused = torch.zeros(2, n * c, dtype=exact, device=x.device)
-    mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
+    mean, variance = torch.ops.unet3d.channel_statistics.default(_rows(x))
     count = torch.full_like(mean, space[0] * space[1] * space[2])
     return torch.stack((count, variance, mean)).view(1, 3, n, c)
 
@@ -137,6 +151,10 @@ def fused_backward(
     return dx.reshape(x.shape), sum_gx.view(n, c).sum(0), sum_g.view(n, c).sum(0)
 
 
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _rows(x: Tensor) -> Tensor:
     """View (N, C, X, Y, Z) as (1, N * C, X, Y, Z)."""
     n, c, *space = x.shape
@@ -177,4 +195,3 @@ def _batch_norm_backward(
         g, _rows(x), weight.repeat(len(x)), *statistics, True, 0.0, wanted
     )
     return gradients
-
