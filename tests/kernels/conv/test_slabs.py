@@ -23,7 +23,7 @@ from unet3d.kernels import (
 )
 from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.conv.api import FoldedConvolution
+from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
 Shape = tuple[int, int, int]

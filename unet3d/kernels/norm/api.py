@@ -126,11 +126,13 @@ class _InstanceNorm(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.options = options
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # mean and rstd have none, and zeros would be launches
         return y, mean, rstd
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None
         x, *affine = ctx.saved_tensors
         options: _Options = ctx.options
         stages, slope = options.stages, options.slope
