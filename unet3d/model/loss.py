@@ -85,8 +85,7 @@ def mean_over_levels(levels: Sequence[LossTerms]) -> LossTerms:
     """
     weights = [0.5**level for level in range(len(levels))]
     terms = [
-        level.weighted(weight / sum(weights))
-        for level, weight in zip(levels, weights, strict=True)
+        level.weighted(weight / sum(weights)) for level, weight in zip(levels, weights, strict=True)
     ]
     return sum(terms[1:], start=terms[0])
 

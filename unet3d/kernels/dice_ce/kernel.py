@@ -82,7 +82,7 @@ def _gradient(
 
 
 def forward(logits: Tensor, target: Tensor) -> Tensor:
-    """Return (4, N, K): surprise, intersection, prediction and truth, summed over voxels."""
+    """Return the sums (4, N, K): surprise, intersection, prediction and truth."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
@@ -97,7 +97,7 @@ def forward(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient of the logits, from that of the sums."""
+    """Return the gradient of the logits, from that (4, N, K) of the sums."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
