@@ -52,6 +52,18 @@ def empty_padded(like: Tensor) -> Tensor:
     return whole[:, :, :, 1:-1].permute(0, 4, 1, 2, 3)
 
 
+def empty_map(like: Tensor, pads: bool) -> Tensor:
+    """Return channels-last memory for a map.
+
+    Args:
+        like: (N, C, X, Y, Z), a tensor of the same shape, type and device.
+        pads: Whether there is room for zeros around it.
+    """
+    if pads:
+        return empty_padded(like)
+    return torch.empty_like(like, memory_format=torch.channels_last_3d)
+
+
 def padded_copy(x: Tensor) -> Tensor:
     """Return a copy of a map (N, C, X, Y, Z) that is stored with zeros around; it has no mark."""
     copy = empty_padded(x)

@@ -102,7 +102,7 @@ def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     n, k = logits.shape[:2]
     voxels = target[0].numel()
     block = _block(k)
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, memory_format=torch.channels_last_3d)
     surprise, common, predicted, _ = gradient.float().contiguous().unbind(0)
     with torch.cuda.device(logits.device):
         _gradient[(triton.cdiv(voxels, block["BV"]), n)](

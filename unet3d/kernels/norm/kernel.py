@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from unet3d.kernels.norm.grid import Grid, grid_of
-from unet3d.kernels.padding import empty_padded, with_padding
+from unet3d.kernels.padding import empty_map, with_padding
 
 
 @triton.jit
@@ -272,7 +272,7 @@ def normalize(
 ) -> Tensor:
     """Return the normalised map, with zeros around Z or not."""
     grid, *size = _matrix(x)
-    y = empty_padded(x) if pads else torch.empty_like(x)
+    y = empty_map(x, pads)
     given = (weight, bias, mean, rstd, *size, x.shape[-1], slope, pads)
     with torch.cuda.device(x.device):
         _normalize[grid.over_blocks](x, _start(y, pads), *given, **_block(grid))
@@ -323,7 +323,7 @@ def gradient(
 ) -> Tensor:
     """Return the gradient of a map, with zeros around Z or not."""
     grid, *size = _matrix(x)
-    dx = empty_padded(x) if pads else torch.empty_like(x)
+    dx = empty_map(x, pads)
     given = (weight, bias, mean, rstd, total, voxels, *size, x.shape[-1], slope, pads)
     with torch.cuda.device(x.device):
         _gradient[grid.over_blocks](x, dy, _start(dx, pads), *given, **_block(grid))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.norm.grid import grid_of
-from unet3d.kernels.padding import empty_padded
+from unet3d.kernels.padding import empty_map
 
 _MAPS = "Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
@@ -71,7 +71,7 @@ def _(x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
 
 @torch.library.register_fake("unet3d::norm_normalize")  # type: ignore[untyped-decorator]
 def _(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
-    return _like(x, pads)
+    return empty_map(x, pads)
 
 
 @torch.library.impl("unet3d::norm_sums", "cuda")
@@ -107,7 +107,7 @@ def _(dy: Tensor, x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
 
 @torch.library.register_fake("unet3d::norm_gradient")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, *affine: Tensor, pads: bool, **options: Any) -> Tensor:
-    return _like(x, pads)
+    return empty_map(x, pads)
 
 
 def _per_run(x: Tensor, numbers: int) -> Tensor:
@@ -115,7 +115,3 @@ def _per_run(x: Tensor, numbers: int) -> Tensor:
     n, c, *space = x.shape
     runs = grid_of(n, c, space[0] * space[1] * space[2]).runs
     return x.new_empty((runs, numbers, n, c), dtype=torch.float32)
-
-
-def _like(x: Tensor, pads: bool) -> Tensor:
-    return empty_padded(x) if pads else torch.empty_like(x, memory_format=torch.channels_last_3d)
