@@ -1,6 +1,6 @@
 # unet3d for GPU servers; torch from PyPI brings CUDA, the host only needs its driver.
-#   docker build -t unet3d .
-#   docker run --gpus all --shm-size=8g --user $(id -u):$(id -g) -v "$PWD:/data" unet3d train ...
+#   docker build -t unet3d-parallel .
+#   docker run --gpus all --shm-size=8g --user $(id -u):$(id -g) -v "$PWD:/data" unet3d-parallel train ...
 ARG BASE_IMAGE=python:3.12-slim
 FROM ${BASE_IMAGE}
 

@@ -1,28 +1,38 @@
 # make demo: install into .venv, then train, predict and evaluate on the built-in phantom data.
 # make test: install into .venv, then everything that CI checks.
+# make check: the same without slow tests: what to run while working.
+# make docs: build the site in site/; look at it with python -m http.server --directory site.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test clean
+.PHONY: demo test check lint docs clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
 
-test: .venv/installed
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+check: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow"
+
+lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The stamp is the last thing written, so that an interrupted installation is begun again.
 .venv/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("unet3d needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 clean:
-	rm -rf .venv demo build dist
+	rm -rf .venv demo build dist site

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronize, tuning_key
+from common import devices_named, synchronize, tuning_key
 from peers import Problem, Trainee, Variant, find_variants
 
-from unet3d.config import ParallelSettings, TrainingSettings
-from unet3d.parallel import Layout, default_precision, resolve_devices
+from unet3d.config import TrainingSettings
+from unet3d.parallel import Layout, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -203,7 +203,7 @@ def predicted_size(
     variant: Variant, channels: tuple[int, ...], devices: list[torch.device], room: dict[Any, int]
 ) -> int:
     """Return the cube that ``unet3d plan`` would name; 0 where it names none."""
-    precision = default_precision(devices)
+    precision = resolve_precision("auto", devices)
     stride = 2 ** (len(channels) - 1)
     step = Step(
         topology=Problem(size=(4 * stride,) * 3, batch_size=1, channels=channels).topology,
@@ -261,8 +261,7 @@ def main() -> None:
     """Search for every variant, print the table, write the record after each."""
     arguments = parse_arguments()
     names = tuple(arguments.devices.split(","))
-    mode: Any = "model" if len(names) > 1 else "none"
-    devices = list(resolve_devices(ParallelSettings(mode=mode, devices=names)))
+    devices = list(devices_named(names))
     variants = find_variants(arguments.variants)
     if len(devices) > 1 and any(variant.network != "ours" for variant in variants):
         raise SystemExit("only ours runs on several devices; name its variants with --variants")
@@ -282,7 +281,7 @@ def main() -> None:
     for variant in variants:
         rows.append(search(arguments, variant, devices, end))
         record = {
-            **tuning_key(devices, default_precision(devices)),
+            **tuning_key(devices, resolve_precision("auto", devices)),
             "channels": arguments.channels,
             "memory_gib": arguments.memory_gib,
             "rows": rows,

@@ -4,11 +4,12 @@ import datetime
 import platform
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from unet3d.config import Shape
+from unet3d.config import ParallelSettings, Shape
+from unet3d.parallel import ParallelDims
 
 
 def synchronize() -> None:
@@ -23,6 +24,12 @@ def parse_shape(text: str) -> Shape:
     return x, y, z
 
 
+def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
+    """Return the devices of one network: a stage on each, where there are several."""
+    mode: Literal["model", "none"] = "model" if len(names) > 1 else "none"
+    return ParallelDims.resolve(ParallelSettings(mode=mode, devices=tuple(names))).devices
+
+
 def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:
     """Return command, date, devices and versions, for the record of a measurement."""
     names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
@@ -32,6 +39,6 @@ def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any
         "devices": names,
         "precision": precision,
         "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "python": platform.python_version(),
     }

@@ -29,7 +29,7 @@ from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import (
     Optimization,
 )
-from unet3d.parallel import Layout, default_precision, parallelize
+from unet3d.parallel import Layout, parallelize, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -80,7 +80,7 @@ class Training:
     ) -> None:
         self.step_seconds = step_seconds
         self.device = device
-        precision = default_precision([device])
+        precision = resolve_precision("auto", [device])
         layout = Layout(devices=(device,), autocast=autocast_dtype(precision))
         self.executor = parallelize(UNet3d(experiment.topology), layout)
         self.optimization = Optimization(
@@ -173,7 +173,7 @@ def main() -> None:
             f"{1000 * row['step_seconds']:9.1f}{row['waiting_share']:9.1%}"
         )
     record = {
-        **tuning_key([device], default_precision([device])),
+        **tuning_key([device], resolve_precision("auto", [device])),
         "size": arguments.shape,
         "volume": arguments.volume,
         "batch_size": arguments.batch_size,

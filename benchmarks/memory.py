@@ -75,7 +75,7 @@ def measure(step: Step) -> list[dict[str, int]]:
     executor = parallelize(UNet3d(step.topology), step.layout)
     optimization = Optimization(executor.module, step.settings, step.precision)
     image = torch.randn(step.batch_size, 1, *step.size)
-    image = image.to(executor.input_device, image_dtype(executor))
+    image = image.to(executor.input_device, image_dtype(executor.module))
     target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
     target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, executor.module)
@@ -135,7 +135,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "rows": rows,
     }
     if arguments.json:

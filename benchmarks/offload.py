@@ -65,7 +65,10 @@ def main() -> None:
             offloaded = Parked()
             options: dict[str, Any] = {"recompute": recompute, "offload": offload}
             name = f"recompute {recompute}, offload {offload}"
-            row = bench.measure(name, device, 1, observer=offloaded, **options)
+            # No graphs: the observer would not be told of what they replay.
+            row = bench.measure(
+                name, device, num_micro_batches=1, observer=offloaded, cuda_graphs="off", **options
+            )
             row |= options
             if row["seconds"] is None:
                 print(f"{name:32} does not fit")

@@ -6,7 +6,7 @@
 Times are medians of steps after a warm-up, each from an idle machine to an idle machine, forward,
 backward and optimizer included. ``limit`` is the time that the pipeline would take if each stage
 were always busy but for filling and draining: with a and b the measured times of one micro-batch
-through each of two stages, (a + b) + (m - 1) max(a, b).
+through each of two stages, launched without CUDA graphs, (a + b) + (m - 1) max(a, b).
 
 ``forward-only pipeline`` is the one of PyTorch's model-parallel tutorial: micro-batches overlap in
 forward only; their logits are gathered, and one backward of one loss goes through all of them.
@@ -19,17 +19,19 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import parse_shape, synchronize, tuning_key
+from common import devices_named, parse_shape, synchronize, tuning_key
 from torch import Tensor
 
-from unet3d.config import Balance, ModelSettings, ParallelSettings
+from unet3d.config import Balance, ModelSettings
 from unet3d.model import LossTerms, UNet3d, dice_cross_entropy, plan_topology, run_blocks
-from unet3d.parallel import Layout, choose_cuts, default_precision, parallelize, resolve_devices
-from unet3d.parallel.executor import LossFunction
+from unet3d.parallel import Layout, Slot, choose_cuts, parallelize, resolve_precision
+from unet3d.parallel.executor import LossFunction, NoObserver
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -48,8 +50,9 @@ def parse_arguments() -> argparse.Namespace:
 class ForwardOnlyPipeline:
     """The tutorial's pipeline over the stages of another executor, with its kernels."""
 
-    def __init__(self, placed: Any, num_micro_batches: int) -> None:
+    def __init__(self, placed: Any, num_micro_batches: int, autocast: torch.dtype | None) -> None:
         self.placed = placed
+        self.autocast = autocast
         self.num_micro_batches = num_micro_batches
         self.module, self.slots = placed.module, placed.slots
         self.input_device, self.output_device = placed.input_device, placed.output_device
@@ -63,18 +66,36 @@ class ForwardOnlyPipeline:
             for number in reversed(range(len(stages))):
                 if 0 <= step - number < len(alive):
                     alive[step - number] = self._forward(number, alive[step - number])
-        terms = loss_fn(torch.cat([made["head"] for made in alive]), target)
-        terms.total.backward()
+        terms: LossTerms = loss_fn(torch.cat([made["head"] for made in alive]), target)
+        torch.autograd.backward(terms.total)
         return terms.detached()
 
     def _forward(self, number: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         stage, later = self.placed.stages[number], self.placed.stages[number + 1 :]
-        dtype = None if self.placed._uses_autocast(stage) else torch.float32
-        received = {name: tensors[name].to(stage.slot.device, dtype) for name in stage.inputs}
-        with self.placed._autocast(stage):
+        device = stage.slot.device
+        lowered = self.autocast if device.type == "cuda" else None
+        dtype = None if lowered else torch.float32
+        received = {name: tensors[name].to(device, dtype) for name in stage.inputs}
+        with torch.autocast(device.type, lowered) if lowered else nullcontext():
             made = run_blocks(stage.blocks, received, stage.outputs)
         wanted = {name for other in later for name in other.inputs} | {"head"}
         return {name: value for name, value in (tensors | made).items() if name in wanted}
+
+
+class StageClock(NoObserver):
+    """Adds up the seconds of each stage's actions in one step, with nothing else running."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.seconds = [0.0] * num_stages
+
+    @contextmanager
+    def during(self, slot: Slot, kind: str, micro_batch: int) -> Iterator[None]:
+        """Time one action."""
+        synchronize()
+        began = time.perf_counter()
+        yield
+        synchronize()
+        self.seconds[slot.index] += time.perf_counter() - began
 
 
 class Bench:
@@ -82,8 +103,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        names = tuple(arguments.devices.split(","))
-        self.devices = resolve_devices(ParallelSettings(mode="model", devices=names))
+        self.devices = devices_named(arguments.devices.split(","))
         x, y, z = parse_shape(arguments.shape)
         channels = tuple(int(count) for count in arguments.channels.split(","))
         settings = ModelSettings(channels=channels)
@@ -91,7 +111,7 @@ class Bench:
         torch.manual_seed(0)
         self.image = torch.randn(arguments.batch_size, 1, x, y, z)
         self.target = torch.randint(3, (arguments.batch_size, x, y, z), dtype=torch.uint8)
-        self.precision = default_precision(self.devices)
+        self.precision = resolve_precision("auto", self.devices)
         self.autocast = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.precision)
         self.rows: list[dict[str, Any]] = []
 
@@ -123,7 +143,7 @@ class Bench:
             executor: Any = parallelize(UNet3d(self.topology), layout)
             executor.observer = observer or executor.observer
             if forward_only:
-                executor = ForwardOnlyPipeline(executor, num_micro_batches)
+                executor = ForwardOnlyPipeline(executor, num_micro_batches, self.autocast)
             row.update(self._timed(executor))
         except torch.OutOfMemoryError:
             row["seconds"] = None
@@ -185,49 +205,17 @@ class Bench:
 
     def stage_seconds(self, cuts: tuple[int, ...] | None) -> list[float]:
         """Time one micro-batch through each stage, forward and backward, nothing else running."""
-        layout = Layout(
-            devices=self.devices, cuts=cuts, num_micro_batches=1, autocast=self.autocast
-        )
-        executor: Any = parallelize(UNet3d(self.topology), layout)
-        totals = [0.0] * len(self.devices)
+        layout = Layout(devices=self.devices, cuts=cuts, autocast=self.autocast, cuda_graphs="off")
+        executor = parallelize(UNet3d(self.topology), layout)
         image = self.image[:1].to(executor.input_device)
         target = self.target[:1].to(executor.output_device)
-        for _ in range(5):
-            executor.module.zero_grad()
+        steps = []
+        for _ in range(8):
+            clock = StageClock(len(self.devices))
+            executor.observer = clock
             executor.forward_backward(image, target, dice_cross_entropy)
-        if getattr(executor, "_lanes", None):
-            return [_replay_seconds(lane) for (lane,) in executor._lanes]
-        forward, backward = executor._forward, executor._backward
-
-        def clocked(function: Any) -> Any:
-            def run(stage: Any, micro_batch: Any) -> None:
-                synchronize()
-                began = time.perf_counter()
-                function(stage, micro_batch)
-                synchronize()
-                totals[stage.slot.index] += time.perf_counter() - began
-
-            return run
-
-        executor._forward, executor._backward = clocked(forward), clocked(backward)
-        for step in range(4):
-            if step == 1:
-                totals = [0.0] * len(self.devices)
-            executor.forward_backward(image, target, dice_cross_entropy)
-        return [total / 3 for total in totals]
-
-
-def _replay_seconds(lane: Any) -> float:
-    """Return the median time of one micro-batch, forward and backward, in a recorded stage."""
-    seconds = []
-    for _ in range(5):
-        synchronize()
-        began = time.perf_counter()
-        lane.forward.replay()
-        lane.backward.replay()
-        synchronize()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+            steps.append(clock.seconds)
+        return [statistics.median(times) for times in zip(*steps[3:], strict=True)]
 
 
 def main() -> None:
@@ -236,22 +224,26 @@ def main() -> None:
     bench = Bench(arguments)
     batch, devices = arguments.batch_size, bench.devices
     one = devices[:1]
-    whole = bench.measure("one device, whole batch", one, 1)
-    accumulated = bench.measure("one device, accumulated", one, batch)
-    bench.measure("stages in turn (naive)", devices, 1)
-    bench.measure("forward-only pipeline (tutorial)", devices, batch, forward_only=True)
+    whole = bench.measure("one device, whole batch", one, num_micro_batches=1)
+    accumulated = bench.measure("one device, accumulated", one, num_micro_batches=batch)
+    bench.measure("stages in turn (naive)", devices, num_micro_batches=1)
+    bench.measure(
+        "forward-only pipeline (tutorial)", devices, num_micro_batches=batch, forward_only=True
+    )
     tried: list[tuple[str, tuple[int, ...] | None]] = [("encoder | decoder", None)]
     balances: tuple[Balance, ...] = ("time", "memory")
     for balance in balances:
         cuts = bench.balanced(balance)
         tried.append((f"--balance {balance} {cuts}", cuts))
     tried += [(f"cut {cut}", tuple(map(int, cut.split(",")))) for cut in arguments.cuts]
-    for name, cuts in tried:
-        row = bench.measure(f"1F1B, {name}", devices, batch, cuts)
-        stages = bench.stage_seconds(cuts)
+    for name, tried_cuts in tried:
+        row = bench.measure(f"1F1B, {name}", devices, num_micro_batches=batch, cuts=tried_cuts)
+        stages = bench.stage_seconds(tried_cuts)
         row["stage_seconds"] = stages
         row["limit_seconds"] = sum(stages) + (batch - 1) * max(stages)
-    bench.measure("all forward, all backward", devices, batch, schedule="all-forward")
+    bench.measure(
+        "all forward, all backward", devices, num_micro_batches=batch, schedule="all-forward"
+    )
     best = min(row["seconds"] for row in (whole, accumulated) if row["seconds"])
     print(f"{'':44} {'ms':>8} {'best 1':>7} {'accum.':>7} {'limit':>6}  peak GiB")
     for row in bench.rows:

@@ -16,7 +16,7 @@ On a CPU all of them run in float32.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import (
     Optimization,
 )
-from unet3d.parallel import Layout, Slot, default_precision, parallelize
+from unet3d.parallel import Layout, parallelize, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -196,17 +196,6 @@ def count(variant: Variant, problem: Problem) -> dict[str, int]:
     return {"num_parameters": num_parameters, "num_operations": counter.get_total_flops()}
 
 
-class Unrecorded:
-    """An observer that does nothing; but a step that is observed is never replayed."""
-
-    def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
-        """Watch nothing."""
-        return nullcontext()
-
-    def resized(self, tensor: Tensor) -> None:
-        """Note nothing."""
-
-
 class Trainee:
     """A network on its device or devices, with a batch and an optimizer."""
 
@@ -220,8 +209,7 @@ class Trainee:
         """
         on_gpu = any(device.type == "cuda" for device in devices)
         self.precision = "float32" if not on_gpu else variant.precision
-        if self.precision == "auto":
-            self.precision = default_precision(devices)
+        self.precision = resolve_precision(self.precision, devices)
         lowered = autocast_dtype(self.precision)
         torch.backends.cudnn.benchmark = variant.network != "ours"
         torch.manual_seed(0)
@@ -235,10 +223,9 @@ class Trainee:
                 autocast=lowered,
                 recompute=variant.recompute,
                 offload=variant.offload,
+                cuda_graphs="auto" if variant.recorded else "off",
             )
             self._executor = parallelize(network, layout)
-            if not variant.recorded:
-                self._executor.observer = Unrecorded()
             first, last = self._executor.input_device, self._executor.output_device
         else:
             network.to(first)
@@ -265,7 +252,7 @@ class Trainee:
             with self._autocast:
                 logits = self._network(self._image)
             terms = dice_cross_entropy(logits, self._target)
-            self._optimization.scaler.scale(terms.total).backward()
+            torch.autograd.backward(self._optimization.scaler.scale(terms.total))
         self._optimization.step(self._learning_rate)
         loss: Tensor = terms.total.detach()
         return loss

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import parse_shape, synchronize, tuning_key
+from common import devices_named, parse_shape, synchronize, tuning_key
 
-from unet3d.config import ModelSettings, ParallelSettings, Shape, TrainingSettings
+from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
@@ -41,9 +41,8 @@ from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
     Layout,
-    default_precision,
     parallelize,
-    resolve_devices,
+    resolve_precision,
 )
 from unet3d.parallel.precision import (
     autocast_dtype,
@@ -166,7 +165,7 @@ def ways(arguments: argparse.Namespace, devices: tuple[str, ...]) -> list[Setup]
 
 def place(model: UNet3d, way: Setup, devices: tuple[torch.device, ...], group: Group) -> Executor:
     """Return the executor of one rank."""
-    autocast = autocast_dtype(default_precision(devices))
+    autocast = autocast_dtype(resolve_precision("auto", devices))
     if way.engine == "dataparallel":
         return DataParallelExecutor(model, devices, None, autocast)
     return parallelize(
@@ -183,8 +182,7 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
     with joined(Ranks.from_environment()) as group:
         group.open(300)
         names = way.devices[group.ranks.rank]
-        mode: Any = "model" if len(names) > 1 else "none"
-        devices = resolve_devices(ParallelSettings(mode=mode, devices=names))
+        devices = devices_named(names)
         channels = tuple(int(count) for count in arguments.channels.split(","))
         topology = plan_topology(ModelSettings(channels=channels), way.shape, (1.0, 1.0, 1.0), 1, 3)
         torch.manual_seed(0)
@@ -192,7 +190,7 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
         optimization = Optimization(
             executor.module,
             TrainingSettings(),
-            default_precision(devices),
+            resolve_precision("auto", devices),
             keep_gradients=group.size > 1,
         )
         num_samples = way.batch_size // group.size
@@ -299,10 +297,9 @@ def main() -> None:
             f"{row['name']:40} {row['batch_size']:5} {1000 * row['step_seconds']:9.1f} "
             f"{row['samples_per_second']:10.2f} {ratio:>6}  {peaks}"
         )
-    mode: Any = "model" if len(names) > 1 else "none"
-    devices = resolve_devices(ParallelSettings(mode=mode, devices=names))
+    devices = devices_named(names)
     if arguments.json:
-        record = {**tuning_key(devices, default_precision(devices)), "rows": rows}
+        record = {**tuning_key(devices, resolve_precision("auto", devices)), "rows": rows}
         arguments.json.write_text(json.dumps(record, indent=2) + "\n")
 
 

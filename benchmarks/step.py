@@ -28,7 +28,7 @@ from common import parse_shape, synchronize, tuning_key
 from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
-from unet3d.parallel import default_precision
+from unet3d.parallel import resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -89,7 +89,7 @@ def measure(
 def _mark(on_gpu: bool) -> Any:
     if not on_gpu:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
@@ -154,7 +154,7 @@ def main() -> None:
     problem = Problem(
         size=parse_shape(arguments.shape), batch_size=arguments.batch_size, channels=channels
     )
-    precision = default_precision([device])
+    precision = resolve_precision("auto", [device])
     dtype = autocast_dtype(precision) or torch.float32
     rates = measure_rates(device, dtype)
     passes = count_passes(problem, dtype.itemsize)

@@ -8,7 +8,7 @@ import torch
 from unet3d.config import load_config
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
-from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
 
 
 def random_checkpoint(

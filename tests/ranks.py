@@ -5,9 +5,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from unet3d.distributed.launcher import import_variables
 
 
 def free_port() -> int:
@@ -65,11 +64,11 @@ def ends_of(children: list[int]) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process that calls :func:`in_ranks`."""
+    """Return the variables of a process that calls :func:`in_ranks`, or is a rank itself."""
     return {
         **os.environ,
+        **import_variables(),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TORCH_CPP_LOG_LEVEL": "FATAL",
-        "PYTHONPATH": str(ROOT),
     }

@@ -1,15 +1,110 @@
+import errno
 import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from unet3d.atomic import PREFIX, remove_leftovers, write_atomically
+from unet3d.atomic import (
+    PREFIX,
+    append,
+    make_folder,
+    new_folder,
+    remove_leftovers,
+    replacing,
+    write_atomically,
+)
+
+
+def write_one(path: Path) -> None:
+    write_atomically(path, lambda file: file.write(b"new"))
+
+
+def write_by_path(path: Path) -> None:
+    with replacing(path) as unfinished:
+        unfinished.write_text("new")
+
+
+def write_many(path: Path) -> None:
+    with new_folder(path) as unfinished:
+        (unfinished / "inner").mkdir()
+        (unfinished / "inner" / "file").write_text("new")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is flushed and renamed, in order: the operation, and "folder" or the name."""
+    seen: list[tuple[str, str]] = []
+    fsync, replace, rename = os.fsync, os.replace, os.rename
+
+    def flushed(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        seen.append(("fsync", f"{path.name}/" if path.is_dir() else path.name))
+        fsync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        seen.append(("rename", target.name))
+        replace(source, target)
+
+    def renamed(source: Path, target: Path) -> None:
+        seen.append(("rename", target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr(os, "rename", renamed)
+    return seen
+
+
+@pytest.mark.parametrize("write", [write_one, write_by_path])
+def test_the_file_is_flushed_before_the_rename_and_the_folder_after_it(
+    tmp_path: Path, write: Callable[[Path], None], calls: list[tuple[str, str]]
+) -> None:
+    write(tmp_path / "file.nii.gz")
+    (_, temporary), *rest = calls
+    assert temporary.startswith(PREFIX) and temporary.endswith(".nii.gz")
+    assert rest == [("rename", "file.nii.gz"), ("fsync", f"{tmp_path.name}/")]
+
+
+def test_a_folder_is_flushed_with_all_that_is_in_it_before_its_rename(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    write_many(tmp_path / "folder")
+    *content, renamed, last = calls
+    assert last == ("fsync", f"{tmp_path.name}/")
+    assert renamed == ("rename", "folder")
+    assert ("fsync", "file") in content and ("fsync", "inner/") in content
+    assert any(name.startswith(PREFIX) for _, name in content)
+    assert {operation for operation, _ in content} == {"fsync"}
+
+
+def test_new_folders_are_flushed_into_those_above(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
+    make_folder(tmp_path / "a" / "b")
+    assert {name for _, name in calls} == {"a/", f"{tmp_path.name}/"}
+    calls.clear()
+    make_folder(tmp_path / "a" / "b")
+    assert not calls
+
+
+def test_what_is_appended_is_flushed(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    append(tmp_path / "lines", b"1\n")
+    assert calls == [("fsync", "lines"), ("fsync", f"{tmp_path.name}/")]
+    append(tmp_path / "lines", b"2\n")
+    assert calls[2:] == [("fsync", "lines")]
+    assert (tmp_path / "lines").read_bytes() == b"1\n2\n"
 
 
 def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
-    write_atomically(path, lambda file: file.write(b"new"))
+    write_one(path)
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -17,16 +112,10 @@ def test_a_file_is_replaced_and_nothing_is_left_over(tmp_path: Path) -> None:
 def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     path.write_text("old")
-    seen = []
-
-    def write(file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        file.flush()  # type: ignore[attr-defined]
-        seen.append(path.read_text())
-        assert [p.name.startswith(PREFIX) for p in tmp_path.iterdir()].count(True) == 1
-
-    write_atomically(path, write)
-    assert seen == ["old"]
+    with replacing(path) as unfinished:
+        unfinished.write_text("half")
+        assert path.read_text() == "old"
+        assert unfinished.name.startswith(PREFIX) and unfinished.parent == tmp_path
     assert path.read_text() == "half"
 
 
@@ -41,8 +130,105 @@ def test_a_failing_writer_changes_nothing(tmp_path: Path, error: type[BaseExcept
 
     with pytest.raises(error):
         write_atomically(path, write)
+    with pytest.raises(error), new_folder(tmp_path / "folder") as unfinished:
+        (unfinished / "file").write_text("half")
+        raise error
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("write", [write_one, write_by_path])
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_disk_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path,
+    write: Callable[[Path], None],
+    broken: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, broken, fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write(path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("broken", ["fsync", "rename"])
+def test_a_disk_that_fails_leaves_no_folder(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output error"):
+        with new_folder(tmp_path / "folder") as unfinished:
+            (unfinished / "file").write_text("new")
+            patched.setattr(os, broken, fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "tolerated"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
+)
+def test_only_a_file_system_that_cannot_flush_folders_is_excused(
+    tmp_path: Path, number: int, tolerated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    if tolerated:
+        write_one(tmp_path / "file")
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            write_one(tmp_path / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "new"
+
+
+@pytest.mark.parametrize("way", ["write_one(path)", "write_by_path(path)", "write_many(path)"])
+def test_a_killed_writer_leaves_the_old_one_and_a_leftover(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "it"
+    if "many" not in way:
+        path.write_text("old")
+    code = f"""
+import os, signal, sys
+from pathlib import Path
+from tests.test_atomic import write_by_path, write_many, write_one
+path = Path(sys.argv[1])
+def die(*arguments): os.kill(os.getpid(), signal.SIGKILL)
+os.rename = os.replace = die
+{way}
+"""
+    ended = subprocess.run([sys.executable, "-c", code, str(path)])
+    assert ended.returncode == -signal.SIGKILL
+    (leftover,) = tmp_path.glob(f"{PREFIX}*")
+    assert [each for each in tmp_path.iterdir() if each != leftover] == (
+        [] if "many" in way else [path]
+    )
+    if path.exists():
+        assert path.read_text() == "old"
+    remove_leftovers(tmp_path)
+    assert not leftover.exists()
+
+
+def test_a_folder_of_that_name_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write_many(tmp_path / "folder")  # an empty one counts as none
+    (tmp_path / "folder" / "own").write_text("precious")
+    with pytest.raises(OSError, match="not empty"):
+        write_many(tmp_path / "folder")
+    assert (tmp_path / "folder" / "own").read_text() == "precious"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -51,19 +237,34 @@ def test_the_file_may_be_read_by_whom_the_user_allows(
 ) -> None:
     before = os.umask(umask)
     try:
-        write_atomically(tmp_path / "file", lambda file: file.write(b"x"))
+        write_one(tmp_path / "file")
     finally:
         assert os.umask(before) == umask  # it was left as it was
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize("letter", ["a", "ä", "脳"])
+def test_the_longest_names_can_be_written(tmp_path: Path, letter: str) -> None:
+    name = letter * ((255 - len(".nii.gz")) // len(letter.encode())) + ".nii.gz"
+    write_one(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}abcfile.txt").write_text("half")
+    (tmp_path / f"{PREFIX}folder").mkdir()
+    (tmp_path / f"{PREFIX}folder" / "file").write_text("half")
     (tmp_path / "file.txt").write_text("whole")
+    remove_leftovers(tmp_path, older_than_s=3600)
+    assert len(list(tmp_path.iterdir())) == 3
+    old = time.time() - 7200
+    os.utime(tmp_path / f"{PREFIX}folder", (old, old))
+    remove_leftovers(tmp_path, older_than_s=3600)
+    assert len(list(tmp_path.iterdir())) == 2
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        write_atomically(tmp_path / "missing" / "file", lambda file: None)
+        write_one(tmp_path / "missing" / "file")

@@ -13,7 +13,7 @@ import pytest
 from tests.command_line import error_line, run
 from tests.networks import write_checkpoint
 from tests.volumes.samples import write_json, write_msd
-from unet3d.volumes.nifti import volume_stem
+from unet3d.volumes.files import volume_stem
 
 # What a network with one channel cannot segment, and words of the reason. All else it can.
 CHANNELS = "but the network was trained on 1 (channel 0)"

@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from unet3d import __version__
 from unet3d.cli.app import commands
@@ -16,8 +17,8 @@ from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\{\{.*?\}\}|\b(?:TODO|FIXME|TBD|XXX)\b")
 HEAVY = ("torch", "monai", "nibabel", "scipy", "matplotlib", "numpy", "rich")
@@ -38,6 +39,7 @@ def python(*arguments, **options):
         "import unet3d.cli.app",
         "from unet3d.cli.app import commands; commands(['--help'], standalone_mode=False)",
         "from unet3d.cli.app import commands; commands(['train', '--help'], standalone_mode=False)",
+        "from unet3d.cli.app import commands; commands(['config'], standalone_mode=False)",
     ],
 )
 def test_loads_nothing_heavy(statement):
@@ -59,12 +61,17 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     build = "from setuptools import build_meta; build_meta.build_wheel('.')"
     python("-c", build, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name == f"unet3d-{__version__}-py3-none-any.whl"
-    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.name == f"unet3d_parallel-{__version__}-py3-none-any.whl"
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "unet3d").rglob("*.py")}
-    metadata = f"unet3d-{__version__}.dist-info/"
-    assert {name for name in names if not name.startswith(metadata)} == sources
+    metadata = f"unet3d_parallel-{__version__}.dist-info/"
+    # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
+    in_package = {name for name in names if not name.startswith(metadata)}
+    assert in_package == sources | {"unet3d/py.typed"}
     assert f"{metadata}licenses/LICENSE" in names
+    entry_points = archive.read(f"{metadata}entry_points.txt").decode()
+    assert "unet3d = unet3d.cli.app:main" in entry_points
 
 
 def test_every_dependency_is_pinned():
@@ -74,9 +81,33 @@ def test_every_dependency_is_pinned():
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
     names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in wanted}
     assert names <= pins
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert citation["version"] == __version__
+    assert citation["license"] == project["license"]
+    assert project["description"] in citation["title"]
+
+
+def test_ci_runs_the_versions_that_are_supported():
+    workflows = ROOT / ".github" / "workflows"
+    ci, gpu = (yaml.safe_load((workflows / f"{name}.yml").read_text()) for name in ("ci", "gpu"))
+    matrix = ci["jobs"]["test"]["strategy"]["matrix"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = [
+        line.rpartition(" :: ")[2] for line in project["classifiers"] if "Python :: 3." in line
+    ]
+    assert matrix["python"] == named
+    assert project["requires-python"] == f">={named[0]}"
+    oldest, newest = matrix["torch"]
+    assert f"torch>={oldest}" in project["dependencies"]
+    assert f"\ntorch=={newest}." in (ROOT / "constraints.txt").read_text()
+    assert gpu["jobs"]["test"]["strategy"]["matrix"]["torch"] == [oldest, newest]
 
 
 def instructions():
@@ -108,9 +139,11 @@ def command_lines():
     for document in [*DOCUMENTS, ROOT / "tools" / "demo.sh", *(ROOT / "configs").glob("*.yaml")]:
         text = re.sub(r"\\\n#? *", "", document.read_text())
         for line in text.splitlines():
-            match = re.match(r"(?:#\s+)?(?:docker run .* )?(unet3d (?!=).*)", line)
+            in_docker = r"docker run .* (?:-m unet3d|unet3d-parallel)"
+            match = re.match(rf"(?:#\s+)?(?:unet3d|{in_docker}) (?!=)(.*)", line)
             if match and "..." not in line:
-                yield pytest.param(match[1], id=f"{document.name}: {match[1]}")
+                command = f"unet3d {match[1]}"
+                yield pytest.param(command, id=f"{document.name}: {command}")
 
 
 @pytest.mark.parametrize("line", list(command_lines()))
@@ -137,6 +170,18 @@ def test_links_lead_to_files(document):
     for link in links:
         if not link.startswith("http"):
             assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_and_modules_that_are_named_exist(document):
+    folders = "unet3d|tests|benchmarks|docs|tools|data|configs"
+    packages = "|".join(path.name for path in (ROOT / "unet3d").iterdir() if path.is_dir())
+    text = document.read_text()
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(rf"`((?:{packages})/[\w/]+)`", text):
+        module = ROOT / "unet3d" / name
+        assert module.is_dir() or module.with_suffix(".py").is_file(), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -1,41 +1,192 @@
-"""Files that are the old ones or the new ones at every moment, never half of either."""
+"""Files and folders that are the old ones or the new ones at every moment, never half of either.
 
+Everything is written beside its final name, flushed to the disk, and only then renamed. The folder
+is flushed last, because a rename is lost in a power cut until then::
+
+    write_atomically    a file, written through an open binary file
+    replacing           a file, written by whatever takes a path
+    new_folder          a folder with all that is in it
+    append              a line behind others
+"""
+
+import errno
 import os
-import tempfile
-from collections.abc import Callable
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 PREFIX = ".unfinished-"
+"""How the names of temporary files and folders begin."""
+
+MAX_ENDING = 16
+"""Letters of the final name that a temporary name ends in: enough for every file ending."""
 
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file through a temporary one beside it, flushed to the disk before the rename.
+    """Replace a file with what a function writes.
 
     Args:
         path: Where to; its folder exists.
         write: Receives the open binary file.
+
+    Raises:
+        OSError: The file cannot be written.
     """
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=PREFIX, suffix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)  # mkstemp lets nobody else read
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)  # an interruption may come after the rename
-        raise
+    with replacing(path) as unfinished, unfinished.open("xb") as file:
+        write(file)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of writers that were killed.
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file with the one that is written in the meantime.
 
     Args:
-        folder: That nobody else writes to now.
+        path: Where to; its folder exists.
+
+    Yields:
+        The name to write to, in the same folder and with the same ending.
+
+    Raises:
+        OSError: The file cannot be written. Only if the folder cannot be flushed, which comes
+            last, is the new file in its place.
+    """
+    unfinished = _unfinished(path)
+    try:
+        yield unfinished
+        _flush(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)  # an interruption may come after the rename
+    _flush(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that appears with everything that is written into it, or not at all.
+
+    Args:
+        path: Where to; the folders above it are made where they are missing.
+
+    Yields:
+        The empty folder to fill, beside ``path``.
+
+    Raises:
+        OSError: The folder cannot be written, or one that is not empty has its name.
+    """
+    with unfinished_folder(path) as unfinished:
+        yield unfinished
+        publish_folder(unfinished, path)
+
+
+@contextmanager
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """Make a hidden folder for what is to be published, and delete it in the end.
+
+    Args:
+        path: Beside which the folder is made; folders above it are made where they are missing.
+
+    Yields:
+        The empty folder.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+    unfinished = _unfinished(path)
+    make_folder(unfinished.parent)
+    try:
+        unfinished.mkdir()
+        yield unfinished
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)  # it is gone if it was published
+
+
+def publish_folder(folder: Path, path: Path) -> None:
+    """Flush a folder with everything in it, then give it its name.
+
+    Args:
+        folder: On the same file system as ``path``.
+        path: Its new name.
+
+    Raises:
+        OSError: A file cannot be flushed, or a folder that is not empty has the name.
+    """
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(inside, name))
+        _flush(Path(inside))
+    os.rename(folder, path)
+    _flush(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, where they are missing.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        OSError: It cannot be made, or a file has its name.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in made:
+        _flush(folder.parent)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Add to the end of a file. A writer that is killed may leave a part of the content.
+
+    Args:
+        path: The file, which is made where it is missing.
+        content: What to add.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    is_new = not path.exists()
+    with path.open("ab") as file:
+        file.write(content)
+    _flush(path)
+    if is_new:
+        _flush(path.parent)
+
+
+def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
+    """Delete the temporary files and folders of writers that were killed.
+
+    Args:
+        folder: Where they wrote.
+        older_than_s: Age in seconds below which one may belong to a writer at work. With 0 nobody
+            else may write to the folder now.
+
+    Raises:
+        OSError: One of them cannot be deleted.
     """
     for leftover in folder.glob(f"{PREFIX}*"):
-        leftover.unlink(missing_ok=True)
+        try:
+            if older_than_s and time.time() - leftover.stat().st_mtime < older_than_s:
+                continue
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        except FileNotFoundError:  # another process cleans too
+            continue
+
+
+def _unfinished(path: Path) -> Path:
+    return path.absolute().parent / f"{PREFIX}{uuid.uuid4().hex}-{path.name[-MAX_ENDING:]}"
+
+
+def _flush(path: Path) -> None:
+    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no flush of a folder.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)

@@ -7,16 +7,17 @@ The message is one line: what is wrong, which value, what to do. The command lin
     ├── ConfigError         a setting, or settings that contradict each other
     ├── DatasetError        dataset.json, missing files, folds
     ├── VolumeError         one image or label map that cannot be used
+    ├── CacheError          a cache folder that cannot be written, or changed during a run
     ├── DeviceError         a device that does not exist, more stages than blocks
     │   └── DoesNotFitError a device that has too little memory
     ├── CheckpointError     a checkpoint that is missing, damaged, or of another network
     └── RankError           a process of a training that hangs
-        └── LostRankError   one that has ended; why, it knows better than the others
+        └── LostRankError   another process that has ended, and that knows the reason
 """
 
 
 class Unet3dError(Exception):
-    """Base of every error that a user can cause and can mend."""
+    """Base of every error that a user can cause and can fix."""
 
 
 class ConfigError(Unet3dError):
@@ -29,6 +30,10 @@ class DatasetError(Unet3dError):
 
 class VolumeError(Unet3dError):
     """One volume cannot be read, or cannot be used as it is."""
+
+
+class CacheError(Unet3dError):
+    """The cache folder cannot be written, or lost files while they were in use."""
 
 
 class DeviceError(Unet3dError):
@@ -44,8 +49,16 @@ class RankError(Unet3dError):
 
 
 class LostRankError(RankError):
-    """Another process of the training has ended; why, it knows better than this one."""
+    """Another process of the training has ended, and knows the reason better than this one."""
 
 
 class CheckpointError(Unet3dError):
     """A checkpoint is missing, damaged, or does not belong to this network."""
+
+
+def reason_of(error: OSError) -> str:
+    """Return why a file could not be used, for the end of a message.
+
+    Libraries raise some errors of files without the system's text, such as NumPy on a full disk.
+    """
+    return error.strerror or " ".join(str(error).split()) or type(error).__name__

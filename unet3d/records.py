@@ -1,61 +1,78 @@
-"""Small JSON records, each in a file named by a key of all that its content depends on."""
+"""Small JSON records in the cache, each in a file named by a key of all that it depends on."""
 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unet3d.atomic import write_atomically
-from unet3d.errors import DatasetError
+from unet3d.atomic import make_folder, write_atomically
+from unet3d.errors import CacheError, reason_of
 
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
 
-FORMAT = 1
-"""Part of every key: raise it whenever preparation gives other arrays for the same settings."""
-
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
-    """Return what was measured earlier, or None where nothing was or its file is damaged.
+    """Return what was recorded earlier, or None where nothing was or its file is damaged.
 
     Args:
         path: Where :func:`remember` put it.
-        read: From the file's JSON to its meaning; ValueError, TypeError or KeyError where it has
-            none.
+        read: Turns the file's JSON into its meaning; raises ValueError, TypeError or KeyError
+            where it has none.
     """
     try:
         return read(json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError):
-        logger.warning("%s is damaged and not used; it is replaced when it is measured again", path)
+        logger.warning("%s is damaged and not used; a new one replaces it", path)
         return None
 
 
 def remember(path: Path, content: Mapping[str, object]) -> None:
-    """Write what was measured.
+    """Write a record.
 
     Args:
         path: In the cache folder.
-        content: The measurement, and for people what it depends on.
+        content: What was found out, and for people what it depends on.
 
     Raises:
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     text = json.dumps(content, indent=2) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing_cache(path.parent):
+        make_folder(path.parent)
         write_atomically(path, lambda file: file.write(text.encode()))
+
+
+@contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Explain why something in the cache cannot be written.
+
+    Args:
+        folder: Where it is written, for the message.
+
+    Raises:
+        CacheError: Instead of an OSError.
+    """
+    try:
+        yield
     except OSError as error:
-        raise DatasetError(
-            f"cannot write {path}: {error.strerror}; set data.cache to a folder with space that "
-            "you can write to"
+        raise CacheError(
+            f"cannot write the cache folder {folder}: {reason_of(error)}; set data.cache to a "
+            "folder with space that you can write to"
         ) from error
 
 
-def key_of(parts: Any) -> str:
-    """Return the key of plain values: hashes of files, settings."""
-    return hashlib.sha256(json.dumps([FORMAT, parts], sort_keys=True).encode()).hexdigest()
+def key_of(parts: Any, version: int = 1) -> str:
+    """Return the key of plain values, such as hashes of files and settings.
+
+    Args:
+        parts: What a record depends on.
+        version: Raised by the caller when the same parts come to mean another content.
+    """
+    return hashlib.sha256(json.dumps([version, parts], sort_keys=True).encode()).hexdigest()

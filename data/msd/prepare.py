@@ -1,4 +1,4 @@
-"""Unpack an archive of the Medical Segmentation Decathlon, check it, say how to train on it.
+"""Unpack an archive of the Medical Segmentation Decathlon, check it, and say how to train on it.
 
 Run it as ``python data/msd/prepare.py Task04_Hippocampus.tar --output ~/volumes``.
 """
@@ -6,12 +6,12 @@ Run it as ``python data/msd/prepare.py Task04_Hippocampus.tar --output ~/volumes
 import shutil
 import sys
 import tarfile
-import uuid
 from pathlib import Path, PurePosixPath
 
 import click
 
-from unet3d.errors import DatasetError, Unet3dError
+from unet3d.atomic import publish_folder, unfinished_folder
+from unet3d.errors import DatasetError, Unet3dError, reason_of
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.dataset import load_dataset
 
@@ -60,22 +60,21 @@ def unpack(archive: Path, output: Path) -> Path:
     Raises:
         DatasetError: The archive is damaged, unsafe or something else, or the folder exists.
     """
-    unfinished = output / f".unfinished-{uuid.uuid4().hex}"
     try:
-        unfinished.mkdir(parents=True)
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                _unpack_member(archive, tar, member, unfinished)
-        folders = [path.parent for path in unfinished.glob("*/dataset.json")]
-        if len(folders) != 1:
-            raise DatasetError(
-                f"{archive} holds {len(folders)} folders with a dataset.json; an archive of the "
-                "Medical Segmentation Decathlon holds one"
-            )
-        final = output / folders[0].name
-        if final.exists():
-            raise DatasetError(f"{final} exists already; remove it or choose another --output")
-        folders[0].rename(final)
+        with unfinished_folder(output / archive.name) as unfinished:
+            with tarfile.open(archive) as tar:
+                for member in tar:
+                    _unpack_member(archive, tar, member, unfinished)
+            folders = [path.parent for path in unfinished.glob("*/dataset.json")]
+            if len(folders) != 1:
+                raise DatasetError(
+                    f"{archive} holds {len(folders)} folders with a dataset.json; an archive of "
+                    "the Medical Segmentation Decathlon holds one"
+                )
+            final = output / folders[0].name
+            if final.exists():
+                raise DatasetError(f"{final} exists already; remove it or choose another --output")
+            publish_folder(folders[0], final)
         return final
     except (tarfile.TarError, EOFError) as error:
         raise DatasetError(
@@ -83,10 +82,9 @@ def unpack(archive: Path, output: Path) -> Path:
         ) from error
     except OSError as error:
         raise DatasetError(
-            f"cannot unpack {archive} into {output}: {error.strerror or error}"
+            f"cannot unpack {archive} into {output}: {reason_of(error)}; choose a folder with "
+            "space that you can write to with --output"
         ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _unpack_member(
@@ -94,13 +92,17 @@ def _unpack_member(
 ) -> None:
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
-        raise DatasetError(f"{archive} is unsafe: {member.name} lies outside it; nothing was kept")
+        raise DatasetError(
+            f"{archive} is unsafe: {member.name} lies outside it; nothing was kept, download the "
+            "archive from its owner"
+        )
     if member.isdir() or any(piece.startswith(".") for piece in name.parts):
         return
     stream = tar.extractfile(member) if member.isreg() else None
     if stream is None:
         raise DatasetError(
-            f"{archive} is unsafe: {member.name} is a link or a device; nothing was kept"
+            f"{archive} is unsafe: {member.name} is a link or a device; nothing was kept, download "
+            "the archive from its owner"
         )
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)

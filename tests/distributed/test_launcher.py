@@ -89,6 +89,63 @@ def kill_second_rank(folder: Path, killed: list[int]) -> None:
     os.kill(killed[0], signal.SIGKILL)
 
 
+def probe_folder(folder: Path) -> Path:
+    """Make a folder of which every interpreter that can import from it leaves a trace."""
+    folder.mkdir(parents=True)
+    (folder / "unet3d_probe.py").write_text("")
+    (folder / "sitecustomize.py").write_text(
+        "import json, os, sys\n"
+        "import unet3d_probe\n"
+        "if 'RANK' in os.environ:\n"
+        "    with open(os.path.join(os.environ['PROBE'], os.environ['RANK']), 'w') as file:\n"
+        "        json.dump(sys.path, file)\n"
+    )
+    return folder
+
+
+@pytest.mark.parametrize("how", ["absolute", "relative", "inserted"])
+def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path, how: str) -> None:
+    folder, elsewhere = probe_folder(tmp_path / "start" / "packages"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "torch.py").write_text("raise SystemExit('a file of the current folder')")
+    code = f"""
+import json, os, sys
+sys.path.remove("")  # which -c adds, and an installed command does not
+os.chdir({str(elsewhere)!r})
+if {how == "inserted"}:
+    sys.path.insert(0, {str(folder)!r})
+from unet3d.distributed.launcher import launch
+launch(["--version"], 2, 0, on_gpus=False)
+print(json.dumps(sys.path))
+"""
+    own = environment()
+    paths = {"absolute": [str(folder)], "relative": ["packages"], "inserted": []}[how]
+    own["PYTHONPATH"] = os.pathsep.join([*paths, own["PYTHONPATH"]])
+    del own["PYTHONSAFEPATH"]
+    own["PROBE"] = str(tmp_path)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(
+        command, env=own, cwd=tmp_path / "start", timeout=100, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    path = json.loads(done.stdout.splitlines()[-1])
+    for rank in range(2):
+        of_rank = json.loads((tmp_path / str(rank)).read_text())
+        assert of_rank == [str(tmp_path / "start" / entry) for entry in path]
+
+
+def test_processes_of_the_tests_import_what_the_tests_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "unet3d_probe.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("packages")
+    command = [sys.executable, "-c", "import unet3d_probe, tests.ranks, unet3d"]
+    done = subprocess.run(command, env=environment(), cwd="/", check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

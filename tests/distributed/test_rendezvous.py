@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from unet3d.cli.train import _choose_run
 from unet3d.distributed import rendezvous as joining
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import name_of_start
 from unet3d.errors import RankError
+from unet3d.training.start import RunRequest, choose_run
 
 
 def start_all(store: dist.Store, num_ranks: int) -> set[str]:
@@ -52,8 +52,7 @@ def test_restarted_ranks_continue_their_own_run_only(tmp_path: Path, restart_cou
         store,
     )
     (tmp_path / "checkpoint-latest.pt").touch()  # of a run of somebody else
-    *_, resume = _choose_run(None, [], tmp_path, False, group)
-    assert not resume
+    request = RunRequest(config_path=None, changes=(), output=tmp_path, resume=False)
+    assert not choose_run(request, group).resume
     group.begin(str(tmp_path))
-    *_, resume = _choose_run(None, [], tmp_path, False, group)
-    assert resume
+    assert choose_run(request, group).resume

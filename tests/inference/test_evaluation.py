@@ -238,3 +238,19 @@ def test_real_labels_against_themselves(test_data, tmp_path):
         for value, score in case.scores.items():
             assert (score.dice, score.hd95_mm) == (1.0, 0.0)
             assert score.label_ml == pytest.approx((voxels == value).sum() / 1000)
+
+
+@pytest.mark.parametrize(
+    ("header", "voxels"), [(".hdr", ".IMG"), (".HDR", ".img"), (".Hdr", ".Img")]
+)
+def test_a_pair_of_files_is_one_label_map_in_any_case_of_letters(tmp_path, header, voxels):
+    array = cube((5, 5, 5), (15, 15, 15))
+    write(tmp_path / "p" / "a_seg.NII.GZ", array)
+    (tmp_path / "l").mkdir()
+    nib.save(nib.Nifti1Pair(array, np.diag([*SPACING_MM, 1.0])), tmp_path / "l" / "new.hdr")
+    (tmp_path / "l" / "new.hdr").rename(tmp_path / "l" / f"a{header}")
+    (tmp_path / "l" / "new.img").rename(tmp_path / "l" / f"a{voxels}")
+    (case,) = evaluate(tmp_path / "p", tmp_path / "l").cases
+    assert case.scores[1].dice == 1
+    (named,) = evaluate(tmp_path / "p", tmp_path / "l" / f"a{voxels}").cases
+    assert named.scores == case.scores

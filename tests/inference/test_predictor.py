@@ -12,7 +12,7 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.volumes.samples import write_volume
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import InferenceSettings, ParallelSettings, Shape, Spacing
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import predictor as prediction
 from unet3d.inference.predictor import Predictor
@@ -28,7 +28,7 @@ ORIENTATIONS = [
 SPACING_MM = (0.9765625, 0.8, 3.3)
 
 
-def oblique(spacing_mm: tuple[float, float, float] = SPACING_MM) -> np.ndarray:
+def oblique(spacing_mm: Spacing = SPACING_MM) -> np.ndarray:
     turn, tilt = np.deg2rad(25), np.deg2rad(10)
     around_z = [[np.cos(turn), -np.sin(turn), 0], [np.sin(turn), np.cos(turn), 0], [0, 0, 1]]
     around_x = [[1, 0, 0], [0, np.cos(tilt), -np.sin(tilt)], [0, np.sin(tilt), np.cos(tilt)]]
@@ -85,7 +85,7 @@ def segment_file(predictor: Predictor, path: Path, output: Path | None = None) -
 @pytest.mark.parametrize("target_mm", [None, (1.0, 1.0, 2.0)], ids=["native", "resampled"])
 @pytest.mark.parametrize("affine", AFFINES)
 def test_all_orientations_of_a_scan_are_segmented_alike(
-    tmp_path: Path, affine: str, target_mm: tuple[float, float, float] | None
+    tmp_path: Path, affine: str, target_mm: Spacing | None
 ) -> None:
     predictor = place(random_checkpoint(spacing_mm=target_mm))
     original = nib.Nifti1Image(head(), AFFINES[affine])
@@ -198,9 +198,7 @@ def test_the_last_batch_of_windows_is_predicted(checkpoint: Checkpoint, tmp_path
     "shape",
     [(5, 6, 7), (1, 1, 1), (40, 33, 1), (1, 20, 20), (17, 31, 23), (16, 16, 16), (90, 3, 2)],
 )
-def test_every_shape_is_segmented(
-    predictor: Predictor, tmp_path: Path, shape: tuple[int, int, int]
-) -> None:
+def test_every_shape_is_segmented(predictor: Predictor, tmp_path: Path, shape: Shape) -> None:
     path = write_volume(tmp_path / "scan.nii.gz", head(shape))
     segmentation = segment_file(predictor, path)
     assert segmentation.shape == nib.load(path).shape

@@ -9,7 +9,7 @@ from monai.data.utils import compute_importance_map
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
-from unet3d.config import ModelSettings
+from unet3d.config import ModelSettings, Shape
 from unet3d.errors import DoesNotFitError
 from unet3d.inference.sliding_window import gaussian_weight, predict_logits, window_starts
 from unet3d.model import Topology, UNet3d, plan_topology
@@ -40,7 +40,7 @@ class Voxelwise:
         return self.function(image)
 
 
-def make_image(size: tuple[int, int, int], channels: int = 2) -> Tensor:
+def make_image(size: Shape, channels: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(math.prod(size))
     return torch.randn(channels, *size, generator=generator)
 
@@ -57,7 +57,7 @@ def small_network(**options: object) -> tuple[UNet3d, object]:
     ("overlap", "batch_size"), [(0.0, 1), (0.0, 3), (0.25, 100), (0.5, 1), (0.5, 3), (0.9, 100)]
 )
 def test_a_voxelwise_network_gives_the_same_with_windows(
-    size: tuple[int, int, int], overlap: float, batch_size: int
+    size: Shape, overlap: float, batch_size: int
 ) -> None:
     """No voxel is left out, tails included, and none of the last batch is left at zero."""
     image = make_image(size)
@@ -78,7 +78,7 @@ def test_the_last_batch_is_a_partial_one_and_counts() -> None:
 
 
 @pytest.mark.parametrize("size", [(9, 20, 5), (3, 2, 1), (17, 40, 40), (1, 1, 1)])
-def test_volumes_smaller_than_the_window(size: tuple[int, int, int]) -> None:
+def test_volumes_smaller_than_the_window(size: Shape) -> None:
     image = make_image(size)
     executor = Voxelwise()
     logits = predict_logits(executor, image, (16, 32, 32), 0.5, 2)
@@ -112,7 +112,7 @@ def test_a_window_is_rounded_up_to_the_strides() -> None:
 @pytest.mark.parametrize("window", ["whole", (4, 4, 4), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("size", [(1, 1, 1), (4, 4, 4), (3, 2, 4)])
 def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(
-    window: object, size: tuple[int, int, int]
+    window: object, size: Shape
 ) -> None:
     _, executor = small_network()
     logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
@@ -146,7 +146,7 @@ def test_no_more_windows_than_needed() -> None:
 
 
 @pytest.mark.parametrize("window", [(16, 16, 16), (16, 9, 4), (5, 1, 8)])
-def test_weights_are_monais_gaussian(window: tuple[int, int, int]) -> None:
+def test_weights_are_monais_gaussian(window: Shape) -> None:
     weight = gaussian_weight(window)
     theirs = compute_importance_map(window, mode="gaussian", sigma_scale=0.125)
     theirs = theirs / theirs.max()
@@ -166,7 +166,7 @@ def test_weights_are_the_closed_form() -> None:
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("size", [(24, 32, 16), (20, 16, 24)])
-def test_windows_of_a_network_agree_with_monai(size: tuple[int, int, int], batch_size: int) -> None:
+def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> None:
     model, executor = small_network()
     image = make_image(size, 1)
     ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)

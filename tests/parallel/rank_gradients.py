@@ -57,7 +57,7 @@ def take_part(folder: Path) -> None:
             model.zero_grad()
             for stage in executor.stages:  # as after a step that a GPU has replayed
                 parameters = [p for block in stage.blocks for p in block.module.parameters()]
-                executor._deliver(stage, {p: torch.full_like(p, rank) for p in parameters})
+                executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
             torch.save([p.grad for p in model.parameters()], folder / f"{group.size}-{number}.pt")
 
 

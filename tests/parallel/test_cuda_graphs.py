@@ -1,161 +1,269 @@
+import gc
+from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
-from unet3d.config import TrainingSettings
-from unet3d.memory.meter import MemoryMeter
-from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.memory.measurement import measured_steps
+from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor, Layout, parallelize
-from unet3d.parallel import cuda_graphs as graphs
-from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS, RecordedPipeline
+from unet3d.parallel import Executor, Layout, cuda_graphs, image_dtype, parallelize, static_mail
+from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS, aliased
+from unet3d.parallel.partition import make_stages
+
+from .cpu_graphs import CpuGraphPool
 
 TOPOLOGY = Topology(
-    in_channels=1, num_classes=3, channels=(8, 16, 32), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))
+    in_channels=1, num_classes=3, channels=(4, 8, 16), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))
 )
 
 
-def make_executor(
-    num_micro_batches: int = 1,
-    devices: tuple[int, ...] = (0,),
-    schedule: Literal["1f1b", "all-forward"] = "1f1b",
-) -> Executor:
+CPU = torch.device("cpu")
+
+
+def make_executor(devices: tuple[torch.device, ...], **options: Any) -> Executor:
     torch.manual_seed(0)
-    model = UNet3d(TOPOLOGY)
-    gpus = tuple(torch.device("cuda", index) for index in devices)
-    return parallelize(
-        model,
-        Layout(
-            devices=gpus,
-            cuts=None,
-            num_micro_batches=num_micro_batches,
-            autocast=torch.bfloat16,
-            schedule=schedule,
-        ),
-    )
+    topology = replace(TOPOLOGY, deep_supervision=options.pop("deep_supervision", False))
+    model = UNet3d(topology)
+    on_gpu = devices[0].type == "cuda"
+    if not on_gpu:
+        model.double()
+    autocast = torch.bfloat16 if on_gpu else None
+    return parallelize(model, Layout(devices=devices, autocast=autocast, **options))
 
 
 def make_batch(number: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    image = torch.randn(num_samples, 1, 32, 32, 32, generator=generator)
-    target = torch.randint(0, 3, (num_samples, 32, 32, 32), generator=generator)
+    image = torch.randn(num_samples, 1, 16, 16, 16, generator=generator)
+    target = torch.randint(0, 3, (num_samples, 16, 16, 16), generator=generator)
     return image, target.to(torch.uint8)
 
 
 def train(executor: Executor, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
+    dtype = image_dtype(executor.module)
     losses = []
     for image, target in batches:
-        losses.append(
-            executor.forward_backward(
-                image.to(executor.input_device),
-                target.to(executor.output_device),
-                dice_cross_entropy,
-            ).total
+        terms = executor.forward_backward(
+            image.to(executor.input_device, dtype),
+            target.to(executor.output_device),
+            dice_cross_entropy,
         )
+        losses.append(terms.total)
         optimization.step(0.01)
     return [*losses, *(value.detach() for value in executor.module.parameters())]
 
 
-def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+def assert_close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
     for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance / 10)
 
 
 def check_replayed_steps(
-    monkeypatch: pytest.MonkeyPatch, num_micro_batches: int, **choices: Any
+    devices: tuple[torch.device, ...], tolerance: float = 2e-3, **options: Any
 ) -> None:
     batches = [make_batch(number, 4) for number in range(NUM_WARM_UP_STEPS + 5)]
-    # A last batch that is smaller, as every epoch has one, does not make the recording useless.
+    # A last batch that is smaller, as every epoch has one, does not make the capture useless.
     batches.insert(NUM_WARM_UP_STEPS + 2, make_batch(99, num_samples=1))
-    executor = make_executor(num_micro_batches, **choices)
-    assert isinstance(executor, RecordedPipeline)
-    replayed = train(executor, batches)
-    assert executor._lanes is not None
-    monkeypatch.setattr(graphs, "MAX_ELEMENTS", 0)
-    launched = make_executor(num_micro_batches, **choices)
-    assert_close(replayed, train(launched, batches))
-    assert launched._lanes is None
+    replayed = train(make_executor(devices, **options), batches)
+    launched = train(make_executor(devices, cuda_graphs="off", **options), batches)
+    assert_close(replayed, launched, tolerance)
+
+
+@pytest.fixture
+def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> type[CpuGraphPool]:
+    """Let steps on CPUs be captured."""
+    monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+    monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
+    return CpuGraphPool
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+@pytest.mark.parametrize("recompute", ["norm", "level"])
+@pytest.mark.parametrize(
+    ("cuts", "num_micro_batches"), [((), 1), ((), 4), ((6,), 1), ((6,), 4), ((2, 9), 2)]
+)
+@pytest.mark.parametrize("by_buffer", [False, True])
+def test_replayed_steps_train_as_launched_ones_on_a_cpu(
+    cpu_graphs: type[CpuGraphPool],
+    monkeypatch: pytest.MonkeyPatch,
+    by_buffer: bool,
+    cuts: tuple[int, ...],
+    num_micro_batches: int,
+    schedule: Literal["1f1b", "all-forward"],
+    recompute: Literal["norm", "level"],
+) -> None:
+    if by_buffer:  # as between two GPUs
+        monkeypatch.setattr(static_mail, "stays", lambda tensor, device: False)
+    check_replayed_steps(
+        (CPU,) * (len(cuts) + 1),
+        tolerance=1e-10,
+        cuts=cuts,
+        num_micro_batches=num_micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+    )
+    num_stages = len(cuts) + 1
+    assert cpu_graphs.num_captured == num_micro_batches * (2 * num_stages + 1)
+
+
+def test_coarse_logits_of_an_earlier_stage_reach_the_loss(
+    cpu_graphs: type[CpuGraphPool],
+) -> None:
+    options: dict[str, Any] = {"deep_supervision": True, "num_micro_batches": 2}
+    check_replayed_steps((CPU, CPU), tolerance=1e-10, cuts=(12,), **options)
+    assert cpu_graphs.num_captured > 0
+
+
+def test_gradients_that_are_there_are_added_to_on_a_cpu(cpu_graphs: type[CpuGraphPool]) -> None:
+    check_accumulation(make_executor((CPU, CPU), num_micro_batches=2), tolerance=1e-10)
+    assert cpu_graphs.num_captured > 0
+
+
+def check_accumulation(executor: Executor, tolerance: float) -> None:
+    image, target = make_batch(1)
+    dtype, parameters = image_dtype(executor.module), list(executor.module.parameters())
+    image, target = image.to(executor.input_device, dtype), target.to(executor.output_device)
+    for _ in range(NUM_WARM_UP_STEPS + 2):
+        executor.module.zero_grad()
+        executor.forward_backward(image, target, dice_cross_entropy)
+    once = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    executor.forward_backward(image, target, dice_cross_entropy)
+    twice = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert_close(twice, [2 * gradient for gradient in once], tolerance)
+    for parameter in parameters:  # a gradient of somebody else's making
+        parameter.grad = torch.ones_like(parameter)
+    executor.forward_backward(image, target, dice_cross_entropy)
+    more = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    assert_close(more, [1 + gradient for gradient in once], tolerance)
+
+
+def test_off_captures_nothing(cpu_graphs: type[CpuGraphPool]) -> None:
+    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 2)]
+    train(make_executor((CPU,), cuda_graphs="off"), batches)
+    assert cpu_graphs.num_captured == 0
+
+
+def test_a_large_or_uneven_batch_is_launched(
+    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_executor((CPU,), num_micro_batches=2), [make_batch(1, 3)] * (NUM_WARM_UP_STEPS + 2))
+    monkeypatch.setattr(cuda_graphs, "MAX_ELEMENTS", 1000)
+    train(make_executor((CPU,)), [make_batch(1)] * (NUM_WARM_UP_STEPS + 2))
+    assert cpu_graphs.num_captured == 0
+
+
+def test_a_capture_that_runs_out_of_memory_is_not_tried_again(
+    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def full(self: CpuGraphPool, device: torch.device) -> None:
+        tries.append(device)
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(CpuGraphPool, "__init__", full)
+    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 3)]
+    failed = train(make_executor((CPU,)), batches)
+    assert tries == [CPU]
+    assert_close(failed, train(make_executor((CPU,), cuda_graphs="off"), batches), 1e-12)
+
+
+def test_what_a_capture_does_leaves_the_parameters_alone() -> None:
+    model = UNet3d(TOPOLOGY)
+    calls: list[Tensor] = []
+    stages = make_stages(model.blocks(), (CPU, CPU), (6,), model.outputs())
+    executor = parallelize(model, Layout(devices=(CPU, CPU), cuts=(6,)))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
+    image, target = make_batch(1)
+    with aliased(stages[0]) as first, aliased(stages[1]) as last:
+        executor.forward_backward(image, target, dice_cross_entropy)
+    assert not calls
+    assert all(parameter.grad is None for parameter in model.parameters())
+    made = first | last
+    assert set(made) == set(model.parameters())
+    executor.forward_backward(image, target, dice_cross_entropy)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad, made[parameter])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-@pytest.mark.parametrize("devices", [(0,), (0, 0), (0, 0, 0)])
+@pytest.mark.parametrize("indices", [(0,), (0, 0), (0, 0, 0)])
 def test_replayed_steps_train_as_launched_ones(
-    devices: tuple[int, ...],
-    schedule: str,
-    num_micro_batches: int,
-    monkeypatch: pytest.MonkeyPatch,
+    indices: tuple[int, ...], schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
 ) -> None:
-    check_replayed_steps(monkeypatch, num_micro_batches, devices=devices, schedule=schedule)
+    gpus = tuple(torch.device("cuda", index) for index in indices)
+    check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
 
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
 def test_replayed_steps_over_two_gpus(
-    num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
+    schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
 ) -> None:
-    check_replayed_steps(monkeypatch, num_micro_batches, devices=(0, 1))
-
-
-@pytest.mark.gpu
-def test_a_step_that_is_measured_is_launched() -> None:
-    executor = make_executor()
-    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)]
-    train(executor, batches)
-    meter = MemoryMeter(executor.slots, executor.module)
-    executor.observer = meter
-    meter.start()
-    image, target = (value.cuda() for value in make_batch(7))
-    executor.forward_backward(image, target, dice_cross_entropy)
-    optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
-    assert meter.read(optimization.optimizer)[0].activations_bytes > 0
+    gpus = torch.device("cuda", 0), torch.device("cuda", 1)
+    check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
 
 
 @pytest.mark.gpu
 def test_gradients_that_are_there_are_added_to() -> None:
-    executor = make_executor()
-    image, target = (value.cuda() for value in make_batch(1))
-    for _ in range(NUM_WARM_UP_STEPS + 1):
-        executor.module.zero_grad()
-        executor.forward_backward(image, target, dice_cross_entropy)
-    once = [parameter.grad.clone() for parameter in executor.module.parameters()]
-    executor.forward_backward(image, target, dice_cross_entropy)
-    for parameter, gradient in zip(executor.module.parameters(), once, strict=True):
-        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-2, atol=1e-3)
+    check_accumulation(make_executor((torch.device("cuda", 0),)), tolerance=1e-2)
 
 
 @pytest.mark.gpu
-def test_another_shape_that_stays_is_recorded_instead() -> None:
-    executor = make_executor()
-    train(executor, [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 1)])
-    first = executor._lanes
-    train(executor, [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 1)])
-    assert executor._lanes is not None and executor._lanes is not first
+def test_what_is_measured_is_the_launched_step_and_all_that_is_reserved() -> None:
+    executor = make_executor((torch.device("cuda", 0),), num_micro_batches=2)
+    optimization = Optimization(executor.module, TrainingSettings(), "bfloat16")
+    with measured_steps(executor, optimization.optimizer) as meter:
+        image, target = (value.cuda() for value in make_batch(7))
+        for _ in range(NUM_WARM_UP_STEPS + 2):
+            executor.forward_backward(image, target, dice_cross_entropy)
+            optimization.step(0.01)
+    measured = meter.read(optimization.optimizer)[0]
+    assert measured.activations_bytes > 0
+    assert measured.reserved_bytes >= torch.cuda.memory_reserved(0)
+    (line,) = meter.timeline({0: measured})
+    kinds = [mark.kind for mark in line.marks]
+    assert kinds == ["forward", "loss", "backward"] * 2 + ["optimizer"]
 
 
-def test_what_is_recorded_leaves_the_parameters_alone() -> None:
-    """What a recording does to gradients needs no GPU."""
-    model = UNet3d(TOPOLOGY)
-    calls: list[Tensor] = []
-    cpu = torch.device("cpu")
-    executor = parallelize(model, Layout(devices=(cpu, cpu)))
-    assert isinstance(executor, RecordedPipeline)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(calls.append)
-    image, target = make_batch(1)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    before = model.state_dict()
-    with graphs._aliased(executor.stages[0]) as first, graphs._aliased(executor.stages[1]) as last:
-        dice_cross_entropy(model(image), target).total.backward()
-        assert not any(parameter.grad is not None for parameter in names)
-    assert dict(model.named_parameters()) == {name: p for p, name in names.items()}
-    assert all(value.data_ptr() == before[n].data_ptr() for n, value in model.state_dict().items())
-    assert not calls
-    dice_cross_entropy(model(image), target).total.backward()
-    for parameter, gradient in (first | last).items():
-        assert torch.equal(gradient, parameter.grad), names[parameter]
-    assert len(calls) == len(names) == len(first) + len(last)
+@pytest.mark.gpu
+@pytest.mark.parametrize("indices", [(0,), (0, 0)])
+def test_a_captured_step_takes_little_more_than_a_launched_one(indices: tuple[int, ...]) -> None:
+    """However many micro-batches are captured, they share memory."""
+    gpu = torch.device("cuda", 0)
+    peaks = []
+    for num_steps in (NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + 2):
+        torch.manual_seed(0)
+        model = UNet3d(plan_topology(ModelSettings(), (96,) * 3, (1.0,) * 3, 1, 3))
+        layout = Layout(devices=(gpu,) * len(indices), num_micro_batches=8, autocast=torch.bfloat16)
+        executor = parallelize(model, layout)
+        image = torch.randn(8, 1, 96, 96, 96, device=gpu)
+        target = torch.zeros(8, 96, 96, 96, dtype=torch.uint8, device=gpu)
+        for _ in range(num_steps):
+            model.zero_grad()
+            executor.forward_backward(image, target, dice_cross_entropy)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.memory_reserved(gpu))
+        del executor, model, image, target
+        gc.collect()
+        torch.cuda.empty_cache()
+    launched, captured = peaks
+    assert captured < 1.2 * launched
+
+
+@pytest.mark.gpu
+def test_another_shape_that_stays_is_captured_instead() -> None:
+    gpu = (torch.device("cuda", 0),)
+    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 2)]
+    batches += [make_batch(number, 1) for number in range(NUM_WARM_UP_STEPS + 2)]
+    batches += [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 2)]
+    launched = train(make_executor(gpu, cuda_graphs="off"), batches)
+    assert_close(train(make_executor(gpu), batches), launched, 2e-3)

@@ -14,7 +14,7 @@ from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as remake
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Executor, Layout, parallelize, pipeline
+from unet3d.parallel import Executor, Layout, offload, parallelize
 from unet3d.parallel.offload import OffloadedMemory, skip_names
 from unet3d.planning.memory_estimate import Step, predict_memory
 
@@ -24,7 +24,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def parking_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "supports_offload", lambda device: True)
+    monkeypatch.setattr(offload, "supports_offload", lambda device: True)
 
 
 def topology_of(size: tuple[int, int, int] = (16, 16, 16), **options: Any) -> Topology:
@@ -151,8 +151,8 @@ def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
     """Or, where it is made again in backward, what it is made from."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     kept = []
-    for offload in ("none", "skips"):
-        layout = Layout(devices=(CPU,), offload=offload)  # type: ignore[arg-type]
+    for choice in ("none", "skips"):
+        layout = Layout(devices=(CPU,), offload=choice)  # type: ignore[arg-type]
         executor = parallelize(UNet3d(topology_of()), layout)
         sizes = Sizes(executor)
         step_of(executor, num_samples=1)
@@ -201,9 +201,9 @@ def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
 
     topology = topology_of()
     predicted = []
-    for offload in ("none", "skips"):
+    for choice in ("none", "skips"):
         layout = Layout(
-            devices=(CPU,) * num_devices, cuts=None, num_micro_batches=num_devices, offload=offload
+            devices=(CPU,) * num_devices, cuts=None, num_micro_batches=num_devices, offload=choice
         )  # type: ignore[arg-type]
         planned = Step(
             topology=topology,
@@ -222,8 +222,8 @@ def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
     model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 1, 3)
     found = []
-    for offload in ("none", "skips"):
-        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
+    for choice in ("none", "skips"):
+        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=choice)  # type: ignore[arg-type]
         planned = Step(
             topology=topology,
             layout=layout,
@@ -315,8 +315,8 @@ def test_a_gpu_needs_less_by_what_was_predicted() -> None:
     model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)
     predicted, measured = [], []
-    for offload in ("none", "skips"):
-        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=offload)  # type: ignore[arg-type]
+    for choice in ("none", "skips"):
+        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=choice)  # type: ignore[arg-type]
         planned = Step(
             topology=topology,
             layout=layout,

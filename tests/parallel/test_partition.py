@@ -51,7 +51,9 @@ def test_the_default_for_two_devices_is_encoder_and_decoder() -> None:
 @pytest.mark.parametrize("num_stages", [3, 4, 7])
 def test_the_default_for_more_balances_multiplications(num_stages: int) -> None:
     model = make_model()
-    costs = list(block_flops(model, (16, 16, 16)))
+    costs = list(
+        block_flops(model, torch.empty(1, model.topology.in_channels, 16, 16, 16, device="meta"))
+    )
     cuts = default_cuts(model, num_stages)
     assert cuts == balanced_cuts(costs, num_stages)
     assert len(cuts) == num_stages - 1
@@ -120,7 +122,13 @@ def test_every_cut_lets_exactly_what_is_needed_cross(options: dict[str, object])
 
 def test_the_flops_are_those_of_the_convolutions() -> None:
     model = make_model()
-    flops = dict(zip((b.name for b in model.blocks()), block_flops(model, (16, 8, 8)), strict=True))
+    flops = dict(
+        zip(
+            (b.name for b in model.blocks()),
+            block_flops(model, torch.empty(1, model.topology.in_channels, 16, 8, 8, device="meta")),
+            strict=True,
+        )
+    )
     voxels = 16 * 8 * 8
     assert flops["encoder.0.0"] == 2 * 27 * 1 * 4 * voxels
     assert flops["encoder.0.1"] == 2 * 27 * 4 * 4 * voxels
@@ -133,5 +141,7 @@ def test_the_flops_are_those_of_the_convolutions() -> None:
 def test_counting_flops_computes_and_changes_nothing() -> None:
     model = make_model(norm="batch")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    block_flops(model, (4096, 4096, 4096))  # far more than any machine could hold
+    block_flops(
+        model, torch.empty(1, model.topology.in_channels, 4096, 4096, 4096, device="meta")
+    )  # far more than any machine could hold
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

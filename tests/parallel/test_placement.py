@@ -4,40 +4,26 @@ import torch
 from unet3d.config import ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, Unet3dError
-from unet3d.parallel import (
-    check_data_parallel,
-    check_precision,
-    default_precision,
-    devices_of_rank,
-    devices_of_replicas,
-    output_device,
-    resolve_devices,
-)
-from unet3d.parallel.placement import describe_devices
+from unet3d.parallel import Machine, ParallelDims
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch,
-    num_gpus: int,
-    capability: tuple[int, int] = (9, 0),
-    cudnn: int | None = 91900,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Model {index}")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+def machine(num_gpus: int) -> Machine:
+    """Return a machine that need not be this one: nothing here looks for devices."""
+    gpus = ", ".join(f"cuda:{index} (Model {index})" for index in range(num_gpus))
+    return Machine(num_gpus=num_gpus, description=f"cpu and {gpus or 'no CUDA GPU'}")
 
 
-def resolve(mode: str, devices: str | None) -> tuple[torch.device, ...]:
-    return resolve_devices(ParallelSettings(mode=mode, devices=devices))
+def resolve(num_gpus: int, mode: str, devices: str | None) -> tuple[torch.device, ...]:
+    settings = ParallelSettings(mode=mode, devices=devices)
+    return ParallelDims.resolve(settings, machine(num_gpus)).devices
 
 
-def refusal(mode: str, devices: str | None) -> str:
+def refusal(num_gpus: int, mode: str, devices: str | None) -> str:
     with pytest.raises(DeviceError) as caught:
-        resolve(mode, devices)
+        resolve(num_gpus, mode, devices)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -54,11 +40,8 @@ def refusal(mode: str, devices: str | None) -> str:
         ("model", "1,1", (GPUS[1], GPUS[1])),
     ],
 )
-def test_names_become_devices(
-    monkeypatch: pytest.MonkeyPatch, mode: str, names: str, devices: tuple[torch.device, ...]
-) -> None:
-    pretend(monkeypatch, 2)
-    assert resolve(mode, names) == devices
+def test_names_become_devices(mode: str, names: str, devices: tuple[torch.device, ...]) -> None:
+    assert resolve(2, mode, names) == devices
 
 
 @pytest.mark.parametrize(
@@ -71,97 +54,50 @@ def test_names_become_devices(
     ],
 )
 def test_defaults_follow_the_machine(
-    monkeypatch: pytest.MonkeyPatch, num_gpus: int, mode: str, devices: tuple[torch.device, ...]
+    num_gpus: int, mode: str, devices: tuple[torch.device, ...]
 ) -> None:
-    pretend(monkeypatch, num_gpus)
-    assert resolve(mode, None) == devices
+    assert resolve(num_gpus, mode, None) == devices
 
 
 @pytest.mark.parametrize(
     "name", ["gpu0", "cuda:", "cuda:x", "-1", "CPU", "cpu:0", "mps", "", "1.5"]
 )
-def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    pretend(monkeypatch, 2)
-    message = refusal("none", name)
+def test_an_unknown_name_is_refused(name: str) -> None:
+    message = refusal(2, "none", name)
     assert message == f"device {name!r} is unknown; write 0, cuda:0 or cpu"
 
 
-def test_a_gpu_that_does_not_exist_says_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 2)
-    assert refusal("none", "2") == (
+def test_a_gpu_that_does_not_exist_says_what_there_is() -> None:
+    assert refusal(2, "none", "2") == (
         "device '2' does not exist; this machine has cpu and cuda:0 (Model 0), cuda:1 (Model 1)"
     )
-    assert "device 'cuda:7' does not exist" in refusal("model", "0,cuda:7")
-    pretend(monkeypatch, 0)
-    assert refusal("model", "cpu,0") == (
+    assert "device 'cuda:7' does not exist" in refusal(2, "model", "0,cuda:7")
+    assert refusal(0, "model", "cpu,0") == (
         "device '0' does not exist; this machine has cpu and no CUDA GPU"
     )
 
 
-def test_the_number_of_devices_suits_the_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 2)
-    message = refusal("none", "0,1")
+def test_the_number_of_devices_suits_the_mode() -> None:
+    message = refusal(2, "none", "0,1")
     assert "devices 0,1 but parallel mode none uses one; add --parallel model" in message
-    assert "needs a device for each of two stages or more, got 0;" in refusal("model", "0")
+    assert "needs a device for each of two stages or more, got 0;" in refusal(2, "model", "0")
 
 
-def test_one_gpu_is_too_few_to_guess_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 1)
-    message = refusal("model", None)
+def test_one_gpu_is_too_few_to_guess_a_second() -> None:
+    message = refusal(1, "model", None)
     assert "cuda:0 (Model 0)" in message and "--devices 0,cpu" in message
 
 
-@pytest.mark.parametrize(
-    ("capability", "cudnn", "devices", "precision"),
-    [
-        ((9, 0), 91900, [GPUS[0]], "bfloat16"),
-        ((8, 0), 90701, [GPUS[0], CPU], "bfloat16"),
-        ((7, 5), 91900, [GPUS[0]], "float16"),
-        ((6, 0), 91900, [CPU, GPUS[0]], "float16"),
-        ((9, 0), 91002, [GPUS[0]], "float16"),
-        ((9, 0), 91002, [CPU, CPU], "float32"),
-        ((9, 0), None, [GPUS[0]], "bfloat16"),
-    ],
-)
-def test_the_default_precision_is_the_best_that_is_right(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    cudnn: int | None,
-    devices: list[torch.device],
-    precision: str,
-) -> None:
-    pretend(monkeypatch, 1, capability, cudnn)
-    assert default_precision(devices) == precision
-
-
-def test_one_old_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 2)
-    capabilities = {GPUS[0]: (9, 0), GPUS[1]: (7, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert default_precision(GPUS[:1]) == "bfloat16"
-    assert default_precision(GPUS[:2]) == "float16"
-
-
-@pytest.mark.parametrize(
-    ("cudnn", "is_wrong"),
-    [(90701, False), (90800, True), (91002, True), (91400, True), (91500, False), (None, False)],
-)
-def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
-    monkeypatch: pytest.MonkeyPatch, cudnn: int | None, is_wrong: bool
-) -> None:
-    pretend(monkeypatch, 1, cudnn=cudnn)
-    if is_wrong:
-        with pytest.raises(DeviceError, match=rf"cuDNN {cudnn} .*163539.*float16"):
-            check_precision("bfloat16", [CPU, GPUS[0]])
-    else:
-        check_precision("bfloat16", [CPU, GPUS[0]])
-    check_precision("float16", GPUS[:1])
-    check_precision("bfloat16", [CPU])
-
-
 def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 1)
-    assert describe_devices() == "cpu and cuda:0 (Model 0)"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Model {index}")
+    assert Machine.here() == Machine(num_gpus=1, description="cpu and cuda:0 (Model 0)")
+
+
+def test_a_plan_may_be_for_another_machine() -> None:
+    settings = ParallelSettings(mode="model", devices="5,6")
+    imagined = Machine(num_gpus=0, is_real=False)
+    assert [device.index for device in ParallelDims.resolve(settings, imagined).devices] == [5, 6]
 
 
 @pytest.mark.parametrize(
@@ -182,12 +118,10 @@ def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_devices_are_divided_over_the_replicas(
-    monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, object],
     replicas: tuple[tuple[torch.device, ...], ...],
 ) -> None:
-    pretend(monkeypatch, 4)
-    assert devices_of_replicas(ParallelSettings(**settings)) == replicas
+    assert ParallelDims.resolve(ParallelSettings(**settings), machine(4)).replicas == replicas
 
 
 @pytest.mark.parametrize(
@@ -204,11 +138,10 @@ def test_devices_are_divided_over_the_replicas(
     ids=str,
 )
 def test_devices_that_replicas_cannot_share_are_refused(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], reason: str
+    settings: dict[str, object], reason: str
 ) -> None:
-    pretend(monkeypatch, 4)
     with pytest.raises(DeviceError) as caught:
-        devices_of_replicas(ParallelSettings(**settings))
+        ParallelDims.resolve(ParallelSettings(**settings), machine(4))
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -261,14 +194,15 @@ def test_devices_that_replicas_cannot_share_are_refused(
     ids=str,
 )
 def test_a_rank_drives_its_share_of_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
     num_gpus: int,
     settings: dict[str, object],
     ranks: Ranks,
     devices: tuple[torch.device, ...],
 ) -> None:
-    pretend(monkeypatch, num_gpus)
-    assert devices_of_rank(ParallelSettings(**settings), ranks) == devices
+    assert (
+        ParallelDims.resolve(ParallelSettings(**settings), machine(num_gpus), ranks).devices
+        == devices
+    )
 
 
 @pytest.mark.parametrize(
@@ -314,45 +248,51 @@ def test_a_rank_drives_its_share_of_the_machine(
     ids=str,
 )
 def test_a_rank_without_devices_of_its_own_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, object],
     ranks: Ranks,
     kind: type[Unet3dError],
     reason: str,
 ) -> None:
-    pretend(monkeypatch, 4)
     with pytest.raises(kind) as caught:
-        devices_of_rank(ParallelSettings(**settings), ranks)
+        ParallelDims.resolve(ParallelSettings(**settings), machine(4), ranks)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_output_device_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 2)
-    assert output_device(ParallelSettings()) is None
-    assert output_device(ParallelSettings(output_device=1)) == GPUS[1]
-    with pytest.raises(DeviceError, match="device '2' does not exist"):
-        output_device(ParallelSettings(output_device="2"))
+def threads(devices: str, output_device: str | None = None) -> ParallelDims:
+    settings = ParallelSettings(
+        mode="data", engine="dataparallel", devices=devices, output_device=output_device
+    )
+    return ParallelDims.resolve(settings, machine(4))
 
 
 @pytest.mark.parametrize(
-    ("devices", "output", "batch_size", "reason"),
+    ("devices", "output_device", "kind", "reason"),
     [
-        ((CPU, CPU), None, 2, "parallel.engine=ddp"),
-        ((GPUS[0], GPUS[0]), None, 2, "each named once"),
-        ((GPUS[0], CPU), None, 2, "not to cuda:0,cpu"),
-        (tuple(GPUS[:2]), GPUS[2], 2, "parallel.output_device is cuda:2, which is none of"),
-        (tuple(GPUS[:3]), None, 1, "a batch of 1 gives 2 of the 3 devices no patch"),
+        ("0,cpu", None, DeviceError, "to GPUs, each named once, not to cuda:0,cpu"),
+        ("0,0", None, DeviceError, "to GPUs, each named once, not to cuda:0,cuda:0"),
+        ("0,1", "2", DeviceError, "parallel.output_device is cuda:2, which is none of"),
+        ("0,1", "7", DeviceError, "device '7' does not exist"),
     ],
-    ids=str,
 )
-def test_nn_data_parallel_is_refused_where_it_cannot_work(
-    devices: tuple[torch.device, ...], output: torch.device | None, batch_size: int, reason: str
+def test_nn_data_parallel_takes_different_gpus(
+    devices: str, output_device: str | None, kind: type[Unet3dError], reason: str
 ) -> None:
-    with pytest.raises(Unet3dError) as caught:
-        check_data_parallel(devices, output, batch_size)
+    with pytest.raises(kind) as caught:
+        threads(devices, output_device)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_nn_data_parallel_takes_gpus_with_a_patch_each() -> None:
-    check_data_parallel(GPUS[:2], GPUS[1], 2)
-    check_data_parallel(GPUS[:2], None)
+def test_threads_are_one_process_with_a_patch_for_each() -> None:
+    dims = threads("0,1,3", "1")
+    assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
+    assert dims.gather_device == GPUS[1] and not dims.predicts_memory
+    assert dims.check_batch(3) is None
+    with pytest.raises(ConfigError, match="a batch of 2 gives 1 of the 3 devices no patch"):
+        dims.check_batch(2)
+
+
+def test_replicas_in_processes_may_be_idle_and_say_so() -> None:
+    dims = ParallelDims.resolve(ParallelSettings(mode="data", devices="cpu,cpu,cpu"), machine(0))
+    assert (dims.num_processes, dims.num_replicas) == (3, 3)
+    assert (dims.share_of(7), dims.check_batch(3)) == (3, None)
+    assert "a batch of 2 leaves 1 of 3 replicas without work" in (dims.check_batch(2) or "")

@@ -72,7 +72,7 @@ def measure(step: Step) -> dict[int, SlotMemory]:
     executor = parallelize(model, step.layout)
     optimization = Optimization(model, step.settings, step.precision)
     shape = (step.batch_size, step.topology.in_channels, *step.size)
-    image = torch.randn(shape).to(executor.input_device, image_dtype(executor))
+    image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
     target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
     target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, model)

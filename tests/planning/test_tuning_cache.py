@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tests.command_line import run
 from unet3d.config import Config, ModelSettings, load_config
-from unet3d.errors import DatasetError
+from unet3d.errors import CacheError
 from unet3d.model import plan_topology
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.planning.experiment import plan_without_data
@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     here = tuning_key(tmp_path)
     folder = here.path.parent
     folder.write_text("in the way")
-    with pytest.raises(DatasetError, match=r"cannot write .*data\.cache"):
+    with pytest.raises(CacheError, match=r"cannot write .*data\.cache"):
         remember_tuned(here, CHOICE)
 
 

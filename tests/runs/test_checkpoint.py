@@ -15,16 +15,19 @@ from torch import Tensor
 
 from unet3d import __version__
 from unet3d.atomic import PREFIX
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.config import ModelSettings, TrainingSettings, load_config
 from unet3d.errors import CheckpointError
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.volumes.preprocess import ChannelNormalization, Preprocessing
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
 
 PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),
-    channels=(ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5), ChannelNormalization(kind="none")),
+    channels=(
+        ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5),
+        ChannelNormalization(kind="none"),
+    ),
     channel_names=("CT", "PET"),
     label_names=("background", "organ", "lesion"),
     label_values=(0, 1, 5),

@@ -230,3 +230,27 @@ def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     make_run(tmp_path, "a-going-on", 1000, None)
     assert name_of(newest_run(finished=True)) == "b-finished-last"
     assert name_of(newest_run(finished=False)) == "a-going-on"
+
+
+def test_a_full_disk_is_explained_and_changes_nothing(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for line in lines(1, 2, 3):
+        run.append_metrics(line)
+    before = run.metrics.read_bytes()
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for write in (
+        lambda: run.keep_metrics(1),
+        lambda: run.write_config(Config()),
+        lambda: run.write_json(run.summary, {}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"cannot write to .*runs/first/.*: No space left on device; .*--out"
+        ):
+            write()
+    assert run.metrics.read_bytes() == before
+    assert list(run.path.iterdir()) == [run.metrics]

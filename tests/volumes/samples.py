@@ -8,10 +8,10 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.config import Shape, Spacing
 
-def write_volume(
-    path: Path, array: npt.NDArray[Any], spacing_mm: tuple[float, float, float] = (1, 1, 1)
-) -> Path:
+
+def write_volume(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing = (1, 1, 1)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     nib.save(nib.Nifti1Image(array, np.diag([*spacing_mm, 1.0])), path)
     return path
@@ -23,7 +23,7 @@ def write_json(path: Path, tree: Any) -> Path:
     return path
 
 
-def blob_label(shape: tuple[int, int, int], seed: int = 0) -> npt.NDArray[np.uint8]:
+def blob_label(shape: Shape, seed: int = 0) -> npt.NDArray[np.uint8]:
     """Two touching boxes, of the values 1 and 2, at a place that the seed decides."""
     label = np.zeros(shape, np.uint8)
     rng = np.random.default_rng(seed)
@@ -37,8 +37,8 @@ def blob_label(shape: tuple[int, int, int], seed: int = 0) -> npt.NDArray[np.uin
 def write_msd(
     root: Path,
     num_cases: int = 3,
-    shape: tuple[int, int, int] = (12, 14, 10),
-    spacing_mm: tuple[float, float, float] = (1, 1, 1),
+    shape: Shape = (12, 14, 10),
+    spacing_mm: Spacing = (1, 1, 1),
     modality: str = "MRI",
     **changes: Any,
 ) -> Path:

@@ -5,10 +5,9 @@ import pytest
 import torch
 from scipy import ndimage
 
-from unet3d.config import AugmentationSettings
+from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import ConfigError
 from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
-from unet3d.volumes.resample import Spacing
 
 ALWAYS = {
     f"{name}_probability": 1.0
@@ -70,7 +69,7 @@ def test_scaling_is_the_same_along_every_axis_and_within_range() -> None:
     ("spacing_mm", "size", "axis"), [((1, 1, 3.3), (9, 9, 9), 2), ((1, 1, 1), (1, 9, 9), 0)]
 )
 def test_thick_or_single_slices_stay_in_their_plane(
-    spacing_mm: Spacing, size: tuple[int, int, int], axis: int
+    spacing_mm: Spacing, size: Shape, axis: int
 ) -> None:
     both = augmentation(rotation_probability=1.0, scaling_probability=1.0)
     for seed in range(10):

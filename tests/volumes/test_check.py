@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import nibabel as nib
@@ -187,3 +188,19 @@ def test_names_what_is_wrong_with_the_awkward_files(test_data: Path, tmp_path: P
     assert "affines differ" in found["shifted"]
     assert "shapes" in found["short"]
     assert "NaN" in found["nan"]
+
+
+@pytest.mark.parametrize(
+    ("header", "voxels"), [(".HDR", ".IMG"), (".hdr", ".IMG"), (".Hdr", ".img")]
+)
+def test_the_other_file_of_a_pair_is_not_unnamed(root: Path, header: str, voxels: str) -> None:
+    image = nib.load(root / "imagesTr/case_1.nii.gz")
+    nib.save(nib.Nifti1Pair(image.dataobj, image.affine), root / "imagesTr/new.hdr")
+    (root / "imagesTr/new.hdr").rename(root / f"imagesTr/case_1{header}")
+    (root / "imagesTr/new.img").rename(root / f"imagesTr/case_1{voxels}")
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    for named in (header, voxels):
+        tree = json.loads((root / "dataset.json").read_text())
+        tree["training"][1]["image"] = f"imagesTr/case_1{named}"
+        write_json(root / "dataset.json", tree)
+        assert check_dataset(load_dataset(root)) == []

@@ -3,11 +3,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
 
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d.errors import DatasetError
+from unet3d.volumes.check import check_headers
 from unet3d.volumes.dataset import fold_cases, load_dataset
 
 
@@ -252,3 +254,64 @@ def test_reads_the_real_data_sets(test_data: Path) -> None:
     assert dataset.label_names == ("background", "Anterior", "Posterior")
     train, validation = fold_cases(dataset, 0, 5, seed=0)
     assert (len(train), len(validation)) == (160, 40)
+
+
+def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> None:
+    root = nnunet(tmp_path)
+    (root / "labelsTr/liver_2.nii.gz").rename(root / "labelsTr/liver_2.NII.GZ")
+    (root / "imagesTr/liver_2_0001.nii.gz").rename(root / "imagesTr/liver_2_0001.Nii.gz")
+    dataset = load_dataset(root)
+    assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
+    files = [*dataset.cases[1].images, dataset.cases[1].label]
+    assert [file.name for file in files] == [
+        "liver_2_0000.nii.gz",
+        "liver_2_0001.Nii.gz",
+        "liver_2.NII.GZ",
+    ]
+    assert check_headers(dataset) == []
+
+
+def test_a_channel_found_by_its_spelling_still_lies_in_the_folder(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "data")
+    outside = (root / "imagesTr/liver_2_0001.nii.gz").rename(tmp_path / "outside.nii.gz")
+    (root / "imagesTr/liver_2_0001.NII.GZ").symlink_to(outside)
+    with pytest.raises(DatasetError, match=r"liver_2_0001.NII.GZ, outside"):
+        load_dataset(root)
+
+
+def test_a_pair_that_is_named_by_both_its_files_is_named_twice(tmp_path: Path) -> None:
+    root = write_msd(tmp_path)
+    image = nib.Nifti1Pair(np.ones((12, 14, 10), np.float32), np.eye(4))
+    nib.save(image, root / "imagesTr/pair.HDR")
+    tree = json.loads((root / "dataset.json").read_text())
+    tree["training"][0]["image"] = ["imagesTr/pair.HDR", "imagesTr/pair.IMG"]
+    write_json(root / "dataset.json", tree)
+    with pytest.raises(DatasetError, match=r"pair\.HDR 2 times"):
+        load_dataset(root)
+
+
+def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
+    root = write_msd(tmp_path)
+    write_volume(root / "labelsTr/case_0.nii", blob_label((12, 14, 10)))
+    tree = json.loads((root / "dataset.json").read_text())
+    tree["training"][1]["label"] = "labelsTr/case_0.nii"
+    write_json(root / "dataset.json", tree)
+    with pytest.raises(DatasetError, match=r"2 cases have the name labelsTr_case_0; give"):
+        load_dataset(root)
+    root = nnunet(tmp_path / "nnunet")
+    write_volume(root / "labelsTr/liver_2.NII.GZ", blob_label((4, 4, 4)))
+    with pytest.raises(DatasetError, match="liver_2_0000.nii.gz 2 times"):
+        load_dataset(root)
+
+
+def test_unnamed_channels_of_several_files_are_counted(tmp_path: Path) -> None:
+    root = write_msd(tmp_path, modality=None)
+    tree = json.loads((root / "dataset.json").read_text())
+    del tree["modality"]
+    for number, entry in enumerate(tree["training"]):
+        write_volume(root / f"imagesTr/two_{number}.nii.gz", np.ones((12, 14, 10, 2), np.float32))
+        entry["image"] = [entry["image"], f"imagesTr/two_{number}.nii.gz"]
+    write_json(root / "dataset.json", tree)
+    dataset = load_dataset(root)
+    assert dataset.channel_names == ("channel 0", "channel 1", "channel 2")
+    assert check_headers(dataset) == []

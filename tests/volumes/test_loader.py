@@ -9,7 +9,7 @@ import torch
 
 from tests.volumes.test_patches import LIVELY, PLAIN, Shape, known_volume, make_cases
 from unet3d.config import PatchSettings
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch
@@ -134,5 +134,5 @@ def test_refuses_what_cannot_work(tmp_path: Path) -> None:
         loader([])
     batches = loader(cases, num_workers=0)
     (cases[0].folder / "image.npy").unlink()
-    with pytest.raises(DatasetError, match="gone or damaged"):
+    with pytest.raises(CacheError, match=r"gone or damaged.*data\.cache"):
         next(batches.epoch(0))

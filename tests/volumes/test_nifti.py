@@ -13,14 +13,12 @@ import pytest
 
 from unet3d.errors import VolumeError
 from unet3d.volumes.nifti import (
-    SUFFIXES,
     VolumeHeader,
-    is_volume_file,
+    read_channels,
     read_header,
     read_image,
     read_label,
     same_grid,
-    volume_stem,
     write_label,
 )
 
@@ -381,12 +379,12 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, plain, monkeypatch, fa
     write_label(output, np.ones(header.shape, np.uint8), header)
     before = output.read_bytes()
 
-    def half_written(_, path):
-        Path(path).write_bytes(b"half")
+    def half_written(_, file_map):
+        Path(file_map["image"].filename).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     if failing == "save":
-        monkeypatch.setattr(nib, "save", half_written)
+        monkeypatch.setattr(nib.Nifti1Image, "to_file_map", half_written)
     else:
 
         def refused(*_):
@@ -474,7 +472,7 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
     with caplog.at_level(logging.WARNING):
         header = read_header(plain)
 
-    assert "says nothing of its orientation" in caplog.text and str(plain) in caplog.text
+    assert "does not state its orientation" in caplog.text and str(plain) in caplog.text
     expected = nib.as_closest_canonical(nib.load(plain)).affine
     np.testing.assert_allclose(header.affine, expected, atol=1e-6)
 
@@ -568,7 +566,7 @@ def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
     assert "No such file" in refusal(tmp_path / "missing.nii.gz")
     assert "No such file" in refusal(tmp_path / "missing.hdr")
     assert "Is a directory" in refusal(folder)
-    assert "Cannot work out file type" in refusal(noise)
+    assert "it does not begin with a NIfTI header" in refusal(noise)
     assert "not named like a volume" in refusal(text)
     assert "is gzip-compressed, though" in refusal(hidden)
     assert "lacks its partner lonely.img" in refusal(lonely)
@@ -620,13 +618,31 @@ def test_same_grid_measures_corners_in_mm(tmp_path):
     assert "mm apart" in (same_grid(headers[0], headers[3]) or "")
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_names(suffix):
-    assert is_volume_file(Path(f"folder/scan.1{suffix}"))
-    assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
-    assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
+def test_channels_in_one_file_or_in_several_are_one_array(tmp_path):
+    array = np.stack([random_volume(), random_volume() + 1, random_volume() + 2], axis=-1)
+    nib.save(nib.Nifti1Image(array, STRAIGHT), tmp_path / "all.nii")
+    nib.save(nib.Nifti1Image(array[..., 0], STRAIGHT), tmp_path / "first.nii")
+    # The others are stored from right to left, but lie where the first one lies.
+    flip = np.diag([-1.0, 1.0, 1.0, 1.0])
+    flip[0, 3] = len(array) - 1
+    nib.save(nib.Nifti1Image(array[::-1, ..., 1:], STRAIGHT @ flip), tmp_path / "others.nii")
+
+    together = read_channels([tmp_path / "all.nii"])
+    apart = read_channels([tmp_path / "first.nii", tmp_path / "others.nii"])
+    assert together.header.num_channels == apart.header.num_channels == 3
+    assert apart.array.dtype == np.float32 and apart.array.flags.c_contiguous
+    np.testing.assert_array_equal(apart.array, together.array)
+    assert same_grid(apart.header, together.header) is None
+    assert apart.header.path == tmp_path / "first.nii"
 
 
-@pytest.mark.parametrize("name", ["scan.txt", "scan.nii.txt", "nii", "scan.gz"])
-def test_other_names(name):
-    assert not is_volume_file(Path(name))
+def test_channels_on_two_grids_are_refused_before_their_voxels_are_read(tmp_path, monkeypatch):
+    nib.save(nib.Nifti1Image(random_volume(), STRAIGHT), tmp_path / "a.nii")
+    nib.save(nib.Nifti1Image(random_volume()[1:], STRAIGHT), tmp_path / "b.nii")
+
+    def read(*_):
+        raise AssertionError("voxels were read")
+
+    monkeypatch.setattr("unet3d.volumes.nifti.stored_voxels", read)
+    with pytest.raises(VolumeError, match=r"b\.nii is not on the grid of .*a\.nii: shapes"):
+        read_channels([tmp_path / "a.nii", tmp_path / "b.nii"])

@@ -8,11 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import AugmentationSettings, PatchSettings
+from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.patches import PatchSampler
 
-Shape = tuple[int, int, int]
 PLAIN = AugmentationSettings(enabled=False)
 LIVELY = AugmentationSettings(
     rotation_probability=0.7, scaling_probability=0.7, noise_probability=0.7, mirror_axes=("x",)

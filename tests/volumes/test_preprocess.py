@@ -14,18 +14,13 @@ import pytest
 
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
-from unet3d.errors import DatasetError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.volumes import cache as cache_module
 from unet3d.volumes import preprocess
+from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
-from unet3d.volumes.preprocess import (
-    ChannelNormalization,
-    PreparedCase,
-    plan_preprocessing,
-    prepare_cases,
-    prepare_image,
-    prepare_label,
-)
+from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
+from unet3d.volumes.transform import ChannelNormalization, prepare_image, prepare_label
 
 
 @pytest.fixture
@@ -43,10 +38,10 @@ def arrays(cases: list[PreparedCase]) -> list[tuple[bytes, bytes]]:
 
 
 def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: object) -> None:
         raise AssertionError(f"{path} was read again")
 
-    monkeypatch.setattr(preprocess, "read_image", refuse)
+    monkeypatch.setattr(preprocess, "read_channels", refuse)
     monkeypatch.setattr(preprocess, "read_label", refuse)
 
 
@@ -313,7 +308,7 @@ def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path: Path) -> Non
     occupied = tmp_path / "file"
     occupied.write_text("in the way")
     plan, _ = plan_preprocessing(dataset, DataSettings())
-    with pytest.raises(DatasetError, match="data.cache"):
+    with pytest.raises(CacheError, match=r"cannot write .*file/cache.*data\.cache"):
         prepare_cases(dataset.cases, plan, occupied / "cache", 0)
 
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from scipy import ndimage
 
+from unet3d.config import Shape
 from unet3d.volumes.resample import (
     _matrix,
     resample_classes,
@@ -28,7 +29,7 @@ def test_thick_slices_are_more_than_three_times_the_finest() -> None:
 
 
 @pytest.mark.parametrize("shape", [(17, 9, 5), (11, 20, 5), (3, 40, 1), (22, 28, 10), (1, 1, 1)])
-def test_images_are_resampled_as_scipy_zooms(shape: tuple[int, int, int]) -> None:
+def test_images_are_resampled_as_scipy_zooms(shape: Shape) -> None:
     image = RNG.normal(size=(2, 11, 14, 5)).astype(np.float32)
     resampled = resample_image(image, shape, CUBES)
     assert resampled.dtype == np.float32
@@ -71,7 +72,7 @@ def test_thick_slices_do_not_overshoot() -> None:
 
 
 @pytest.mark.parametrize("shape", [(23, 30, 14), (9, 8, 7), (40, 8, 24)])
-def test_classes_are_the_argmax_of_linear_masks(shape: tuple[int, int, int]) -> None:
+def test_classes_are_the_argmax_of_linear_masks(shape: Shape) -> None:
     grid = np.stack(np.meshgrid(*(np.arange(size) for size in (16, 20, 12)), indexing="ij"))
     classes = np.zeros(grid.shape[1:], np.uint16)
     for index, (centre, radius) in enumerate([((5, 6, 4), 4), ((10, 12, 7), 5), ((8, 9, 6), 2)]):

@@ -33,8 +33,11 @@ def outputs(scans: list[Scan]) -> dict[tuple[str, ...], str]:
 def test_a_folder_is_every_volume_in_it_but_earlier_segmentations(tmp_path: Path) -> None:
     touch(tmp_path, "b.nii.gz", "a.nii", "c.mgz", "a_seg.nii.gz", ".hidden.nii", "notes.txt")
     touch(tmp_path, "pair.hdr", "pair.img", "LOUD.HDR", "LOUD.IMG", "lonely.img", "deeper/d.nii")
+    touch(tmp_path, "Mixed.IMG", "Mixed.hdr", "B.NII.GZ", "B_SEG.NII.GZ")
     assert outputs(find_scans([tmp_path], None, 1, overwrite=True)) == {
+        ("B.NII.GZ",): "B_seg.nii.gz",
         ("LOUD.HDR",): "LOUD_seg.nii.gz",
+        ("Mixed.hdr",): "Mixed_seg.nii.gz",
         ("a.nii",): "a_seg.nii.gz",
         ("b.nii.gz",): "b_seg.nii.gz",
         ("c.mgz",): "c_seg.nii.gz",
@@ -74,7 +77,7 @@ def test_channels_that_are_not_the_right_ones_are_refused(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     touch(tmp_path, *names)
-    with pytest.raises(VolumeError, match=r"x has the files x_000.* 2 channels as x_0000 to x_000"):
+    with pytest.raises(VolumeError, match=r"x has the files x_000.* 2 channels; name them x_0000"):
         find_scans([tmp_path], None, 2, False)
 
 
@@ -93,7 +96,7 @@ def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
     stacked = read_scan(Scan(images=(tmp_path / "stacked.nii",), output=tmp_path / "unused.nii"))
     np.testing.assert_array_equal(predictor.segment(image), predictor.segment(stacked))
     write_volume(files[1], arrays[1], (1, 1, 1))
-    with pytest.raises(VolumeError, match=r"x_0000.nii and .*x_0001.nii do not match: affines"):
+    with pytest.raises(VolumeError, match=r"x_0001.nii is not on the grid of .*x_0000.nii: aff"):
         read_scan(scan)
 
 

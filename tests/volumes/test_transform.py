@@ -5,8 +5,8 @@ import pytest
 import torch
 from scipy import ndimage
 
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.volumes.resample import Spacing
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
@@ -120,7 +120,7 @@ def test_image_and_label_land_on_one_grid() -> None:
 
 def test_logits_return_to_the_original_grid() -> None:
     # A field that is linear in space is the same field on any grid of the same box.
-    def field(shape: tuple[int, int, int]) -> torch.Tensor:
+    def field(shape: Shape) -> torch.Tensor:
         x, y, z = ((torch.arange(size, dtype=torch.float64) + 0.5) / size - 0.5 for size in shape)
         plane = x[:, None, None] + 2 * y[None, :, None] - z[None, None, :]
         return torch.stack([plane, -3 * plane])

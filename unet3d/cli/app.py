@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from unet3d import __version__
+from unet3d.cli.config import config
 from unet3d.cli.evaluate import check, evaluate
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
@@ -94,5 +95,5 @@ def commands(debug: bool) -> None:
     logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, predict, evaluate, check, plan):
+for _command in (train, predict, evaluate, check, plan, config):
     commands.add_command(_command)

@@ -39,7 +39,7 @@ def known_setting(model: type[BaseModel], location: Iterable[Any]) -> tuple[list
     path: list[str] = []
     hint: Any = model
     for name in location:
-        if not _is_section(hint) or name not in hint.model_fields:
+        if not is_section(hint) or name not in hint.model_fields:
             break
         path.append(name)
         hint = get_type_hints(hint, include_extras=True)[name]
@@ -55,7 +55,7 @@ def _describe(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str
         return f"unknown setting {'.'.join([*path, name])}, {_suggestion(name, path, hint, model)}"
     for name in path:
         tree = tree[name]
-    return f"{'.'.join(path)} is {tree!r}; give {_in_words(hint)}"
+    return f"{'.'.join(path)} is {tree!r}; give {in_words(hint)}"
 
 
 def _suggestion(
@@ -71,18 +71,24 @@ def _suggestion(
 def _settings(section: type[BaseModel]) -> Iterator[str]:
     hints = get_type_hints(section, include_extras=True)
     for name in section.model_fields:
-        if _is_section(hints[name]):
+        if is_section(hints[name]):
             yield from (f"{name}.{key}" for key in _settings(hints[name]))
         else:
             yield name
 
 
-def _is_section(hint: Any) -> bool:
+def is_section(hint: Any) -> bool:
+    """Return whether a type is that of a section, not of a setting."""
     return isinstance(hint, type) and issubclass(hint, BaseModel)
 
 
-def _in_words(hint: Any, many: bool = False) -> str:
-    """Say what the type of a setting allows."""
+def in_words(hint: Any, many: bool = False) -> str:
+    """Say what the type of a setting allows.
+
+    Args:
+        hint: The type, with its limits.
+        many: Whether it is that of the items of a list.
+    """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         limits = [
@@ -91,19 +97,19 @@ def _in_words(hint: Any, many: bool = False) -> str:
             for name, words in _LIMITS.items()
             if hasattr(limit, name)
         ]
-        return f"{_in_words(arguments[0], many)} {' and '.join(limits)}"
+        return f"{in_words(arguments[0], many)} {' and '.join(limits)}"
     if origin is Literal:
         return _any_of(arguments)
     if origin in (Union, UnionType):
         return _any_of(
             word
             for branch in arguments
-            for word in (get_args(branch) if get_origin(branch) is Literal else [_in_words(branch)])
+            for word in (get_args(branch) if get_origin(branch) is Literal else [in_words(branch)])
         )
     if origin is tuple:
         quantity = "a list of" if arguments[-1] is ... else {2: "two", 3: "three"}[len(arguments)]
-        return f"{quantity} {_in_words(arguments[0], many=True)}"
-    if _is_section(hint):
+        return f"{quantity} {in_words(arguments[0], many=True)}"
+    if is_section(hint):
         return f"a section with settings such as {', '.join(list(hint.model_fields)[:3])}"
     if hint in (bool, NoneType):
         return "true or false" if hint is bool else "null"

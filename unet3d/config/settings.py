@@ -19,20 +19,27 @@ from unet3d.errors import ConfigError
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = tuple[Positive, Positive, Positive]
+"""Voxels along X, Y, Z."""
 Spacing = tuple[
     Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
 ]
+"""Distance in mm of neighbouring voxels along X, Y, Z."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
+CudaGraphs = Literal["auto", "off"]
 
 
 class Section(BaseModel):
     """A group of settings: immutable, unknown keys refused."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
@@ -46,54 +53,75 @@ class PhantomSettings(Section):
     """The built-in synthetic data set, used where no data set is named."""
 
     num_cases: Positive = 20
+    """How many phantoms are made, to learn from and to validate on together."""
     shape: Shape = (64, 64, 64)
     """Voxels along X, Y, Z of each case."""
     spacing_mm: Spacing = (1.0, 1.0, 1.0)
+    """Distance of neighbouring voxels along X, Y, Z, in mm."""
 
 
 class DataSettings(Section):
     """Which cases, and how they are brought to one spacing and one range of intensities."""
 
     dataset: Path | None = None
-    """Folder or dataset.json; none: the phantom data."""
+    """Folder of the data set, or its dataset.json; null: the phantom data."""
     phantom: PhantomSettings = PhantomSettings()
     fold: Count = 0
+    """Which fold validates, counted from 0; the others are trained on."""
     num_folds: Annotated[int, Field(ge=2, strict=True)] = 5
+    """How many folds are drawn, where the data set defines none."""
     spacing_mm: Literal["median", "native"] | Spacing = "median"
-    """Target spacing: the data set's median, each case's own, or three numbers."""
+    """Spacing that cases are resampled to: the data set's median, each case's own (native), or
+    three numbers along X, Y, Z in mm."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
-    """auto follows the channel names in dataset.json: CT, else z-score per case."""
+    """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
+    and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
     cache: Path | None = None
-    """Folder of the prepared arrays; none: the user's cache folder."""
+    """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Count | Literal["auto"] = "auto"
-    """Processes that cut and augment patches; 0: in the training process."""
+    """Processes that cut and augment patches; 0: in the training process; auto: as many
+    as the cores allow, at most 16."""
 
 
 class AugmentationSettings(Section):
-    """Random changes to each training patch; each probability is per patch."""
+    """Random changes to each training patch; each probability is that of a patch being changed."""
 
     enabled: bool = True
+    """Whether patches are changed at all."""
     rotation_probability: Fraction = 0.2
+    """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180)] = 30.0
+    """Largest angle of a rotation about each axis, in degrees, either way."""
     scaling_probability: Fraction = 0.2
+    """Probability of a change of size."""
     scaling_range: tuple[float, float] = (0.7, 1.4)
+    """Smallest and largest factor of the distance between sampled voxels: below 1 a structure
+    becomes larger."""
     noise_probability: Fraction = 0.1
+    """Probability of Gaussian noise."""
     blur_probability: Fraction = 0.1
+    """Probability of a Gaussian blur."""
     brightness_probability: Fraction = 0.15
+    """Probability that all intensities are multiplied by one factor."""
     contrast_probability: Fraction = 0.15
+    """Probability that intensities move away from the mean of their channel, or towards it."""
     gamma_probability: Fraction = 0.2
+    """Probability of a gamma curve over the intensities."""
     low_resolution_probability: Fraction = 0.1
+    """Probability that the patch is sampled coarsely and enlarged again."""
     mirror_axes: tuple[Literal["x", "y", "z"], ...] = ()
-    """Axes that may be flipped. None by default: left and right may be different labels."""
+    """Axes that may be flipped, each one time in two. None by default, because left and right may
+    be different labels."""
 
 
 class PatchSettings(Section):
     """The training crops."""
 
     size: Literal["auto", "whole"] | Shape = "auto"
-    """Voxels along X, Y, Z; auto: from the data set's median shape and spacing."""
+    """Voxels along X, Y, Z; auto: from the data set's median shape and spacing; whole: each case
+    as it is, padded to what the network can halve."""
     max_voxels: Positive = 128**3
-    """The budget that auto keeps to."""
+    """Most voxels of a patch whose size is auto."""
     per_case: Positive = 4
     """Patches drawn from each case in one epoch (whole volumes: always 1)."""
     foreground_fraction: Fraction = 0.33
@@ -105,15 +133,21 @@ class ModelSettings(Section):
     """The network."""
 
     encoder: Literal["plain", "residual"] = "plain"
+    """plain: two convolutions a level; residual: residual units, one at full resolution and up to
+    six on lower levels."""
     base_channels: Positive = 32
     """Channels at level 0; they double at each level."""
     max_channels: Positive = 320
+    """Most channels that a level has."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
-    """auto: until an axis would fall below 4 voxels, at most 6."""
+    """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: tuple[Positive, ...] | None = None
-    """Channels of each level, instead of the three settings above."""
+    """Channels of each level, instead of the three settings above; null: by those."""
     norm: Literal["instance", "group", "batch"] = "instance"
+    """What intermediate features are normalised over: each channel of each sample (instance),
+    groups of channels of each sample, or each channel of the batch."""
     deep_supervision: bool = False
+    """Whether coarser levels of the decoder have a loss of their own too."""
 
     @field_validator("channels")
     @classmethod
@@ -129,6 +163,7 @@ class TrainingSettings(Section):
     """The optimisation."""
 
     epochs: Positive = 100
+    """How often the training goes through its cases."""
     batch_size: Positive = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
@@ -136,20 +171,25 @@ class TrainingSettings(Section):
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
-    """The start of the polynomial decay (power 0.9)."""
+    """Where the polynomial decay (power 0.9) begins."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Nesterov momentum; sgd only."""
     weight_decay: Annotated[float, Field(ge=0)] = 3e-5
+    """Weight decay: added to gradients by sgd, apart from them by adamw."""
     gradient_clip: Annotated[float, Field(gt=0)] = 12.0
     """Largest L2 norm of all gradients together."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
-    """auto: bfloat16 where every GPU has it, else float16; float32 on CPU."""
+    """Number format that activations are computed in; weights stay float32, or float64. auto:
+    bfloat16 where every GPU has it, else float16; float32 on a CPU."""
     validate_every: Positive = 5
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
-    """The latest checkpoint is at most this old (and one step); each validation writes one too."""
+    """Largest age of the latest checkpoint, in seconds (and one step); each validation writes one
+    too."""
     seed: Count = 0
+    """Where every random choice begins: folds, weights, patches, augmentation."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -172,9 +212,9 @@ class ParallelSettings(Section):
     """How the network is spread over devices."""
 
     mode: Literal["none", "model", "data"] = "none"
-    """model: one network over the devices; data: a replica on each of them."""
+    """none: one device; model: one network over the devices; data: a replica on each of them."""
     devices: tuple[str, ...] | None = None
-    """Such as 0,1 or cpu,0 or cuda:0; none: the first GPUs, as many as the mode needs, or cpu.
+    """Such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Positive = 1
     """Mode model: copies of the network, over which the devices are divided in their order."""
@@ -182,20 +222,25 @@ class ParallelSettings(Section):
     """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
     for each, which is slower."""
     output_device: str | None = None
-    """Engine dataparallel: where logits are gathered and targets sent; none: the first device."""
+    """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Silence after which a rank is taken to hang, and training ends."""
+    """Seconds of silence after which a rank is taken to hang, and training ends."""
     max_restarts: Count = 0
-    """How often the ranks are started anew, from the latest checkpoint, when one of them dies.
+    """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """When each micro-batch runs where; all-forward keeps all their activations."""
+    """When each micro-batch runs where. 1f1b: one forward, one backward in turn; all-forward: all
+    forward, then all backward, which keeps the activations of all."""
+    cuda_graphs: CudaGraphs = "auto"
+    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
+    memory for it; off: every step is launched."""
     balance: Balance | Literal["auto"] = "auto"
-    """What is level over the stages in training: time and memory move the cut; encoder-decoder
-    leaves it there for two devices, and gives more of them about equal work; auto: the cut that
-    ``plan --measure`` found best, else encoder-decoder."""
+    """Where the network is cut in training. time, memory: so that the stages take equal time, or
+    memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
+    cut that ``plan --measure`` found best, else encoder-decoder."""
     cuts: tuple[Positive, ...] | None = None
-    """Where the block list is cut, such as 4,12; it overrules balance."""
+    """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
+    null: as balance says."""
 
     @property
     def wanted_balance(self) -> Balance:
@@ -219,6 +264,12 @@ class ParallelSettings(Section):
     def _name(cls, value: Any) -> Any:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """Take ``off`` as it is written: to YAML it means False."""
+        return "off" if value is False else value
+
     @field_validator("cuts", mode="before")
     @classmethod
     def _one_cut(cls, value: Any) -> Any:
@@ -230,11 +281,11 @@ class MemorySettings(Section):
     """What is kept for backward, and where."""
 
     recompute: Recompute = "norm"
-    """norm: normalised features are made again, not kept; level: everything within a level is;
-    off: all is kept."""
+    """What backward recomputes instead of keeping it. norm: normalised features; level: everything
+    within a level; off: nothing, all is kept."""
     offload: Offload = "none"
-    """skips: GPUs park what the encoder hands to the decoder in host memory while it is not used;
-    the numbers are the same to the bit."""
+    """skips: GPUs offload what the encoder hands to the decoder to host memory while it is not
+    used; the numbers are the same to the bit. none: everything stays on the GPU."""
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -247,7 +298,8 @@ class InferenceSettings(Section):
     """Prediction, in validation too."""
 
     window: Literal["auto", "whole"] | Shape = "auto"
-    """auto: the training patch, or the whole volume for a network trained on whole volumes."""
+    """Voxels along X, Y, Z of a window; whole: the whole volume; auto: the training patch, or the
+    whole volume for a network trained on whole volumes."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of a window that its neighbour covers again."""
     batch_size: Positive = 1
@@ -336,6 +388,18 @@ class Config(Section):
         for key, value in values.items():
             _put(tree, key, value)
         return _validated(tree, "settings")
+
+    @classmethod
+    def from_plain(cls, values: Mapping[str, Any]) -> "Config":
+        """Read what ``model_dump(mode="json")`` gave, such as from another rank.
+
+        Args:
+            values: Sections of settings.
+
+        Raises:
+            ConfigError: It holds unknown keys or refused values.
+        """
+        return _validated(dict(values), "settings")
 
     @classmethod
     def from_yaml(cls, text: str) -> "Config":

@@ -1,4 +1,4 @@
-"""Starting the ranks of one machine, with PyTorch's elastic launcher, and saying how they ended."""
+"""Starting the ranks of one machine with PyTorch's elastic launcher, and reporting their end."""
 
 import logging
 import os
@@ -25,12 +25,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, on_gpus: bool) -> None:
-    """Run a command of ours in several ranks on this machine, until all have ended.
+    """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
     Args:
-        arguments: Of ``unet3d``, the same for every rank.
-        num_ranks: How many processes.
-        max_restarts: How often all of them are started anew when one dies.
+        arguments: Arguments of ``unet3d``, the same for every rank.
+        num_ranks: Number of processes.
+        max_restarts: How often all ranks are started again when one dies.
         on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
 
     Raises:
@@ -66,7 +66,7 @@ def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, on_gpus:
 
 
 def _reason(failures: Mapping[int, ProcessFailure]) -> Exception:
-    """Return why the first rank failed; what other ranks saw of its end is no reason."""
+    """Return why the first rank failed; the errors of ranks that only lost it do not count."""
     order = {"explained": 0, "interrupted": 0, "unexpected": 0, None: 1, "consequence": 2}
 
     def priority(rank: int) -> tuple[int, float]:
@@ -90,18 +90,32 @@ def _reason(failures: Mapping[int, ProcessFailure]) -> Exception:
     return RankError(f"rank {rank} {reason}")
 
 
+def import_variables() -> dict[str, str]:
+    """Return the variables with which a Python process imports exactly what this one does.
+
+    ``PYTHONPATH`` alone is not enough: its relative entries mean something else after a change of
+    the current folder, and entries that the program added to ``sys.path`` are not in it. So the
+    whole of ``sys.path`` is handed on, with absolute paths, and nothing is put before it.
+    """
+    paths = [os.path.abspath(path) for path in sys.path]
+    package = str(Path(unet3d.__file__).parent.parent)
+    if package not in paths:  # its folder was taken off the path after the import
+        paths.insert(0, package)
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONSAFEPATH": "1"}
+
+
 def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
-    """Return what the ranks find in their environment, unless it is set there already."""
-    package = str(Path(unet3d.__file__).parent.parent)  # also where it is not installed
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), LAUNCHED: str(os.getpid())}
+    """Return what the ranks find in their environment."""
+    variables = import_variables() | {LAUNCHED: str(os.getpid())}
     defaults = {
-        "GLOO_SOCKET_IFNAME": "lo",  # a machine's name need not lead to itself
-        # For ranks that are asked to stop, to end their step and save; before PyTorch 2.13: 30.
+        "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may not resolve to itself
+        # Seconds for ranks that are asked to stop, in which they end their step and save. PyTorch
+        # before 2.13 does not read it and waits 30.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
     }
     if not on_gpus:
         defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+    # What the user has set stands.
     return variables | {key: os.environ.get(key, value) for key, value in defaults.items()}
 
 
@@ -121,7 +135,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Give the handlers back that the launcher takes for the rest of the process."""
+    """Restore the signal handlers that the launcher replaces for the rest of the process."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         yield
@@ -131,7 +145,7 @@ def _signals_restored() -> Iterator[None]:
 
 
 def _silence_elastic() -> None:
-    """Keep what torch elastic says of each failure and signal off the terminal."""
+    """Keep torch elastic's messages on each failure and signal off the terminal."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)

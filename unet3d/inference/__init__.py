@@ -1,1 +1,1 @@
-"""From the image of a scan to its segmentation, and how well that agrees with a label map."""
+"""Segmentation of scans, and its agreement with label maps."""

@@ -1,6 +1,6 @@
-"""How well predictions agree with labels: Dice, HD95 and volume, per case and label.
+"""How well predictions agree with labels: Dice, HD95 and volume of each label in each case.
 
-Nothing but the files is needed, so predictions of any other tool can be evaluated as well.
+Only the files are needed, so predictions of any other tool can be evaluated as well.
 """
 
 import re
@@ -16,15 +16,16 @@ import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance
 from torch import Tensor
 
-from unet3d.errors import DatasetError, VolumeError
-from unet3d.volumes.nifti import is_volume_file, read_label, same_grid, volume_stem
+from unet3d.errors import DatasetError, VolumeError, reason_of
+from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
+from unet3d.volumes.nifti import read_label, same_grid
 
 BACKGROUND = 0
 MAX_NAMES_IN_MESSAGE = 3
 CUBIC_MM_PER_ML = 1000.0
 
 MAX_VALUES_OF_ONE_SIDE = 100
-"""Values that only one of two label maps has: more are the grey values of an image."""
+"""Values that only one of two label maps may have; more are the grey values of an image."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -39,9 +40,9 @@ class LabelScore:
     """95th percentile of the distances between the two surfaces; None where either has no voxel of
     the label, because there is then no distance (the Dice of 0 tells)."""
     prediction_ml: float
-    """Volume in the prediction."""
+    """Volume of the label in the prediction."""
     label_ml: float
-    """Volume in the label map."""
+    """Volume of the label in the label map."""
 
 
 NOWHERE = LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0)
@@ -49,17 +50,18 @@ NOWHERE = LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class CaseScores:
-    """The labels of one case, by value."""
+    """The scores of one case."""
 
     name: str
     prediction: Path
     label: Path
     scores: dict[int, LabelScore]
+    """The score of each label by its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The scores of every case; each case has one for every label value found in any of them."""
+    """The scores of every case; each has one for every label value that is in any of them."""
 
     cases: tuple[CaseScores, ...]
     label_values: tuple[int, ...]
@@ -68,7 +70,7 @@ class Evaluation:
         """Return a label's means over the cases in which each number is defined.
 
         Args:
-            value: Of the label.
+            value: The label's.
         """
         scores = [case.scores[value] for case in self.cases]
         return LabelScore(
@@ -82,7 +84,7 @@ class Evaluation:
         """Return how many cases are in a label's mean Dice and in its mean HD95.
 
         Args:
-            value: Of the label.
+            value: The label's.
         """
         scores = [case.scores[value] for case in self.cases]
         num_dice = sum(score.dice is not None for score in scores)
@@ -121,13 +123,12 @@ def dice_per_class(
     """Return the Dice of each class.
 
     Args:
-        prediction: Class indices (X, Y, Z), on any device.
-        target: The same, on the same device.
-        num_classes: The background, class 0, included.
+        prediction: Class indices, shape (X, Y, Z), on any device.
+        target: Class indices, shape (X, Y, Z), on the same device.
+        num_classes: Number of classes, the background included, which is class 0.
 
     Returns:
-        One number for each class, that of the background first; None for a class that is in
-        neither.
+        A number for each class, the background first; None for a class that is in neither.
     """
     return [
         _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
@@ -177,7 +178,7 @@ def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
     if not predictions.is_dir() and not labels.is_dir():
         return [(predictions, labels)]
     label_of = _by_stem(labels)
-    prediction_of: dict[str, Path] = {}  # by the stem of its label
+    prediction_of: dict[str, Path] = {}  # by the stem of the label map
     for stem, prediction in _by_stem(predictions).items():
         partner = next((name for name in _label_stems(stem) if name in label_of), None)
         if partner is None:
@@ -192,7 +193,7 @@ def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
             )
         prediction_of[partner] = prediction
     without = sorted(label_of.keys() - prediction_of.keys())
-    # Who names one prediction asks for that one only.
+    # A user who names one prediction asks for that one only.
     if without and predictions.is_dir():
         names = ", ".join(without[:MAX_NAMES_IN_MESSAGE])
         more = len(without) - MAX_NAMES_IN_MESSAGE
@@ -206,16 +207,14 @@ def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
 
 def _by_stem(path: Path) -> dict[str, Path]:
     try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        files = sorted(filter(stands_for_volume, path.iterdir())) if path.is_dir() else [path]
     except OSError as error:
-        raise DatasetError(f"cannot list {path}: {error.strerror}") from error
+        raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
     found: dict[str, Path] = {}
     for file in files:
-        if not is_volume_file(file) or file.name.startswith("."):
+        if file.name.startswith(".") or not is_volume_file(file):
             continue
         stem = volume_stem(file)
-        if file.suffix.lower() == ".img" and stem in found:  # the other half of a NIfTI pair
-            continue
         if stem in found:
             raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
         found[stem] = file
@@ -264,7 +263,7 @@ def _refuse_image(
 
 
 def _score(prediction: Mask, label: Mask, spacing_mm: Sequence[float]) -> LabelScore:
-    # All that follows costs time per voxel; a label usually fills a small part of a volume.
+    # What follows takes time for each voxel, and a label usually fills a small part of a volume.
     box = _bounding_box(prediction | label)
     prediction, label = prediction[box], label[box]
     voxel_ml = float(np.prod(spacing_mm)) / CUBIC_MM_PER_ML
@@ -286,7 +285,7 @@ def _dice(prediction: Tensor, target: Tensor) -> float | None:
 
 def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> float:
     with warnings.catch_warnings():
-        # MONAI warns of an argument that it passes to itself.
+        # MONAI warns about an argument that it passes to itself.
         warnings.filterwarnings("ignore", ".*always_return_as_numpy", FutureWarning)
         distance = compute_hausdorff_distance(
             _batch(prediction),

@@ -1,4 +1,4 @@
-"""Prediction: from the image of a scan to its segmentation."""
+"""Prediction: from the image of a scan to its label values."""
 
 import logging
 from typing import Any, Literal
@@ -13,17 +13,15 @@ from unet3d.inference.sliding_window import predict_logits
 from unet3d.parallel import (
     Executor,
     Layout,
-    default_precision,
-    parallelize,
-    resolve_devices,
-)
-from unet3d.parallel.precision import (
+    ParallelDims,
     autocast_dtype,
     image_dtype,
+    parallelize,
+    resolve_precision,
 )
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.preprocess import prepare_image, restore_logits
+from unet3d.volumes.transform import prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
 
@@ -37,20 +35,21 @@ class Predictor:
         """Place the network.
 
         Args:
-            checkpoint: Of any mode.
+            checkpoint: A network trained in any mode.
             parallel: Where to run; it need not be where the network was trained.
-            inference: Windows.
+            inference: Size and overlap of the windows.
 
         Raises:
             DeviceError: A device does not exist.
             CheckpointError: The parameters do not belong to the network.
         """
-        devices = resolve_devices(parallel)
+        devices = ParallelDims.resolve(parallel).devices
         model = checkpoint.build_model()
         # A network trained in float64 stays there; the others compute as they would in training.
         double = next(model.parameters()).dtype == torch.float64
-        autocast = None if double else autocast_dtype(default_precision(devices))
-        layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast)
+        precision = resolve_precision("float64" if double else "auto", devices)
+        layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast_dtype(precision))
+        self._topology = checkpoint.topology
         self.preprocessing = checkpoint.preprocessing
         self.executor: Executor = parallelize(model, layout)
         self.executor.module.eval()
@@ -61,10 +60,10 @@ class Predictor:
         """Return the label values of an image.
 
         Args:
-            image: (C, X, Y, Z) as read from a file.
+            image: Shape (C, X, Y, Z), as read from a file.
 
         Returns:
-            (X, Y, Z) on the image's grid.
+            Shape (X, Y, Z), on the image's grid.
 
         Raises:
             VolumeError: The image has other channels than the network was trained on.
@@ -78,7 +77,9 @@ class Predictor:
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
         prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
-        tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(image_dtype(self.executor))
+        tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(
+            image_dtype(self.executor.module)
+        )
         classes = self._classes(self._logits(tensor), image.header.shape).numpy()
         values = self.preprocessing.label_values
         smallest = np.min_scalar_type(max(values))
@@ -108,7 +109,7 @@ class Predictor:
                 return self._windows(image, (window[0], window[1], window[2]))
             except DoesNotFitError:
                 longest = max(range(3), key=lambda axis: window[axis])
-                stride = self.executor.module.topology.total_stride[longest]
+                stride = self._topology.total_stride[longest]
                 if window[longest] <= 4 * stride:
                     raise
                 window[longest] = (window[longest] + 1) // 2
@@ -118,4 +119,6 @@ class Predictor:
 
     def _windows(self, image: torch.Tensor, window: Shape | Literal["whole"]) -> torch.Tensor:
         settings = self._inference
-        return predict_logits(self.executor, image, window, settings.overlap, settings.batch_size)
+        return predict_logits(
+            self.executor, image, self._topology, window, settings.overlap, settings.batch_size
+        )

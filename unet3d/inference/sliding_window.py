@@ -1,12 +1,12 @@
 """Logits of a whole volume, from overlapping windows or in one piece: tensor in, tensor out.
 
-Windows of one size are laid over the volume so that neighbours overlap and the last one ends at
-the volume's edge; their logits are averaged with a Gaussian weight, since a network knows least
-about the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
+Windows of one size cover the volume so that neighbours overlap and the last one ends at the
+volume's edge. Their logits are averaged with a Gaussian weight, because a network is least certain
+of the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
 
     |-----window 0-----|
               |-----window 1-----|
-                        |-----window 2-----|     starts are spread evenly, nothing is left out
+                        |-----window 2-----|     starts are spread evenly
     |===============volume=================|
 """
 
@@ -22,17 +22,19 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError
+from unet3d.model import Topology
 from unet3d.parallel import Executor
 
 logger = logging.getLogger(__name__)
 
 SIGMA = 1 / 8
-"""Width of the Gaussian weight, in windows."""
+"""Standard deviation of the Gaussian weight, in windows."""
 
 
 def predict_logits(
     executor: Executor,
     image: Tensor,
+    topology: Topology,
     window: Shape | Literal["whole"],
     overlap: float,
     batch_size: int,
@@ -41,28 +43,29 @@ def predict_logits(
 
     Args:
         executor: A placed network, in evaluation mode.
-        image: (C, X, Y, Z), prepared, on the CPU or the executor's input device.
+        image: Prepared, shape (C, X, Y, Z), on the CPU or the executor's input device.
+        topology: The network's.
         window: Voxels along X, Y, Z, or the whole volume at once.
-        overlap: Share of a window that its neighbour covers again, 0 to below 1.
+        overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
         batch_size: Windows in one forward pass.
 
     Returns:
-        (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output device,
-        or on the CPU where they would take more than half of that device's free memory.
+        Shape (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output
+        device, or on the CPU if they would take more than half of that device's free memory.
 
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
     """
-    strides = executor.module.topology.total_stride
+    strides = topology.total_stride
     size = tuple(image.shape[1:])
     wanted = size if window == "whole" else window
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     if (x, y, z) == strides:
-        # The lowest level would be one voxel, whose instance norm is not defined.
+        # The lowest level would be one voxel, for which instance norm is not defined.
         x, y, z = 2 * x, 2 * y, 2 * z
     padded, corner = _pad_to(image, (x, y, z))
     try:
-        logits = _blend(executor, padded, (x, y, z), overlap, batch_size)
+        logits = _blend(executor, padded, topology.num_classes, (x, y, z), overlap, batch_size)
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(
             f"windows of {x}x{y}x{z} voxels do not fit on "
@@ -79,7 +82,7 @@ def window_starts(size: int, window: int, overlap: float) -> list[int]:
     Args:
         size: Voxels of the volume, at least those of the window.
         window: Voxels of a window.
-        overlap: Least share of a window that its neighbour covers again.
+        overlap: Least share of a window that its neighbour covers too.
     """
     step = max(1, math.floor(window * (1 - overlap) + 1e-6))  # 20 * (1 - 0.9) is just below 2
     num_windows = math.ceil((size - window) / step) + 1
@@ -95,7 +98,7 @@ def gaussian_weight(window: Shape) -> Tensor:
         window: Voxels along X, Y, Z.
 
     Returns:
-        (X, Y, Z) in float32.
+        Shape (X, Y, Z) in float32, on the CPU.
     """
     axes = []
     for voxels in window:
@@ -103,12 +106,17 @@ def gaussian_weight(window: Shape) -> Tensor:
         axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
     weight = torch.einsum("x,y,z->xyz", *axes)
     weight /= weight.max()
-    # So small a weight still decides where one window alone covers a corner.
+    # Even so small a weight is enough in a corner that one window alone covers.
     return weight.clamp_min(1e-4)
 
 
 def _blend(
-    executor: Executor, image: Tensor, window: Shape, overlap: float, batch_size: int
+    executor: Executor,
+    image: Tensor,
+    num_classes: int,
+    window: Shape,
+    overlap: float,
+    batch_size: int,
 ) -> Tensor:
     size = tuple(image.shape[1:])
     starts = list(
@@ -116,11 +124,10 @@ def _blend(
             *(window_starts(n, w, overlap) for n, w in zip(size, window, strict=True))
         )
     )
-    topology = executor.module.topology
     if len(starts) == 1:
         logits = executor.predict(image.unsqueeze(0).to(executor.input_device))
         return logits[0].to(_accumulation_dtype(logits))
-    device = _accumulation_device(executor.output_device, topology.num_classes * math.prod(size))
+    device = _accumulation_device(executor.output_device, num_classes * math.prod(size))
     weight = gaussian_weight(window).to(device)
     total: Tensor | None = None
     weights = torch.zeros(size, device=device)
@@ -129,7 +136,7 @@ def _blend(
         logits = executor.predict(windows.to(executor.input_device)).to(device)
         if total is None:
             dtype = _accumulation_dtype(logits)
-            total = torch.zeros(topology.num_classes, *size, device=device, dtype=dtype)
+            total = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         for start, logit in zip(batch, logits, strict=True):
             place = _place(start, window)
             total[(slice(None), *place)] += logit * weight

@@ -41,6 +41,36 @@ class SlotLike(Protocol):
         ...
 
 
+class BlockLike(Protocol):
+    """What this module needs to know of a block."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def module(self) -> nn.Module:
+        """What owns its parameters."""
+        ...
+
+
+class NetworkLike(Protocol):
+    """What this module needs to know of a network."""
+
+    def blocks(self) -> Sequence[BlockLike]:
+        """Return the blocks."""
+        ...
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters."""
+        ...
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """Return the buffers."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlotMemory:
     """Bytes that one slot holds in training, predicted or measured."""
@@ -70,7 +100,7 @@ class MemoryMeter:
     and :meth:`read`.
     """
 
-    def __init__(self, slots: Sequence[SlotLike], module: nn.Module) -> None:
+    def __init__(self, slots: Sequence[SlotLike], module: NetworkLike) -> None:
         """Prepare to measure.
 
         Args:
@@ -200,7 +230,7 @@ class MemoryMeter:
         )
 
     def _block_modules(self, slot: SlotLike) -> list[nn.Module]:
-        return [block.module for block in self._module.blocks() if block.name in slot.blocks]  # type: ignore[operator]
+        return [block.module for block in self._module.blocks() if block.name in slot.blocks]
 
     def _gradients_now(self, slot: SlotLike) -> int:
         parameters = [value for m in self._block_modules(slot) for value in m.parameters()]

@@ -2,15 +2,18 @@
 
 from unet3d.model.blocks import Block, BlockWatcher, run_blocks, run_levels
 from unet3d.model.loss import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
+from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
 
 __all__ = [
     "Block",
+    "BlockNetwork",
     "BlockWatcher",
     "Decoder",
     "Encoder",
     "LossTerms",
+    "SequentialNetwork",
     "Topology",
     "UNet3d",
     "dice_cross_entropy",
@@ -19,4 +22,5 @@ __all__ = [
     "plan_topology",
     "run_blocks",
     "run_levels",
+    "sequential_blocks",
 ]

@@ -45,11 +45,10 @@ class Block:
     """What runs; it owns its parameters alone."""
     inputs: tuple[str, ...]
     """Names of the tensors that it reads, in the order of its arguments."""
-
-    @property
-    def level(self) -> str:
-        """Path and level that it belongs to, such as ``encoder.0``; heads are by themselves."""
-        return self.name.rpartition(".")[0] if self.name.count(".") == 2 else self.name
+    path: str = ""
+    """Part of the network that it belongs to, such as ``encoder``, ``decoder`` or ``head``."""
+    level: int = 0
+    """Resolution at which it works; 0 is the full one."""
 
 
 class BlockWatcher(Protocol):
@@ -114,7 +113,7 @@ def run_levels(
         tensors: What they need from outside, by name; emptied.
         keep: Names of the tensors to return.
     """
-    levels = [tuple(group) for _, group in itertools.groupby(blocks, lambda block: block.level)]
+    levels = [tuple(group) for _, group in itertools.groupby(blocks, lambda b: (b.path, b.level))]
     kept = set(keep)
     for index, level in enumerate(levels):
         later = {name for after in levels[index + 1 :] for block in after for name in block.inputs}

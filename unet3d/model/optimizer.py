@@ -1,11 +1,22 @@
 """The optimizer, its learning rate, and the scaler of float16."""
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import torch
 from torch import nn
 
 from unet3d.config import TrainingSettings
 
 POWER = 0.9
+
+
+class HasParameters(Protocol):
+    """A module, or anything that has parameters like one."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the parameters."""
+        ...
 
 
 class Optimization:
@@ -17,7 +28,7 @@ class Optimization:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: HasParameters,
         settings: TrainingSettings,
         precision: str,
         keep_gradients: bool = False,

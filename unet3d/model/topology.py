@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
-from unet3d.config import ModelSettings, Shape
+from unet3d.config import ModelSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, ConfigError
 
 MAX_LEVELS = 6
@@ -67,7 +67,7 @@ class Topology:
 def plan_topology(
     settings: ModelSettings,
     size: Shape,
-    spacing_mm: tuple[float, float, float],
+    spacing_mm: Spacing,
     in_channels: int,
     num_classes: int,
 ) -> Topology:
@@ -112,7 +112,7 @@ def plan_topology(
     )
 
 
-def _strides(size: Shape, spacing_mm: tuple[float, float, float]) -> tuple[Shape, ...]:
+def _strides(size: Shape, spacing_mm: Spacing) -> tuple[Shape, ...]:
     """Halve until nothing can be halved any more."""
     voxels, spacing = list(size), list(spacing_mm)
     strides: list[Shape] = [(1, 1, 1)]

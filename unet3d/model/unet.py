@@ -17,6 +17,8 @@ This module never names a device. Which block runs where is decided by :mod:`une
 from :meth:`UNet3d.blocks`.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -82,7 +84,10 @@ class Encoder(nn.Module):
         source = "image"
         for level, units in enumerate(self.levels):
             for index, unit in enumerate(_units(units)):
-                blocks.append(Block(name=f"encoder.{level}.{index}", module=unit, inputs=(source,)))
+                name = f"encoder.{level}.{index}"
+                blocks.append(
+                    Block(name=name, module=unit, inputs=(source,), path="encoder", level=level)
+                )
                 source = blocks[-1].name
         return tuple(blocks)
 
@@ -143,17 +148,25 @@ class Decoder(nn.Module):
         source = self.skips[-1]
         for name, parts in self.levels.items():
             level = int(name)
+            here = functools.partial(Block, path="decoder", level=level)
             skip, up = f"decoder.{level}.skip", f"decoder.{level}.up"
-            blocks.append(Block(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
-            blocks.append(Block(name=up, module=parts["up"], inputs=(source,)))  # type: ignore[index]
+            blocks.append(here(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
+            blocks.append(here(name=up, module=parts["up"], inputs=(source,)))  # type: ignore[index]
             inputs = (up, skip)
             for index, unit in enumerate(parts["units"]):  # type: ignore[index]
-                blocks.append(Block(name=f"decoder.{level}.{index}", module=unit, inputs=inputs))
+                blocks.append(here(name=f"decoder.{level}.{index}", module=unit, inputs=inputs))
                 inputs = (blocks[-1].name,)  # type: ignore[assignment]
             source = blocks[-1].name
             if level < len(self.heads):
+                head = self.heads[level]
                 blocks.append(
-                    Block(name=_head_name(level), module=self.heads[level], inputs=(source,))
+                    Block(
+                        name=_head_name(level),
+                        module=head,
+                        inputs=(source,),
+                        path="head",
+                        level=level,
+                    )
                 )
         return tuple(blocks)
 
@@ -202,6 +215,24 @@ class UNet3d(nn.Module):
     def outputs(self) -> tuple[str, ...]:
         """Return the names of the blocks that write logits, full resolution first."""
         return self.decoder.outputs()
+
+    @property
+    def samples_are_independent(self) -> bool:
+        """Whether a sample's logits are the same alone and in a batch."""
+        return self.topology.norm != "batch"
+
+    def preferred_cuts(self, num_stages: int) -> tuple[int, ...] | None:
+        """Return the cut between encoder and decoder for two stages, None for more.
+
+        Args:
+            num_stages: How many devices share the network.
+        """
+        return (len(self.encoder.blocks()),) if num_stages == 2 else None
+
+    def example_input(self) -> Tensor:
+        """Return an image (1, C, X, Y, Z) on the meta device: 4 voxels at the lowest level."""
+        size = (4 * stride for stride in self.topology.total_stride)
+        return torch.empty(1, self.topology.in_channels, *size, device="meta")
 
     def check_shape(self, image: Tensor) -> None:
         """Refuse an image that the strides do not divide.

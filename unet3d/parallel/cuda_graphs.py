@@ -1,247 +1,390 @@
-"""Replaying recorded launches, where making them takes longer than running them.
+"""Capturing steps as CUDA graphs, where launching them takes longer than running them.
 
 For volumes that are not large Python needs longer to launch the some thousand kernels of a step
 than GPUs need to run them; the more so where one process keeps several GPUs busy. A CUDA graph
-records what one stage launches for one micro-batch, forward or backward, and a later step replays
-it in one call: the same arithmetic on the same memory.
+captures what one stage launches for one micro-batch in one action, and a later step replays it in
+one call: the same arithmetic on the same memory.
 
-A micro-batch that is under way needs memory of its own, so each stage has a lane, with its two
-graphs, for each micro-batch that it has under way at a time. What goes from stage to stage is
-copied into the reading lane's inputs.
+A step is captured by walking its schedule once, and replayed by walking it again. All graphs of a
+GPU share one pool of memory. While a graph is captured, memory that earlier ones of the step no
+longer need is used again, as in a step that is launched; because the replay has the same order,
+what one graph still needs is never what another one overwrites. So a captured step takes what a
+launched one takes, however many micro-batches there are.
+
+What one GPU sends to another is copied while the sender already works on. Its memory is therefore
+not used again by the sender's next action, and the one after that waits until it has been read::
+
+    GPU 0   F0 ──► F1 ──► (F0 has been read) B0 ──► ...
+               copy   copy
+    GPU 1           └► F0 ...
 """
 
+import gc
 import logging
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from unet3d.model import LossTerms
-from unet3d.parallel.executor import LossFunction, NoObserver
+from unet3d.parallel.executor import ActionKind
+from unet3d.parallel.mail import Routes
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.pipeline import PipelineExecutor, sum_of
-from unet3d.parallel.schedule import most_alive
-from unet3d.parallel.transfer import Transfer
+from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send, StageRunner
+from unet3d.parallel.static_mail import StaticMail
 
 logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_STEPS = 3
-"""Of one shape, in a row, before it is recorded: kernels are compiled and algorithms chosen."""
+"""Of one shape, in a row, before it is captured: kernels are compiled and algorithms chosen."""
 MAX_ELEMENTS = 2**23
 """Of a micro-batch's image; above, the GPUs are slower than Python."""
-MAX_SHARE = 0.4
-"""Of a GPU's memory, which a step may have taken: a recording keeps as much for itself."""
+MAX_MICRO_BATCHES = 64
+"""Each has graphs of its own, which take time to capture and memory beside the tensors."""
+MAX_SHARE = 0.45
+"""Of what this process can have of a GPU, which launched steps may have reserved: a captured one
+takes as much, and a smaller last batch is launched beside it."""
 
 ERROR_MODE = "thread_local"
 """Other threads, such as those that watch over NCCL, may call CUDA meanwhile."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Lane:
-    """What one stage does with one micro-batch at a time."""
-
-    forward: torch.cuda.CUDAGraph
-    backward: torch.cuda.CUDAGraph
-    inputs: dict[str, Tensor]
-    """Written before forward is replayed."""
-    target: Tensor | None
-    """Likewise, in the last stage."""
-    outputs: dict[str, Tensor]
-    """Read after it."""
-    terms: LossTerms | None
-    """Likewise, in the last stage: the loss, weighted with the micro-batch's share."""
-    output_gradients: dict[str, Tensor]
-    """Written before backward is replayed; the last stage has its own."""
-    input_gradients: dict[str, Tensor]
-    """Read after it."""
+Run = Callable[[Sequence[StageRunner], StaticMail], Any]
+"""Walks the schedule of a step."""
 
 
-class RecordedPipeline(PipelineExecutor):
-    """A pipeline that replays its steps on GPUs; see :class:`~unet3d.parallel.Executor`."""
+class Graph(Protocol):
+    """What has been launched once and can be launched again."""
 
-    _lanes: list[list[_Lane]] | None = None
-    _gradients: list[dict[Tensor, Tensor]]
-    """Of each stage's parameters; recorded backward passes add to these."""
-    _recorded: Any = None
-    _last: Any = None
-    _num_in_a_row = 0
+    def replay(self) -> None:
+        """Launch it again, on the current stream."""
+        ...
 
-    def forward_backward(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
-    ) -> LossTerms:
-        """Add one batch's gradients to the module's; see the protocol."""
-        key = (image.shape, image.dtype, target.shape, target.dtype, loss_fn, scale)
-        if not self._may_replay(image):
-            return super().forward_backward(image, target, loss_fn, scale)
-        if self._lanes is None or key != self._recorded:
-            self._num_in_a_row = self._num_in_a_row + 1 if key == self._last else 1
-            self._last = key
-            if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
-                return super().forward_backward(image, target, loss_fn, scale)
-            self._lanes = None  # gives the memory of another shape back
-            self._lanes = self._record(image, target, loss_fn, scale)
-            self._recorded = key
-        return self._replay(self._lanes, image, target)
 
-    def _may_replay(self, image: Tensor) -> bool:
-        """Return whether a step like this one could be recorded."""
-        last = {block.name for block in self.stages[-1].blocks}
-        count = min(self.num_micro_batches, len(image))
+class GraphPool(Protocol):
+    """The graphs of one device, which share memory."""
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Return what captures the work that is queued in the context."""
+        ...
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the same memory that does not keep it from being used again."""
+        ...
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Make work that is queued from now on wait for an event."""
+        ...
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context in which the device is the current one."""
+        ...
+
+
+class CudaGraphPool:
+    """CUDA graphs of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make a pool without memory.
+
+        Args:
+            device: A GPU.
+        """
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # PyTorch's own is on whichever GPU captured first; backward must be on that of forward.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """Capture in the context; see :class:`GraphPool`."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode=ERROR_MODE)
+            try:
+                yield graph
+            except BaseException:
+                with suppress(RuntimeError):  # the capture is lost, and says so
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        """Return a view that owns nothing; see :class:`GraphPool`."""
+        storage = tensor.untyped_storage()
+        view = torch.as_tensor(_Bytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+        whole = view.view(tensor.dtype)
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Have the GPU's current stream wait; see :class:`GraphPool`."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Return a context with the GPU as the current one; see :class:`GraphPool`."""
+        return torch.cuda.device(self._device)
+
+
+class _Bytes:
+    """Memory by its address, in the form that libraries for GPUs exchange."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+POOLS: dict[str, Callable[[torch.device], GraphPool]] = {"cuda": CudaGraphPool}
+"""By kind of device; steps that use any other kind are launched."""
+
+
+class StepCapture:
+    """Decides when a step is captured, and keeps the one that was captured last."""
+
+    def __init__(self, stages: Sequence[EagerStage], routes: Routes) -> None:
+        """Begin with nothing captured.
+
+        Args:
+            stages: What is captured.
+            routes: Between them.
+        """
+        self._stages = tuple(stages)
+        self._routes = routes
+        self._devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        self._captured: CapturedStep | None = None
+        self._captured_key: Any = None
+        self._last_key: Any = None
+        self._num_in_a_row = 0
+        self._has_failed = False
+
+    def step(
+        self,
+        run: Run,
+        images: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        objectives: Sequence[Objective],
+    ) -> "CapturedStep | None":
+        """Return a captured step like the one that is due, or None where it is to be launched.
+
+        Args:
+            run: Walks its schedule.
+            images: Of each micro-batch.
+            targets: Likewise.
+            objectives: Likewise.
+        """
+        if self._has_failed or not self._is_possible(images):
+            return None
+        tensors = (images[0], targets[0])
+        key = (len(images), *((t.shape, t.dtype) for t in tensors), *objectives)
+        if self._captured is not None and key == self._captured_key:
+            return self._captured
+        self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
+        self._last_key = key
+        if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
+            return None
+        self._captured = None  # gives the memory of another shape back
+        try:
+            self._captured = CapturedStep(run, self._stages, self._routes, images, targets)
+        except torch.OutOfMemoryError:
+            self._has_failed = True
+            logger.debug("no memory to capture steps of %d voxels", images[0].numel())
+        self._captured_key = key
+        return self._captured
+
+    def _is_possible(self, images: Sequence[Tensor]) -> bool:
         return (
-            all(slot.device.type == "cuda" for slot in self.slots)
-            # Parking changes the size of memory as it goes, which a recording cannot follow.
-            and not self._offloaded_skips
-            and image.numel() // count <= MAX_ELEMENTS
-            and len(image) % count == 0
-            and last.issuperset(self.module.outputs())
-            and isinstance(self.observer, NoObserver)
-            and self._may_deliver()
+            all(device.type in POOLS for device in self._devices)
+            and len(images) <= MAX_MICRO_BATCHES
+            and images[0].numel() <= MAX_ELEMENTS
+            and all(image.shape == images[0].shape for image in images)
         )
-
-    def _may_deliver(self) -> bool:
-        """Return whether there are no gradients yet, to which those of a replay would not add."""
-        return all(parameter.grad is None for parameter in self.module.parameters())
-
-    def _deliver(self, stage: Stage, gradients: dict[Tensor, Tensor]) -> None:
-        """Make what was replayed the gradients of a stage's parameters."""
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
 
     def _has_room(self) -> bool:
-        return all(
-            torch.cuda.max_memory_reserved(device)
-            <= MAX_SHARE * torch.cuda.get_device_properties(device).total_memory
-            for device in {slot.device for slot in self.slots}
-        )
+        for device in self._devices:
+            if device.type == "cuda":
+                free, _ = torch.cuda.mem_get_info(device)
+                reserved = torch.cuda.memory_reserved(device)
+                if reserved > MAX_SHARE * (free + reserved):
+                    return False
+        return True
 
-    def _record(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
-    ) -> list[list[_Lane]]:
-        count = min(self.num_micro_batches, len(image))
-        alive = most_alive(self.schedule, count, len(self.stages))
-        lanes = []
-        self._gradients = []
-        made = {"image": image.tensor_split(count)[0]}
-        labels = target.tensor_split(count)[0]
-        for stage in self.stages:
-            with torch.cuda.device(stage.slot.device), _aliased(stage) as gradients:
-                self._gradients.append(gradients)
-                number = stage.slot.index
-                of_stage = [
-                    self._record_lane(
-                        stage,
-                        made=made,
-                        labels=labels,
-                        loss_fn=loss_fn,
-                        scale=scale / count,
-                        weight=1 / count,
-                    )
-                    for _ in range(alive[number][number])
-                ]
-            made |= of_stage[0].outputs
-            lanes.append(of_stage)
-        logger.debug("recorded steps of %d voxels", image.numel())
-        return lanes
 
-    def _record_lane(
+class CapturedStep:
+    """A step of one shape that can be replayed."""
+
+    def __init__(
         self,
-        stage: Stage,
-        *,
-        made: dict[str, Tensor],
-        labels: Tensor,
-        loss_fn: LossFunction,
-        scale: float,
-        weight: float,
-    ) -> _Lane:
-        device = stage.slot.device
-        # PyTorch's own is on whichever GPU recorded first; backward must be on that of forward.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        leaves = {
-            name: torch.empty_like(made[name], device=device).requires_grad_(name != "image")
-            for name in stage.inputs
-        }
-        target = terms = None
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        if stage is self.stages[-1]:
-            target = torch.zeros_like(labels, device=device)
-        with torch.cuda.graph(forward, stream=stream, capture_error_mode=ERROR_MODE):
-            roots = self._compute(stage, leaves)
-            outputs = {name: root.detach() for name, root in roots.items()}
-            if target is not None:
-                logits = {name: outputs[name].requires_grad_() for name in self.module.outputs()}
-                values = list(logits.values())
-                loss = loss_fn(values if len(values) > 1 else values[0], target)
-                (loss.total * scale).backward()  # type: ignore[no-untyped-call]
-                terms = loss.detached().weighted(weight)
-        gradients = {
-            name: torch.empty_like(output) if output.grad is None else output.grad
-            for name, output in outputs.items()
-        }
-        with torch.cuda.graph(backward, forward.pool(), stream, ERROR_MODE):
-            torch.autograd.backward(list(roots.values()), [gradients[name] for name in roots])
-        back = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        outputs = {name: output.detach() for name, output in outputs.items()}
-        leaves = {name: leaf.detach() for name, leaf in leaves.items()}
-        return _Lane(
-            forward=forward,
-            backward=backward,
-            inputs=leaves,
-            target=target,
-            outputs=outputs,
-            terms=terms,
-            output_gradients=gradients,
-            input_gradients=back,
-        )
+        run: Run,
+        stages: Sequence[EagerStage],
+        routes: Routes,
+        images: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> None:
+        """Capture a step; nothing is computed.
 
-    def _replay(self, lanes: list[list[_Lane]], image: Tensor, target: Tensor) -> LossTerms:
-        for gradients in self._gradients:
-            torch._foreach_zero_(list(gradients.values()))
-        count = min(self.num_micro_batches, len(image))
-        portions, labels = image.tensor_split(count), target.tensor_split(count)
-        arriving = {(i, 0, "image"): Transfer(x, self.input_device) for i, x in enumerate(portions)}
-        returning: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
-        terms: list[LossTerms] = []
-        for action in self.schedule(count, len(self.stages)):
-            stage, number = self.stages[action.stage], action.micro_batch
-            lane = lanes[action.stage][number % len(lanes[action.stage])]
-            with torch.cuda.device(stage.slot.device):
-                if action.kind == "forward":
-                    for name, place in lane.inputs.items():
-                        place.copy_(arriving.pop((number, action.stage, name)).wait())
-                    if lane.target is not None:
-                        lane.target.copy_(labels[number])
-                    lane.forward.replay()
-                    if lane.terms is not None:
-                        terms.append(_copied(lane.terms))
-                    for later in self.stages[action.stage + 1 :]:
-                        for name in lane.outputs.keys() & set(later.inputs):
-                            transfer = Transfer(lane.outputs[name], later.slot.device)
-                            arriving[number, later.slot.index, name] = transfer
-                else:
-                    if lane.target is None:
-                        for name, place in lane.output_gradients.items():
-                            place.copy_(sum_of(returning.pop((number, name))))
-                    lane.backward.replay()
-                    for name, gradient in lane.input_gradients.items():
-                        maker = self._maker[name].slot.device
-                        returning[number, name].append(Transfer(gradient, maker))
-        # The last stage first, as where steps are launched: replicas exchange in that order, and
-        # two stages on one GPU must do so in the same order everywhere.
-        for stage, gradients in zip(self.stages[::-1], self._gradients[::-1], strict=True):
-            self._deliver(stage, gradients)
-        return sum(terms[1:], start=terms[0])
+        Args:
+            run: Walks its schedule.
+            stages: What is captured.
+            routes: Between them.
+            images: Of each micro-batch; only their shapes matter.
+            targets: Likewise.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it.
+        """
+        devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        _give_cached_memory_back(devices)
+        actions = {device: _DeviceActions(POOLS[device.type](device)) for device in devices}
+        self._mail = StaticMail(routes)
+        self._mail.begin(images, targets)
+        self._stages = [
+            _CapturedStage(runner, actions[runner.stage.slot.device], self._mail)
+            for runner in stages
+        ]
+        self.gradients: list[tuple[Stage, dict[Tensor, Tensor]]] = []
+        """Of each stage's parameters: what replays add to."""
+        try:
+            with ExitStack() as aliases:
+                for runner in stages:
+                    own = aliases.enter_context(aliased(runner.stage))
+                    self.gradients.append((runner.stage, own))
+                run(self._stages, self._mail)
+        finally:
+            for runner in stages:
+                runner.forget()  # where the capture came to an end too early
+        self._mail.end_capture()
+        for stage in self._stages:
+            stage.end_capture()
+        logger.debug("captured steps of %d voxels", sum(image.numel() for image in images))
+
+    def replay(self, run: Run, images: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """Take the step, and leave its gradients in :attr:`gradients`.
+
+        Args:
+            run: Walks its schedule.
+            images: Of each micro-batch.
+            targets: Likewise.
+
+        Returns:
+            The loss.
+        """
+        for _, gradients in self.gradients:
+            # What a parameter has from an earlier replay is added to.
+            fresh = [own for parameter, own in gradients.items() if parameter.grad is not own]
+            if fresh:
+                torch._foreach_zero_(fresh)
+        self._mail.begin(images, targets)
+        return run(self._stages, self._mail)
+
+
+class _DeviceActions:
+    """The actions of one device, in their order: what they have sent must outlive the next one."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+        self.sent: Sequence[Tensor] = ()
+        """In capture: by the last action."""
+        self._unread: list[list[torch.cuda.Event]] = [[]]
+        """In replay: when what the last actions have sent will have been read."""
+
+    def begin_replay(self) -> None:
+        """Wait until what the action before the last has sent has been read."""
+        while len(self._unread) > 1:
+            for event in self._unread.pop(0):
+                self.pool.wait(event)
+
+    def end_replay(self, read: list[torch.cuda.Event]) -> None:
+        """Take note of what an action has sent.
+
+        Args:
+            read: When it will have been read.
+        """
+        self._unread.append(read)
+
+
+class _CapturedStage:
+    """A stage whose actions are captured once and then replayed; see :class:`StageRunner`."""
+
+    def __init__(self, eager: EagerStage, actions: _DeviceActions, mail: StaticMail) -> None:
+        self._eager = eager
+        self._actions = actions
+        self._mail = mail
+        self._is_captured = False
+        self._graphs: dict[tuple[ActionKind, int], Graph] = {}
+        self._sent: dict[tuple[ActionKind, int], list[tuple[str, Tensor]]] = {}
+        self._terms: dict[int, Any] = {}
+
+    def end_capture(self) -> None:
+        """From now on replay."""
+        self._is_captured = True
+        self._actions.sent = ()
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
+        if self._is_captured:
+            self._replay("forward", micro_batch, send)
+            return
+        with self._capture("forward", micro_batch, send) as keep:
+            self._eager.forward(micro_batch, inputs, keep)
+
+    def loss(
+        self,
+        micro_batch: int,
+        logits: Mapping[str, Tensor],
+        target: Tensor,
+        objective: Objective,
+        send: Send,
+    ) -> Any:
+        if self._is_captured:
+            self._replay("loss", micro_batch, send)
+            with self._actions.pool.current():
+                return self._terms[micro_batch].weighted(1.0)  # the next step overwrites it
+        with self._capture("loss", micro_batch, send) as keep:
+            terms = self._eager.loss(micro_batch, logits, target, objective, keep)
+        self._terms[micro_batch] = terms
+        return terms
+
+    def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
+        if self._is_captured:
+            self._replay("backward", micro_batch, send)
+            return
+        with self._capture("backward", micro_batch, send) as keep:
+            self._eager.backward(micro_batch, gradients, keep)
+
+    @contextmanager
+    def _capture(self, kind: ActionKind, micro_batch: int, send: Send) -> Iterator[Send]:
+        pool, sent = self._actions.pool, list[tuple[str, Tensor]]()
+        with pool.current(), pool.capture() as graph:
+            yield lambda name, tensor: sent.append((name, tensor))
+        self._graphs[kind, micro_batch] = graph
+        self._sent[kind, micro_batch] = [(name, pool.place_of(tensor)) for name, tensor in sent]
+        self._actions.sent = [tensor for _, tensor in sent]
+        for name, tensor in sent:
+            send(name, tensor)
+        self._mail.release(self._eager.stage, kind, micro_batch)
+
+    def _replay(self, kind: ActionKind, micro_batch: int, send: Send) -> None:
+        device = self._eager.stage.slot.device
+        with self._actions.pool.current():
+            self._actions.begin_replay()
+            self._graphs[kind, micro_batch].replay()
+            self._mail.release(self._eager.stage, kind, micro_batch)
+            for name, place in self._sent[kind, micro_batch]:
+                send(name, place)
+            self._actions.end_replay(self._mail.read.pop(device, []))
 
 
 @contextmanager
-def _aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
+def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
     """Put aliases in the place of a stage's parameters, and give back what they add gradients to.
 
-    So no hook of the parameters is called in a recording, nor any that autograd keeps for them in
+    So no hook of the parameters is called in a capture, nor any that autograd keeps for them in
     another stream, as it does for ``DistributedDataParallel``.
+
+    Args:
+        stage: Its parameters are back after the context.
     """
     gradients: dict[Tensor, Tensor] = {}
     owned = [
@@ -261,9 +404,11 @@ def _aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
             setattr(module, name, parameter)
 
 
-def _copied(terms: LossTerms) -> LossTerms:
-    return LossTerms(
-        total=terms.total.clone(),
-        dice=terms.dice.clone(),
-        cross_entropy=terms.cross_entropy.clone(),
-    )
+def _give_cached_memory_back(devices: Sequence[torch.device] | Mapping[torch.device, Any]) -> None:
+    """Return to the devices what launched steps have left in the allocator's cache."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device in gpus:
+        torch.cuda.synchronize(device)
+    gc.collect()
+    if gpus:
+        torch.cuda.empty_cache()

@@ -2,23 +2,49 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from unet3d.model import LossTerms, UNet3d
+from unet3d.model import BlockNetwork
 from unet3d.parallel.placement import Slot
 
-LossFunction = Callable[[Tensor | Sequence[Tensor], Tensor], LossTerms]
-"""From logits (with deep supervision, a sequence of them) and target to the loss."""
+ActionKind = Literal["forward", "loss", "backward"]
+
+
+class Loss(Protocol):
+    """What a loss function returns: a scalar to minimise, and perhaps what it is made of."""
+
+    @property
+    def total(self) -> Tensor:
+        """What is minimised, a scalar."""
+        ...
+
+    def weighted(self, weight: float) -> Self:
+        """Return every term times a weight."""
+        ...
+
+    def detached(self) -> Self:
+        """Return the values without their graph."""
+        ...
+
+    def __add__(self, other: Any) -> Self: ...
+
+
+LossFunction = Callable[[Any, Tensor], Any]
+"""From logits (with several results, a sequence of them) and target to a :class:`Loss`: a mean over
+the samples."""
 
 
 class Observer(Protocol):
-    """What is told of an executor's actions; for measurements."""
+    """What is told of the actions that an executor launches; for measurements.
+
+    Actions that are replayed from CUDA graphs make no tensors, so nobody is told of them.
+    """
 
     def during(
-        self, slot: Slot, kind: Literal["forward", "loss", "backward"], micro_batch: int
+        self, slot: Slot, kind: ActionKind, micro_batch: int
     ) -> AbstractContextManager[None]:
         """Return what is entered around one action.
 
@@ -56,8 +82,11 @@ class Executor(Protocol):
     the plain network on the whole batch.
     """
 
-    module: UNet3d
-    """The network; its parameters have their plain names, whatever the devices."""
+    @property
+    def module(self) -> BlockNetwork:
+        """The network; its parameters have their plain names, whatever the devices."""
+        ...
+
     input_device: torch.device
     """Where images are wanted."""
     output_device: torch.device
@@ -65,11 +94,11 @@ class Executor(Protocol):
     slots: Sequence[Slot]
     """What the memory report has a row for."""
     observer: Observer
-    """Is told of every action of :meth:`forward_backward`."""
+    """Is told of every action of :meth:`forward_backward` that is launched."""
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
-    ) -> LossTerms:
+    ) -> Any:
         """Add the gradients of one batch to the module's.
 
         Args:
@@ -79,7 +108,7 @@ class Executor(Protocol):
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
 
         Returns:
-            The batch's loss, detached, on the output device. Nothing waits for it.
+            The batch's :class:`Loss`, detached, on the output device. Nothing waits for it.
         """
         ...
 

@@ -18,8 +18,10 @@ in the order of its work: no event of another stream decides when memory is free
 finds the peak that is measured.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import cache
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -43,14 +45,15 @@ def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
     Args:
         blocks: Of the whole network.
     """
+    path = {block.name: block.path for block in blocks}
     readers: dict[str, set[str]] = {}
     for block in blocks:
         for name in block.inputs:
-            readers.setdefault(name, set()).add(_half(block.name))
+            readers.setdefault(name, set()).add(block.path)
     return frozenset(
         name
-        for name, halves in readers.items()
-        if _half(name) == "encoder" and halves >= {"encoder", "decoder"}
+        for name, paths in readers.items()
+        if path.get(name) == "encoder" and paths >= {"encoder", "decoder"}
     )
 
 
@@ -113,8 +116,50 @@ class OffloadedMemory:
         return event
 
 
+class StepOffload:
+    """Offloads the skips of all micro-batches of a step, whichever stages make and read them."""
+
+    def __init__(self, blocks: Sequence[Block], resized: Resized) -> None:
+        """Find the skips.
+
+        Args:
+            blocks: Of the whole network.
+            resized: Is told when memory comes and goes.
+        """
+        self._skips = skip_names(blocks)
+        self._resized = resized
+        self._memory: dict[int, WeakValueDictionary[int, OffloadedMemory]] = defaultdict(
+            WeakValueDictionary
+        )
+
+    def of_stage(
+        self,
+        device: torch.device,
+        blocks: Sequence[Block],
+        micro_batch: int,
+        leaves: Mapping[str, Tensor],
+    ) -> "SkipOffloader | None":
+        """Return what offloads the skips of one micro-batch in one stage.
+
+        Args:
+            device: The stage's.
+            blocks: The stage's.
+            micro_batch: Its number.
+            leaves: The stage's inputs by name.
+
+        Returns:
+            None where the device has no memory that is worth more than the host's.
+        """
+        if not self._skips or not supports_offload(device):
+            return None
+        memory = self._memory[micro_batch]
+        offloader = SkipOffloader(blocks, self._skips, memory, self._resized)
+        offloader.begin(leaves)
+        return offloader
+
+
 class SkipOffloader:
-    """Parks the skips of one micro-batch in one stage, block by block.
+    """Offloads the skips of one micro-batch in one stage, block by block.
 
     In forward a skip is given back after its last reader; where only the next level reads it
     here, at the end of the stage, by when its copy has had time. In backward it is fetched for each
@@ -227,10 +272,6 @@ class SkipOffloader:
                     memory.fetch()
             else:
                 memory.release()
-
-
-def _half(name: str) -> str:
-    return name.split(".")[0]
 
 
 @cache

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from unet3d.config import Shape
 from unet3d.errors import DeviceError
-from unet3d.model import Block, UNet3d
+from unet3d.model import Block, BlockNetwork
 from unet3d.parallel.placement import Slot
 
 StageCost = Callable[[int, int, int], float]
@@ -72,17 +72,17 @@ def make_stages(
     return tuple(stages)
 
 
-def check_num_stages(model: UNet3d, num_stages: int) -> None:
+def check_num_stages(network: BlockNetwork, num_stages: int) -> None:
     """Refuse to divide a network into more stages than it has blocks.
 
     Args:
-        model: The network.
+        network: The network.
         num_stages: How many devices share it.
 
     Raises:
         DeviceError: There are more stages than blocks.
     """
-    num_blocks = len(model.blocks())
+    num_blocks = len(network.blocks())
     if num_stages > num_blocks:
         raise DeviceError(
             f"{num_stages} devices for a network of {num_blocks} blocks; "
@@ -90,43 +90,43 @@ def check_num_stages(model: UNet3d, num_stages: int) -> None:
         )
 
 
-def default_cuts(model: UNet3d, num_stages: int) -> tuple[int, ...]:
+def default_cuts(network: BlockNetwork, num_stages: int) -> tuple[int, ...]:
     """Return the cuts that are used where none are asked for.
 
     Args:
-        model: The network.
+        network: The network.
         num_stages: How many devices share it.
 
     Returns:
-        Encoder | decoder for two stages; about equal multiplications for more.
+        What the network prefers, such as encoder | decoder for two stages; else about equal
+        multiplications.
 
     Raises:
         DeviceError: There are more stages than blocks.
     """
-    check_num_stages(model, num_stages)
+    check_num_stages(network, num_stages)
     if num_stages == 1:
         return ()
-    if num_stages == 2:
-        return (len(model.encoder.blocks()),)
-    x, y, z = (4 * stride for stride in model.topology.total_stride)
-    return balanced_cuts(block_flops(model, (x, y, z)), num_stages)
+    preferred = network.preferred_cuts(num_stages)
+    if preferred is not None:
+        return preferred
+    return balanced_cuts(block_flops(network, network.example_input()), num_stages)
 
 
-def block_flops(model: UNet3d, size: Shape) -> tuple[int, ...]:
+def block_flops(network: BlockNetwork, image: Tensor) -> tuple[int, ...]:
     """Count the floating-point operations of each block's forward pass.
 
     The blocks run on meta tensors, so nothing is computed and the count cannot drift from the
     code.
 
     Args:
-        model: The network, on any device.
-        size: Voxels of the image along X, Y, Z; multiples of the total stride.
+        network: The network, on any device.
+        image: (N, ...), of which only the shape counts.
     """
-    dtype = next(model.parameters()).dtype
-    image = torch.empty(1, model.topology.in_channels, *size, dtype=dtype, device="meta")
-    tensors = {"image": image}
+    dtype = next(network.parameters()).dtype
+    tensors = {"image": torch.empty(image.shape, dtype=dtype, device="meta")}
     counts = []
-    for block in model.blocks():
+    for block in network.blocks():
         parameters = {
             name: torch.empty_like(value, device="meta")
             for name, value in (*block.module.named_parameters(), *block.module.named_buffers())

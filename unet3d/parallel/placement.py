@@ -1,14 +1,18 @@
-"""Devices and slots: where the stages of a network, or its replicas, live."""
+"""Where replicas and stages live: one validated statement of settings, machine and ranks."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from unet3d.config import Offload, ParallelSettings, Recompute
+from unet3d.config import Config, CudaGraphs, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.parallel.precision import autocast_dtype
+
+Devices = tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +32,9 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a network is to be spread."""
+    """How one network is to be spread."""
 
-    devices: tuple[torch.device, ...]
+    devices: Devices
     """One for each stage; a single one runs the whole network."""
     cuts: tuple[int, ...] | None = None
     """Index in the block list at which each stage but the first starts; None: the default."""
@@ -41,120 +45,280 @@ class Layout:
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """In which order the micro-batches run."""
     recompute: Recompute = "norm"
-    """What is made again in backward instead of being kept."""
+    """What is recomputed in backward instead of being kept."""
     offload: Offload = "none"
-    """What GPUs park in host memory while they do not need it."""
+    """What GPUs keep in host memory while they do not need it."""
+    cuda_graphs: CudaGraphs = "auto"
+    """Whether steps on GPUs may be captured and replayed."""
     num_replicas: int = 1
     """How many ranks each have a network on such devices, and share a batch."""
 
+    @classmethod
+    def of(cls, config: Config, dims: "ParallelDims", precision: str) -> "Layout":
+        """Return how settings spread the network of one replica.
 
-def resolve_devices(
-    settings: ParallelSettings, must_exist: bool = True
-) -> tuple[torch.device, ...]:
-    """Return the devices to use, after a look at what the machine has.
+        Args:
+            config: Cuts, micro-batches, schedule, and what is kept for backward.
+            dims: The devices.
+            precision: Such as ``bfloat16``; never ``auto``.
+        """
+        return cls(
+            devices=dims.devices,
+            cuts=config.parallel.cuts,
+            num_micro_batches=config.training.num_micro_batches,
+            autocast=autocast_dtype(precision),
+            schedule=config.parallel.schedule,
+            recompute=config.memory.recompute,
+            offload=config.memory.offload,
+            cuda_graphs=config.parallel.cuda_graphs,
+            num_replicas=dims.num_replicas,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What devices there are."""
+
+    num_gpus: int
+    """CUDA GPUs, numbered from 0."""
+    is_real: bool = True
+    """Whether devices that are not there are refused; a plan may be for another machine."""
+    description: str = "the described machine"
+    """Its devices as a phrase, for errors."""
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Return this machine."""
+        count = torch.cuda.device_count()
+        gpus = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        description = f"cpu and {gpus}" if gpus else "cpu and no CUDA GPU"
+        return cls(num_gpus=count, description=description)
+
+    def device(self, name: str) -> torch.device:
+        """Return a device by its name.
+
+        Args:
+            name: Such as ``0``, ``cuda:1`` or ``cpu``.
+
+        Raises:
+            DeviceError: It is unknown, or not there.
+        """
+        match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
+        if match is None:
+            raise DeviceError(f"device {name!r} is unknown; write 0, cuda:0 or cpu")
+        if match[2]:
+            return torch.device("cpu")
+        index = int(match[1] or 0)
+        if self.is_real and index >= self.num_gpus:
+            raise DeviceError(
+                f"device {name!r} does not exist; this machine has {self.description}"
+            )
+        return torch.device("cuda", index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDims:
+    """How a training or a prediction is spread: replicas, stages and the devices of each.
+
+    It is made by :meth:`resolve`, which refuses every conflict between settings, devices and ranks.
+    """
+
+    mode: Literal["none", "model", "data"]
+    """The parallel mode."""
+    replicas: tuple[Devices, ...]
+    """Of this machine: the devices of each replica, one for each stage."""
+    num_replicas: int
+    """On all machines together."""
+    own: int = 0
+    """Which of the replicas of this machine is this process's."""
+    uses_threads: bool = False
+    """Whether one process drives all replicas, with ``nn.DataParallel``."""
+    gather_device: torch.device | None = None
+    """With threads: where logits are gathered; None: on the first device."""
+
+    @classmethod
+    def resolve(
+        cls,
+        settings: ParallelSettings,
+        machine: Machine | None = None,
+        ranks: Ranks | None = None,
+    ) -> "ParallelDims":
+        """Return what the settings mean on a machine, for one of some ranks.
+
+        Args:
+            settings: Mode, engine, devices and replicas.
+            machine: What devices there are; None: this machine's.
+            ranks: The place of this process; None: it is the only one, or starts the others.
+
+        Raises:
+            DeviceError: A device is unknown or absent, or their number does not suit the mode.
+            ConfigError: The settings ask for another number of replicas than there are ranks.
+        """
+        machine = machine or Machine.here()
+        if ranks is not None and ranks.world_size > 1:
+            return cls._of_ranks(settings, machine, ranks)
+        names = settings.devices
+        if names is None:
+            names = _default_names(settings, machine)
+        devices = tuple(machine.device(name) for name in names)
+        if settings.engine == "dataparallel":
+            return cls._of_threads(settings, machine, devices)
+        num_replicas = len(devices) if settings.mode == "data" else settings.replicas
+        _check_count(settings, names)
+        replicas = _divided(devices, num_replicas, "replicas")
+        _check_stages(settings, devices, replicas)
+        return cls(mode=settings.mode, replicas=replicas, num_replicas=num_replicas)
+
+    @classmethod
+    def _of_threads(
+        cls, settings: ParallelSettings, machine: Machine, devices: Devices
+    ) -> "ParallelDims":
+        output = settings.output_device
+        gather = None if output is None else machine.device(output)
+        check_thread_devices(devices, gather)
+        return cls(
+            mode=settings.mode,
+            replicas=tuple((device,) for device in devices),
+            num_replicas=len(devices),
+            uses_threads=True,
+            gather_device=gather,
+        )
+
+    @classmethod
+    def _of_ranks(
+        cls, settings: ParallelSettings, machine: Machine, ranks: Ranks
+    ) -> "ParallelDims":
+        if settings.engine == "dataparallel":
+            raise ConfigError(
+                f"parallel.engine dataparallel is one process, but there are {ranks.world_size}; "
+                "use parallel.engine=ddp under torchrun"
+            )
+        if settings.replicas not in (1, ranks.world_size):
+            raise ConfigError(
+                f"parallel.replicas is {settings.replicas} but {ranks.world_size} ranks were "
+                "started, each of which drives one replica; leave parallel.replicas out"
+            )
+        num_ranks, names = ranks.local_world_size, settings.devices
+        # A rank that names no mode has one device, as with mode data.
+        has_stages = settings.mode == "model"
+        if names is None:
+            per_rank = max(2, machine.num_gpus // num_ranks) if has_stages else 1
+            count = num_ranks * per_rank
+            names = tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
+        devices = tuple(machine.device(name) for name in names)
+        replicas = _divided(devices, num_ranks, "ranks of this machine")
+        own = replicas[ranks.local_rank]
+        if (len(own) > 1) != has_stages:
+            raise DeviceError(
+                f"rank {ranks.rank} has {len(own)} of the devices {','.join(names)}, but parallel "
+                f"mode {settings.mode} needs {'at least two' if has_stages else 'one'}"
+            )
+        return cls(
+            mode="model" if has_stages else "data",
+            replicas=replicas,
+            num_replicas=ranks.world_size,
+            own=ranks.local_rank,
+        )
+
+    @property
+    def devices(self) -> Devices:
+        """What this process drives: a device for each of its stages, or for each thread."""
+        if self.uses_threads:
+            return tuple(device for (device,) in self.replicas)
+        return self.replicas[self.own]
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes this machine runs, one for each replica that is no thread."""
+        return 1 if self.uses_threads else len(self.replicas)
+
+    @property
+    def predicts_memory(self) -> bool:
+        """Whether a replica's step shows what its devices need; threads copy and gather beside."""
+        return not self.uses_threads
+
+    def share_of(self, batch_size: int) -> int:
+        """Return how many samples the replica with the most has.
+
+        Args:
+            batch_size: Samples of all replicas together.
+        """
+        return -(-batch_size // self.num_replicas)
+
+    def check_batch(self, batch_size: int) -> str | None:
+        """Return a warning where replicas have no sample, or None.
+
+        Args:
+            batch_size: Samples of all replicas together.
+
+        Raises:
+            ConfigError: Threads, which must all have one.
+        """
+        idle = self.num_replicas - batch_size
+        if idle <= 0:
+            return None
+        if self.uses_threads:
+            raise ConfigError(
+                f"a batch of {batch_size} gives {idle} of the {self.num_replicas} devices no "
+                f"patch; use --batch-size {self.num_replicas} or more, or fewer --devices"
+            )
+        return (
+            f"a batch of {batch_size} leaves {idle} of {self.num_replicas} replicas without work; "
+            f"use --batch-size {self.num_replicas} or more"
+        )
+
+
+def check_thread_devices(devices: Sequence[torch.device], gather: torch.device | None) -> None:
+    """Refuse devices that ``nn.DataParallel`` cannot use.
 
     Args:
-        settings: The mode and the devices' names, such as ``0``, ``cuda:1`` or ``cpu``.
-        must_exist: Whether to refuse GPUs that are not here.
+        devices: Of the replicas.
+        gather: Where logits are gathered; None: on the first.
 
     Raises:
-        DeviceError: A device is unknown or absent, or their number does not suit the mode.
+        DeviceError: The devices are not different GPUs, or the other device is none of them.
     """
-    names = settings.devices
-    if names is None:
-        names = _default_names(settings.mode, settings.replicas)
-    devices = tuple(_device(name, must_exist) for name in names)
-    if settings.mode == "none" and len(devices) != 1:
+    named = _listed(devices)
+    if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
         raise DeviceError(
-            f"devices {','.join(names)} but parallel mode none uses one; "
+            f"parallel.engine dataparallel copies the network to GPUs, each named once, not to "
+            f"{named}; use parallel.engine=ddp"
+        )
+    if gather is not None and gather not in devices:
+        raise DeviceError(
+            f"parallel.output_device is {gather}, which is none of {named}; name one of them"
+        )
+
+
+def _check_count(settings: ParallelSettings, names: Sequence[str]) -> None:
+    listed = ",".join(names) or "none"
+    if settings.mode == "none" and len(names) != 1:
+        raise DeviceError(
+            f"devices {listed} but parallel mode none uses one; "
             "add --parallel model or --parallel data, or name one device"
         )
-    if settings.mode == "model" and len(devices) < 2:
+    if settings.mode == "model" and len(names) < 2:
         raise DeviceError(
-            f"parallel mode model needs a device for each of two stages or more, got "
-            f"{','.join(names) or 'none'}; name two (one device may be named twice)"
+            f"parallel mode model needs a device for each of two stages or more, got {listed}; "
+            "name two (one device may be named twice)"
         )
-    return devices
 
 
-def devices_of_replicas(
-    settings: ParallelSettings, must_exist: bool = True
-) -> tuple[tuple[torch.device, ...], ...]:
-    """Return the devices of each process that is needed, after a look at what the machine has.
-
-    Args:
-        settings: Mode, engine, devices and replicas.
-        must_exist: Whether to refuse GPUs that are not here.
-
-    Raises:
-        DeviceError: A device is unknown or absent, or their number does not suit the mode.
-    """
-    devices = resolve_devices(settings, must_exist)
-    if settings.mode == "data" and settings.engine == "ddp":
-        return _divided(devices, len(devices), "replicas")
-    groups = _divided(devices, settings.replicas, "replicas")
-    if settings.mode == "model" and len(groups[0]) < 2:
+def _check_stages(
+    settings: ParallelSettings, devices: Devices, replicas: Sequence[Devices]
+) -> None:
+    if settings.mode == "model" and len(replicas[0]) < 2:
         raise DeviceError(
-            f"devices {','.join(map(str, devices))} give each of {settings.replicas} replicas one, "
-            "but parallel mode model needs a device for each of two stages or more; name more "
+            f"devices {_listed(devices)} give each of {settings.replicas} replicas one, but "
+            "parallel mode model needs a device for each of two stages or more; name more "
             "devices, or fewer --replicas"
         )
-    return groups
 
 
-def output_device(settings: ParallelSettings) -> torch.device | None:
-    """Return where the engine ``dataparallel`` gathers logits, if the settings say so.
-
-    Raises:
-        DeviceError: The device is unknown or absent.
-    """
-    name = settings.output_device
-    return None if name is None else _device(name, must_exist=True)
-
-
-def devices_of_rank(settings: ParallelSettings, ranks: Ranks) -> tuple[torch.device, ...]:
-    """Return the devices that one of several ranks drives.
-
-    Args:
-        settings: Their devices are those of each machine, divided over its ranks in their order.
-        ranks: The place of this one.
-
-    Raises:
-        DeviceError: The devices do not divide by the ranks of this machine.
-        ConfigError: The settings ask for another number of replicas than there are ranks.
-    """
-    if settings.engine == "dataparallel":
-        raise ConfigError(
-            f"parallel.engine dataparallel is one process, but there are {ranks.world_size}; "
-            "use parallel.engine=ddp under torchrun"
-        )
-    if settings.replicas not in (1, ranks.world_size):
-        raise ConfigError(
-            f"parallel.replicas is {settings.replicas} but {ranks.world_size} ranks were started, "
-            "each of which drives one replica; leave parallel.replicas out"
-        )
-    num_ranks, names = ranks.local_world_size, settings.devices
-    if names is None:
-        count = torch.cuda.device_count()
-        per_rank = 1 if settings.mode == "data" else max(2, count // num_ranks)
-        names = tuple(map(str, range(num_ranks * per_rank))) if count else ("cpu",) * per_rank
-        names = names if count else names * num_ranks
-    devices = tuple(_device(name, must_exist=True) for name in names)
-    mine = _divided(devices, num_ranks, "ranks of this machine")[ranks.local_rank]
-    if (len(mine) == 1) != (settings.mode == "data"):
-        raise DeviceError(
-            f"rank {ranks.rank} has {len(mine)} of the devices {','.join(names)}, but parallel "
-            f"mode {settings.mode} needs {'one' if settings.mode == 'data' else 'at least two'}"
-        )
-    return mine
-
-
-def _divided(
-    devices: tuple[torch.device, ...], num_groups: int, what: str
-) -> tuple[tuple[torch.device, ...], ...]:
-    """Divide devices in their order; no GPU may be in two groups, for NCCL refuses that."""
+def _divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
+    """Divide devices in their order; no GPU may be in two groups, because NCCL refuses that."""
     size, rest = divmod(len(devices), num_groups)
-    named = ",".join(map(str, devices))
+    named = _listed(devices)
     if rest or not size:
         raise DeviceError(f"devices {named} do not divide by {num_groups} {what}; name as many")
     groups = tuple(devices[i * size : (i + 1) * size] for i in range(num_groups))
@@ -172,27 +336,8 @@ def _divided(
     return groups
 
 
-def describe_devices() -> str:
-    """Return the devices of this machine as a phrase."""
-    count = torch.cuda.device_count()
-    gpus = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
-    return f"cpu and {gpus}" if gpus else "cpu and no CUDA GPU"
-
-
-def _device(name: str, must_exist: bool) -> torch.device:
-    match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
-    if match is None:
-        raise DeviceError(f"device {name!r} is unknown; write 0, cuda:0 or cpu")
-    if match[2]:
-        return torch.device("cpu")
-    index = int(match[1] or 0)
-    if must_exist and index >= torch.cuda.device_count():
-        raise DeviceError(f"device {name!r} does not exist; this machine has {describe_devices()}")
-    return torch.device("cuda", index)
-
-
-def _default_names(mode: str, num_replicas: int) -> tuple[str, ...]:
-    count = torch.cuda.device_count()
+def _default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ...]:
+    count, mode = machine.num_gpus, settings.mode
     if mode == "none":
         return ("0",) if count else ("cpu",)
     if mode == "data" and count:
@@ -200,7 +345,11 @@ def _default_names(mode: str, num_replicas: int) -> tuple[str, ...]:
     if count == 1:
         raise DeviceError(
             f"parallel mode {mode} spreads the network over devices, but this machine has "
-            f"{describe_devices()}; name the devices, such as --devices 0,cpu"
+            f"{machine.description}; name the devices, such as --devices 0,cpu"
         )
-    num_devices = 2 * num_replicas
+    num_devices = 2 * settings.replicas
     return tuple(map(str, range(num_devices))) if count else ("cpu",) * num_devices
+
+
+def _listed(devices: Sequence[torch.device]) -> str:
+    return ",".join(map(str, devices))

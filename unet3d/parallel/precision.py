@@ -1,26 +1,53 @@
-"""In which precision the stages of a network compute."""
+"""In which precision the stages of a network compute: resolved here, and nowhere else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
 from unet3d.errors import DeviceError
-from unet3d.parallel.executor import Executor
+from unet3d.model.optimizer import HasParameters
+
+
+def resolve_precision(
+    wanted: str,
+    devices: Sequence[torch.device],
+    exchange: Callable[[str], Sequence[str]] = lambda own: (own,),
+) -> str:
+    """Return the precision that a setting means on some devices.
+
+    Args:
+        wanted: A precision, or ``auto``: bfloat16 where every GPU has it in hardware, else float16;
+            float32 where there is no GPU.
+        devices: Those that the network runs on. GPUs that are not here are taken to have bfloat16.
+        exchange: From this process's answer to those of all ranks, which must agree.
+
+    Raises:
+        DeviceError: The precision is computed wrongly on these devices.
+    """
+    if wanted == "auto":
+        choices = set(exchange(default_precision(devices)))
+        wanted = choices.pop() if len(choices) == 1 else "float16"
+    check_precision(wanted, devices)
+    return wanted
 
 
 def default_precision(devices: Sequence[torch.device]) -> str:
-    """Return the best precision that every GPU among the devices has.
+    """Return the best precision that every GPU among the devices has, as far as it is known.
 
     Args:
         devices: Those that the network runs on.
 
     Returns:
         ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong;
-        ``float32`` where there is no GPU.
+        ``float32`` where there is no GPU. GPUs that are not here are taken to have ``bfloat16``.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if not gpus:
         return "float32"
+    here = [gpu for gpu in gpus if (gpu.index or 0) < torch.cuda.device_count()]
+    if len(here) < len(gpus):
+        return "bfloat16"
     # Ampere is the first with bfloat16 in hardware; PyTorch also reports emulation as support.
     has_bfloat16 = all(torch.cuda.get_device_capability(gpu) >= (8, 0) for gpu in gpus)
     return "bfloat16" if has_bfloat16 and not cudnn_breaks_bfloat16() else "float16"
@@ -63,6 +90,21 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
 
 
-def image_dtype(executor: Executor) -> torch.dtype:
-    """Return the type in which a placed network wants its images."""
-    return next(executor.module.parameters()).dtype
+def image_dtype(network: HasParameters) -> torch.dtype:
+    """Return the type in which a network wants its images.
+
+    Args:
+        network: With all its parameters in one type.
+    """
+    return next(iter(network.parameters())).dtype
+
+
+def to_parameter_dtype(module: nn.Module, precision: str) -> None:
+    """Give a network's parameters the type in which they are trained.
+
+    Args:
+        module: Of float32 parameters.
+        precision: ``float64`` keeps them so; every other one has float32 master weights.
+    """
+    if precision == "float64":
+        module.double()

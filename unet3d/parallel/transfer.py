@@ -59,6 +59,57 @@ class Transfer:
         return copy
 
 
+class Buffer:
+    """A place of fixed memory that tensors of one shape are sent to, one after another."""
+
+    def __init__(self, like: Tensor, device: torch.device) -> None:
+        """Allocate it.
+
+        Args:
+            like: Of the shape, type and strides of what is sent.
+            device: Where to.
+        """
+        self.tensor = torch.empty_like(like, device=device)
+        self._arrived: torch.cuda.Event | None = None
+        self._released: torch.cuda.Event | None = None
+
+    def fill(self, source: Tensor) -> torch.cuda.Event | None:
+        """Start a copy, once work that is queued now has made the source.
+
+        Args:
+            source: On any device.
+
+        Returns:
+            When the source has been read; None where work that is queued later on its device's
+            current stream comes after the copy anyway.
+        """
+        target = self.tensor
+        if not (source.is_cuda and target.is_cuda and source.device != target.device):
+            target.copy_(source, non_blocking=True)
+            return None
+        sending, receiving = _copy_streams(source.device, target.device)
+        sending.wait_stream(torch.cuda.current_stream(source.device))
+        if self._released is not None:
+            receiving.wait_event(self._released)
+        with torch.cuda.stream(sending), torch.cuda.stream(receiving):
+            target.copy_(source, non_blocking=True)
+            self._arrived = receiving.record_event()
+            read: torch.cuda.Event = sending.record_event()
+        return read
+
+    def wait(self) -> None:
+        """Make work that is queued from now on, on the current stream, see what was sent."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self.tensor.device).wait_event(self._arrived)
+            self._arrived = None
+
+    def release(self) -> None:
+        """Let the next copy overwrite it, once work that is queued now has read it."""
+        if self.tensor.is_cuda:
+            stream = torch.cuda.current_stream(self.tensor.device)
+            self._released = stream.record_event()
+
+
 @cache
 def _copy_streams(
     source: torch.device, target: torch.device

@@ -1,6 +1,5 @@
 """Every way of placing one training side by side: what it takes, and how large it could be."""
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +13,8 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
 )
-from unet3d.parallel import Layout, choose_cuts, default_precision, devices_of_replicas
-from unet3d.parallel.precision import (
-    autocast_dtype,
-)
+from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
+from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import NetworkPlan
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
@@ -110,39 +107,30 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
         DeviceError: A device's name is unknown, or the devices do not suit the mode.
         ConfigError: The memory of a device that is not here is not given.
     """
-    asked, notes = _devices(config, memory_bytes)
-    placements = _placements(config, asked)
-    several = tuple(dict.fromkeys(_joined(group for _, groups in placements for group in groups)))
-    precision = _precision(config, several)
+    asked, notes = _asked(config, memory_bytes)
+    options = _options(asked)
+    several = tuple(dict.fromkeys(_joined(dims.replicas for dims in options)))
+    precision = resolve_precision(config.training.precision, several)
     memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
-    if memory_bytes is None and all(_is_here(device) for device in _joined(asked)):
-        tuning_key = TuningKey(
-            config=config,
-            topology=network.topology,
-            size=network.size,
-            devices=asked[0],
-            precision=precision,
-            num_replicas=len(asked),
+    if memory_bytes is None and all(_is_here(device) for device in _joined([asked.replicas])):
+        config = resolve_auto(
+            TuningKey(
+                config=config,
+                topology=network.topology,
+                size=network.size,
+                devices=asked.devices,
+                precision=precision,
+                num_replicas=asked.num_replicas,
+            )
         )
-        config = resolve_auto(tuning_key)
     counts = sorted({1, config.training.num_micro_batches})
     ways = []
-    for mode, replicas in placements:
-        limits = _limits(replicas, memory)
+    for dims in options:
+        limits = _limits(dims.replicas, memory)
         for count in counts:
-            layout = Layout(
-                devices=replicas[0],
-                cuts=None,
-                num_micro_batches=count,
-                autocast=autocast_dtype(precision),
-                schedule=config.parallel.schedule,
-                recompute=config.memory.recompute,
-                offload=config.memory.offload,
-                num_replicas=len(replicas),
-            )
-            batch_size = math.ceil(config.training.batch_size / len(replicas))
-            is_balanced = mode == config.parallel.mode and _is_balanced(config)
-            if mode == config.parallel.mode:
+            layout = replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count)
+            batch_size = dims.share_of(config.training.batch_size)
+            if dims.mode == asked.mode:
                 cuts = _cuts(config, network, layout, precision, batch_size)
                 layout = replace(layout, cuts=cuts)
             step = Step(
@@ -154,53 +142,50 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 precision=precision,
             )
             prediction = predict_memory(step)
+            is_balanced = dims.mode == asked.mode and _is_balanced(config)
             ways.append(
                 PlacementOption(
-                    parallel=mode,
-                    replicas=replicas,
+                    parallel=dims.mode,
+                    replicas=dims.replicas,
                     prediction=prediction,
                     fits=prediction.load(limits) <= 1,
                     largest=largest_size(step, limits),
-                    is_asked=(mode, replicas) == (config.parallel.mode, asked)
-                    and count == config.training.num_micro_batches,
+                    is_asked=dims == asked and count == config.training.num_micro_batches,
                     balance=config.parallel.balance if is_balanced else None,
                 )
             )
     return Comparison(ways=tuple(ways), device_bytes=memory, notes=tuple(notes))
 
 
-def _devices(config: Config, memory_bytes: int | None) -> tuple[Replicas, list[str]]:
+def _asked(config: Config, memory_bytes: int | None) -> tuple[ParallelDims, list[str]]:
     """Return the devices that the settings name or mean, and what to say of them."""
     settings = config.parallel
     notes: list[str] = []
-    if settings.devices is None:
-        has_gpu = torch.cuda.device_count() > 0 or memory_bytes is not None
-        if not has_gpu:
-            notes.append(
-                "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
-            )
-        num_devices = 1 if settings.mode == "none" else 2 * settings.replicas
-        names = tuple(str(number) if has_gpu else "cpu" for number in range(num_devices))
-        settings = settings.model_copy(update={"devices": names})
+    has_gpu = torch.cuda.device_count() > 0 or memory_bytes is not None
+    if settings.devices is None and not has_gpu:
+        notes.append(
+            "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
+        )
     if settings.engine == "dataparallel":
         notes.append(
             "parallel.engine=dataparallel is not predicted: each step copies the network to every "
             "GPU but the first, which gathers what they make. What is shown is the engine ddp."
         )
         settings = settings.model_copy(update={"engine": "ddp"})
-    return devices_of_replicas(settings, must_exist=False), notes
+    # As many as are meant, whether or not they are here.
+    machine = Machine(num_gpus=2 * settings.replicas if has_gpu else 0, is_real=False)
+    return ParallelDims.resolve(settings, machine), notes
 
 
-def _placements(config: Config, asked: Replicas) -> list[tuple[str, Replicas]]:
-    """Return what is compared: a mode, and the devices of each replica."""
-    first = asked[0][0]
-    found: list[tuple[str, Replicas]] = [("none", ((first,),))]
-    if config.parallel.mode == "model":
-        return [*found, ("model", asked)]
-    if config.parallel.mode == "data":
-        found.append(("data", asked))
-    second = asked[1][0] if len(asked) > 1 else _next(first)
-    return [*found, ("model", ((first, second),))]
+def _options(asked: ParallelDims) -> list[ParallelDims]:
+    """Return what is compared: one device, what is asked for, and two stages."""
+    first, *others = (devices[0] for devices in asked.replicas)
+    second = others[0] if others else _next(first)
+    one = ParallelDims(mode="none", replicas=((first,),), num_replicas=1)
+    two = ParallelDims(mode="model", replicas=((first, second),), num_replicas=1)
+    if asked.mode == "model":
+        return [one, asked]
+    return [one, two] if asked == one else [one, asked, two]
 
 
 def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
@@ -214,8 +199,8 @@ def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torc
     return limits
 
 
-def _joined(groups: Iterable[tuple[torch.device, ...]]) -> list[torch.device]:
-    return [device for group in groups for device in group]
+def _joined(several: Iterable[Replicas]) -> list[torch.device]:
+    return [device for replicas in several for devices in replicas for device in devices]
 
 
 def _is_balanced(config: Config) -> bool:
@@ -241,8 +226,7 @@ def _cuts(
                 "on this machine; use --balance memory, which is counted"
             )
     model = UNet3d(network.topology)
-    if precision == "float64":
-        model.double()
+    to_parameter_dtype(model, precision)
     return choose_cuts(
         model,
         layout=layout,
@@ -273,15 +257,6 @@ def _device_bytes(
         f"{device} is not on this machine, so its memory is unknown; give it with --device-memory "
         "GIB, such as --device-memory 80"
     )
-
-
-def _precision(config: Config, devices: tuple[torch.device, ...]) -> str:
-    wanted = config.training.precision
-    if wanted != "auto":
-        return wanted
-    if all(_is_here(device) for device in devices):
-        return default_precision(devices)
-    return "bfloat16"
 
 
 def _is_here(device: torch.device) -> bool:

@@ -5,20 +5,17 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from unet3d.config import Config, Shape
+from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, plan_topology
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
 from unet3d.volumes.patches import padded_shape
-from unet3d.volumes.phantom import LABEL_NAMES, write_phantom_dataset
-from unet3d.volumes.preprocess import (
-    Fingerprint,
-    Preprocessing,
-    plan_preprocessing,
-    prepare_cases,
-)
+from unet3d.volumes.phantom import write_phantom_dataset
+from unet3d.volumes.phantom_anatomy import LABEL_NAMES
+from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing, prepare_cases
+from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +67,7 @@ def open_dataset(config: Config) -> Dataset:
 
     Raises:
         DatasetError: There is none, or it cannot be understood.
+        CacheError: The cache folder, where phantom data go, cannot be written to.
     """
     if config.data.dataset is not None:
         return load_dataset(config.data.dataset)
@@ -93,6 +91,7 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
 
     Raises:
         DatasetError: The data set has faults that would break training.
+        CacheError: The cache folder cannot be written to.
         VolumeError: A volume cannot be used.
         ConfigError: The settings do not suit the data.
     """
@@ -154,7 +153,7 @@ def plan_without_data(config: Config) -> NetworkPlan:
     return _plan_network(config, fingerprint, 1, num_classes)
 
 
-def fitting_size(shape: Shape, spacing_mm: tuple[float, float, float], max_voxels: int) -> Shape:
+def fitting_size(shape: Shape, spacing_mm: Spacing, max_voxels: int) -> Shape:
     """Return the largest patch within a voxel budget: a cube in mm, clipped to the volume.
 
     Args:

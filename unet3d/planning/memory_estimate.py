@@ -23,6 +23,7 @@ from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
+from unet3d.parallel.precision import to_parameter_dtype
 
 UNCOUNTED_BYTES = 1024**3
 """What a GPU must have beside the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
@@ -94,8 +95,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
         model = UNet3d(topology)
     # Real, for a fake parameter cannot change its device; its memory is never touched.
     model.to_empty(device="cpu")
-    if step.precision == "float64":
-        model.double()
+    to_parameter_dtype(model, step.precision)
     if layout.cuts is None:
         layout = replace(layout, cuts=default_cuts(model, len(layout.devices)))
     num_samples, num_micro_batches = _sample(layout, step.batch_size)

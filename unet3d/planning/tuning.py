@@ -25,19 +25,16 @@ from unet3d.model.optimizer import (
 from unet3d.parallel import (
     Executor,
     Layout,
-    check_precision,
+    ParallelDims,
     choose_cuts,
-    default_precision,
+    image_dtype,
     parallelize,
-    resolve_devices,
+    resolve_precision,
 )
 from unet3d.parallel.balance.cuts import time_cost
 from unet3d.parallel.balance.stopwatch import median_seconds
 from unet3d.parallel.partition import StageCost, default_cuts
-from unet3d.parallel.precision import (
-    autocast_dtype,
-    image_dtype,
-)
+from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import NetworkPlan
 from unet3d.planning.tuning_cache import TunedConfig, TuningKey
 from unet3d.volumes.cache import Cache
@@ -121,7 +118,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     Raises:
         DeviceError: A device is unknown or absent, or the precision does not suit it.
         ConfigError: The mode has nothing to measure.
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     if config.parallel.mode not in ("none", "model"):
         raise ConfigError(
@@ -134,10 +131,9 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
             "replica: name its devices and its share of --batch-size, without --replicas; "
             "training with replicas finds the result"
         )
-    devices = resolve_devices(config.parallel)
-    wanted = config.training.precision
-    precision = default_precision(devices) if wanted == "auto" else wanted
-    check_precision(precision, devices)
+    dims = ParallelDims.resolve(config.parallel)
+    devices = dims.devices
+    precision = resolve_precision(config.training.precision, devices)
     tuning_key = TuningKey(
         config=config,
         topology=network.topology,
@@ -147,12 +143,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     )
     bench = _Bench(tuning_key)
     one = next((device for device in devices if device.type == "cuda"), devices[0])
-    layout = Layout(
-        devices=devices,
-        autocast=autocast_dtype(precision),
-        schedule=config.parallel.schedule,
-        recompute=config.memory.recompute,
-    )
+    layout = replace(Layout.of(config, dims, precision), cuts=None)
     counts = micro_batch_counts(config)
     ways = [replace(layout, devices=(one,))]
     if len(devices) > 1:
@@ -220,8 +211,7 @@ class _Bench:
         self.settings = config.training
         self.timings = Cache(config.data.cache).folder / "timings"
         self.model = UNet3d(topology)
-        if tuning_key.precision == "float64":
-            self.model.double()
+        to_parameter_dtype(self.model, tuning_key.precision)
         generator = torch.Generator().manual_seed(config.training.seed)
         shape = (config.training.batch_size, topology.in_channels, *size)
         self.image = torch.randn(shape, generator=generator)
@@ -283,7 +273,7 @@ class _Bench:
     def _measured(self, layout: Layout) -> Row:
         executor = parallelize(self.model, layout)
         optimization = Optimization(self.model, self.settings, self.tuning_key.precision)
-        image = self.image.to(executor.input_device, image_dtype(executor))
+        image = self.image.to(executor.input_device, image_dtype(executor.module))
         target = self.target.to(executor.output_device)
 
         def step() -> None:

@@ -106,7 +106,7 @@ def remember_tuned(tuning_key: TuningKey, choice: TunedConfig) -> Path:
         The file.
 
     Raises:
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     path = tuning_key.path
     remember(path, {**tuning_key.describe(), "choice": asdict(choice)})

@@ -13,21 +13,16 @@ from unet3d.reports.format import NOTHING, PICTURE_WIDTH_INCHES, write_figure
 from unet3d.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 
 LABEL_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
-
-
 LABEL_STYLES = ("-", "--")
-
-
 MAX_NAMED_LABELS = len(LABEL_COLOURS) * len(LABEL_STYLES)
 
 
-def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+def progress_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw loss, Dice and learning rate over the epochs.
 
     Args:
         metrics: One line of ``metrics.jsonl`` for each epoch; lines of epochs with a validation
             also hold ``dice`` (label to Dice, or None) and ``mean_dice``.
-        path: A PNG file; one of that name is replaced.
     """
     figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 8.0), layout="constrained")
     loss_axes, dice_axes, rate_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
@@ -47,7 +42,17 @@ def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> 
         axes.grid(color="#E5E5E5", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    write_figure(figure, path)
+    return figure
+
+
+def write_progress_picture(metrics: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Write :func:`progress_figure` as a PNG.
+
+    Args:
+        metrics: One line of ``metrics.jsonl`` for each epoch.
+        path: A PNG file; one of that name is replaced.
+    """
+    write_figure(progress_figure(metrics), path)
 
 
 def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:

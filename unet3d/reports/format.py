@@ -9,22 +9,21 @@ from matplotlib.figure import Figure
 from unet3d.atomic import write_atomically
 
 MIB = 1024**2
-
-
 GIB = 1024**3
-
-
 MIN_BYTES_IN_GIB = 8 * GIB
-"""From this peak on: in GiB, parameters and gradients of a smaller network come out as 0.00."""
-
-
+"""Peaks from this one on are shown in GiB; parts of a smaller one would read 0.00."""
 NOTHING = "–"
-
-
 PICTURE_WIDTH_INCHES = 9.0
-
-
 DOTS_PER_INCH = 120
+
+
+def unit_for(peak_bytes: int) -> tuple[str, int]:
+    """Return the unit in which a peak is read best, and the bytes in it.
+
+    Args:
+        peak_bytes: The largest number that is shown.
+    """
+    return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
 
 
 def amount(num_bytes: int, unit_bytes: int) -> str:

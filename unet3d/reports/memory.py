@@ -1,34 +1,20 @@
-"""What a person reads after a run: the tables on the terminal and the two pictures."""
+"""The memory of each slot in training: the table on the terminal and the picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from unet3d.reports.format import (
-    GIB,
-    MIB,
-    MIN_BYTES_IN_GIB,
-    NOTHING,
-    PICTURE_WIDTH_INCHES,
-    amount,
-    write_figure,
-)
+from unet3d.reports.format import NOTHING, PICTURE_WIDTH_INCHES, amount, write_figure
 from unet3d.reports.palette import BLUE, GREEN, GREY, ORANGE, SKY
+from unet3d.reports.slots import PART_HEADS, PARTS, REST, bar_parts, memory_notes, unit_of
 from unet3d.reports.timeline import PANEL_HEIGHT_INCHES, draw_timeline
 
-PARTS = (
-    ("parameters", BLUE),
-    ("gradients", SKY),
-    ("optimizer", GREEN),
-    ("activations", ORANGE),
-)
-REST = "rest of the peak"
-PART_HEADS = ("para-\nmeters", "gradi-\nents", "opti-\nmizer", "acti-\nvations")
-"""Broken by hand, so that the tables fit a terminal of 80 characters."""
+COLOURS = dict(zip((*PARTS, REST), (BLUE, SKY, GREEN, ORANGE, GREY), strict=True))
 
 
 def memory_table(record: Mapping[str, Any]) -> Table:
@@ -53,7 +39,7 @@ def memory_table(record: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for slot in slots:
         measured = slot["measured"]
-        values = [measured[f"{name}_bytes"] for name, _ in PARTS]
+        values = [measured[f"{name}_bytes"] for name in PARTS]
         predicted = slot["predicted"] and slot["predicted"]["peak_bytes"]
         values += [measured["peak_bytes"], predicted, slot["device_bytes"]]
         cells = [NOTHING if value is None else amount(value, unit_bytes) for value in values]
@@ -61,12 +47,11 @@ def memory_table(record: Mapping[str, Any]) -> Table:
     return table
 
 
-def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
+def memory_figure(record: Mapping[str, Any]) -> Figure:
     """Draw the memory of each slot as a bar, and below how it went through one step.
 
     Args:
         record: What :func:`unet3d.memory.meter.memory_record` returns.
-        path: A PNG file; one of that name is replaced.
     """
     slots = record["slots"]
     unit, unit_bytes = unit_of(slots)
@@ -74,16 +59,38 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     heights = [1.9 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
     figure = Figure(figsize=(PICTURE_WIDTH_INCHES, sum(heights)), layout="constrained")
     axes, *panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    _draw_bars(axes, slots, unit, unit_bytes)
+    axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
+    for panel, timeline in zip(panels, timelines, strict=True):
+        totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
+        draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
+    )
+    return figure
+
+
+def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
+    """Write :func:`memory_figure` as a PNG.
+
+    Args:
+        record: What :func:`unet3d.memory.meter.memory_record` returns.
+        path: A PNG file; one of that name is replaced.
+    """
+    write_figure(memory_figure(record), path)
+
+
+def _draw_bars(axes: Axes, slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: int) -> None:
     rows = [bar_parts(slot, slots) for slot in slots]
     left = [0.0] * len(slots)
-    for part, colour in (*PARTS, (REST, GREY)):
+    for part, colour in COLOURS.items():
         widths = [row[part] / unit_bytes for row in rows]
         axes.barh(range(len(slots)), widths, 0.5, left, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     peaks = [slot["measured"]["peak_bytes"] / unit_bytes for slot in slots]
     axes.scatter(peaks, range(len(slots)), s=420, marker="|", color="black", label="peak")
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-        numbers = [f"{part} {amount(row[part], unit_bytes)}" for part, _ in PARTS]
+        numbers = [f"{part} {amount(row[part], unit_bytes)}" for part in PARTS]
         peak = amount(slot["measured"]["peak_bytes"], unit_bytes)
         total = amount(slot["device_bytes"], unit_bytes)
         axes.annotate(
@@ -99,65 +106,7 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     axes.set_ylim(len(slots) - 0.35, -0.45)  # slot 0 on top
     axes.set_xlim(0, max([*left, *peaks]) * 1.04 or 1)
     axes.set_xlabel("\n".join([unit, *memory_notes(slots)]))
-    axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
     axes.spines[["top", "right"]].set_visible(False)
-    for panel, timeline in zip(panels, timelines, strict=True):
-        totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
-        draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
-    )
-    write_figure(figure, path)
-
-
-def bar_parts(
-    slot: Mapping[str, Any], slots: Sequence[Mapping[str, Any]], kind: str = "measured"
-) -> dict[str, int]:
-    """Return the bytes of each part of a slot's bar.
-
-    What a GPU's peak holds beyond the counted parts is work space, shared by the slots on it.
-    """
-    counted = sum(
-        other[kind][f"{part}_bytes"]
-        for other in slots
-        if _place(other) == _place(slot)
-        for part, _ in PARTS
-    )
-    bar = {part: slot[kind][f"{part}_bytes"] for part, _ in PARTS}
-    bar[REST] = max(0, slot[kind]["peak_bytes"] - counted)
-    return bar
-
-
-def memory_notes(slots: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what must be known to read the numbers of these slots.
-
-    Args:
-        slots: Of a record.
-    """
-    devices = [slot["device"] for slot in slots]
-    notes = []
-    if "cpu" in devices:
-        notes.append("On a CPU the peak is the sum of what is counted: a lower bound.")
-    places = [_place(slot) for slot in slots if slot["device"] != "cpu"]
-    if len(places) > len(set(places)):
-        notes.append("Slots that share a GPU each show the peak of the whole GPU.")
-    return notes
-
-
-def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
-    """Return where a slot is: ranks of two machines may each have a ``cuda:0``."""
-    return slot.get("rank", 0), slot["device"]
-
-
-def unit_of(slots: Sequence[Mapping[str, Any]], kind: str = "measured") -> tuple[str, int]:
-    """Return the unit in which the largest peak is read best, and the bytes in it.
-
-    Args:
-        slots: Of a record.
-        kind: ``measured`` or ``predicted``.
-    """
-    peak_bytes = max(slot[kind]["peak_bytes"] for slot in slots)
-    return ("GiB", GIB) if peak_bytes >= MIN_BYTES_IN_GIB else ("MiB", MIB)
 
 
 def _range(names: Sequence[str]) -> str:

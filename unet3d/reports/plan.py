@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Table
 
 from unet3d.reports.format import amount, size_text
-from unet3d.reports.memory import PART_HEADS, bar_parts, memory_notes, unit_of
+from unet3d.reports.slots import PART_HEADS, bar_parts, memory_notes, unit_of
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:

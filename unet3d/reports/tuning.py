@@ -11,13 +11,11 @@ from rich import box
 from rich.table import Table
 
 from unet3d.reports.format import (
-    GIB,
-    MIB,
-    MIN_BYTES_IN_GIB,
     NOTHING,
     PICTURE_WIDTH_INCHES,
     amount,
     size_text,
+    unit_for,
     write_figure,
 )
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
@@ -33,7 +31,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
         record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
     """
     peaks = [peak for row in record["rows"] for peak in row["peak_bytes"].values()]
-    unit, unit_bytes = ("GiB", GIB) if max(peaks, default=0) >= MIN_BYTES_IN_GIB else ("MiB", MIB)
+    unit, unit_bytes = unit_for(max(peaks, default=0))
     devices = list(dict.fromkeys(name for row in record["rows"] for name in row["devices"]))
     table = Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "

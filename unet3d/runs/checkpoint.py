@@ -1,4 +1,4 @@
-"""Checkpoints: atomic, free of devices, safe to load.
+"""Checkpoints: written whole or not at all, independent of devices, safe to load.
 
 A checkpoint is one file of tensors on the CPU, numbers and strings; it loads with
 ``weights_only=True``, so it cannot run code. Parameters have their plain names, so it loads in
@@ -17,23 +17,24 @@ from torch import Tensor
 from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.model import Topology, UNet3d
-from unet3d.volumes.preprocess import Preprocessing
+from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
+"""Raised whenever a checkpoint is laid out differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A network and what is needed to use it or to train on."""
+    """A network, and what is needed to use it or to continue its training."""
 
     topology: Topology
-    """Fixes the parameters."""
+    """The architecture, which fixes names and shapes of the parameters."""
     preprocessing: Preprocessing
-    """How its images were prepared."""
+    """How the images of its training were prepared."""
     patch_size: Shape | None
-    """Voxels along X, Y, Z that it was trained on; None: whole volumes."""
+    """Voxels along X, Y, Z of the patches that it was trained on; None: whole volumes."""
     config: Config
     """The settings of its run."""
     model: dict[str, Tensor]
@@ -60,7 +61,7 @@ class Checkpoint:
 
 
 def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a checkpoint so that at every moment ``path`` is the old file or the new one.
+    """Write a checkpoint. At every moment ``path`` is the old file or the new one.
 
     Args:
         checkpoint: Its tensors may be on any device.
@@ -86,7 +87,10 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise CheckpointError(f"cannot write the checkpoint {path}: {cause.strerror}") from error
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {reason_of(cause)}; make space there, or choose "
+            "another --output"
+        ) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -132,13 +136,13 @@ def _read(path: Path) -> Any:
         if damaged is None:
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"cannot read the checkpoint {path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, numbers and strings, "
             "and so could run code"
         ) from error
-    except Exception as error:  # both readers can raise anything at such bytes
+    except Exception as error:  # both readers can raise anything for damaged bytes
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {reason}") from error
     raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")

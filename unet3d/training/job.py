@@ -21,18 +21,12 @@ from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
     Layout,
-    check_data_parallel,
-    check_precision,
+    ParallelDims,
     choose_cuts,
-    default_precision,
-    devices_of_rank,
-    devices_of_replicas,
-    output_device,
     parallelize,
+    resolve_precision,
 )
-from unet3d.parallel.precision import (
-    autocast_dtype,
-)
+from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
@@ -44,33 +38,22 @@ from unet3d.volumes.cache import Cache
 logger = logging.getLogger(__name__)
 
 
-def num_processes(config: Config) -> int:
-    """Return how many processes a training wants on this machine, one for each replica.
-
-    Raises:
-        DeviceError: A device is unknown or absent, or their number does not suit the mode.
-    """
-    return len(devices_of_replicas(config.parallel))
-
-
-def for_ranks(config: Config, num_ranks: int) -> Config:
-    """Return the settings that several ranks train with.
+def for_ranks(config: Config, dims: ParallelDims) -> Config:
+    """Return the settings that several replicas train with.
 
     Args:
-        config: As the user wrote it. With mode none each rank takes one device, as with data; a
-            batch size that was not set is large enough to give each replica its micro-batches.
-        num_ranks: How many there are.
+        config: As the user wrote it.
+        dims: What they mean here. Ranks that name no mode have one device each, as with mode data;
+            a batch size that was not set is large enough to give each replica its micro-batches.
     """
     values: dict[str, object] = {}
-    if num_ranks > 1 and config.parallel.mode == "none":
-        values["parallel.mode"] = "data"
-    threads = config.parallel.engine == "dataparallel"
-    num_replicas = len(devices_of_replicas(config.parallel)[0]) if threads else num_ranks
+    if config.parallel.mode != dims.mode:
+        values["parallel.mode"] = dims.mode
     training = config.training
-    wanted = num_replicas * training.num_micro_batches
+    wanted = dims.num_replicas * training.num_micro_batches
     if "batch_size" not in training.model_fields_set and wanted > training.batch_size:
         values["training.batch_size"] = wanted
-        logger.info("training.batch_size is %d, for %d replicas", wanted, num_replicas)
+        logger.info("training.batch_size is %d, for %d replicas", wanted, dims.num_replicas)
     return config.with_values(values) if values else config
 
 
@@ -97,34 +80,37 @@ def train(
         Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
     """
     group = group or Group(Ranks())
-    devices = _devices(config, group)
-    precision = _precision(config, devices, group)
+    dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
+    warning = dims.check_batch(config.training.batch_size)
+    if warning is not None and group.is_first:
+        logger.warning(warning)
+    precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
     with folder.locked() if group.is_first else nullcontext():
         return _train(
-            config,
+            config=config,
             folder=folder,
             resume=resume,
             console=console,
             quiet=quiet,
-            devices=devices,
+            dims=dims,
             precision=precision,
             group=group,
         )
 
 
 def _train(
-    config: Config,
     *,
+    config: Config,
     folder: RunFolder,
     resume: bool,
     console: Console,
     quiet: bool,
-    devices: tuple[torch.device, ...],
+    dims: ParallelDims,
     precision: str,
     group: Group,
 ) -> TrainingResult:
     """Train in a folder that is this process's own, or its first rank's."""
-    num_workers = _num_workers(config, devices, group.ranks.local_world_size)
+    num_workers = _num_workers(config, dims.devices, group.ranks.local_world_size)
     try:
         if group.is_first:
             if resume:
@@ -138,32 +124,26 @@ def _train(
             folder.discard_if_empty()
         raise
     group.open(config.parallel.timeout_seconds)
-    tuning_key = TuningKey(
-        config=experiment.config,
-        topology=experiment.topology,
-        size=experiment.planned_size,
-        devices=devices,
-        precision=precision,
-        num_replicas=group.size,
+    config = group.from_first(
+        lambda: resolve_auto(
+            TuningKey(
+                config=experiment.config,
+                topology=experiment.topology,
+                size=experiment.planned_size,
+                devices=dims.devices,
+                precision=precision,
+                num_replicas=dims.num_replicas,
+            )
+        ),
+        to_plain=lambda settled: settled.model_dump(mode="json"),
+        from_plain=Config.from_plain,
     )
-    settled = group.from_first(lambda: resolve_auto(tuning_key).to_yaml())
-    config = Config.from_yaml(settled)
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
     model = UNet3d(experiment.topology)
-    if precision == "float64":
-        model.double()
-    layout = Layout(
-        devices=devices,
-        cuts=config.parallel.cuts,
-        num_micro_batches=config.training.num_micro_batches,
-        autocast=autocast_dtype(precision),
-        schedule=config.parallel.schedule,
-        recompute=config.memory.recompute,
-        offload=config.memory.offload,
-        num_replicas=group.size,
-    )
-    if config.memory.offload != "none" and all(device.type == "cpu" for device in devices):
+    to_parameter_dtype(model, precision)
+    layout = Layout.of(config, dims, precision)
+    if config.memory.offload != "none" and all(device.type == "cpu" for device in dims.devices):
         logger.warning(
             "memory.offload=%s does nothing here: a CPU's memory is the host's already",
             config.memory.offload,
@@ -175,10 +155,10 @@ def _train(
     except torch.OutOfMemoryError as error:
         raise DoesNotFitError(explain_out_of_memory(error, step)) from error
     prediction = None
-    if config.parallel.engine == "ddp":  # nn.DataParallel copies and gathers, which no step shows
+    if dims.predicts_memory:
         prediction = predict_memory(step)
         warn_if_too_large(prediction)
-    executor = _executor(config, model, step.layout, group)
+    executor = _executor(dims, model, step.layout, group)
     loop = TrainingLoop(
         experiment=experiment,
         executor=executor,
@@ -208,37 +188,9 @@ def _train(
         raise DoesNotFitError(reason) from error
 
 
-def _devices(config: Config, group: Group) -> tuple[torch.device, ...]:
-    """Return what this process drives, after a look at whether every replica gets work."""
-    if group.size > 1:
-        devices = devices_of_rank(config.parallel, group.ranks)
-    else:
-        (devices,) = devices_of_replicas(config.parallel)
-    batch_size = config.training.batch_size
-    if config.parallel.engine == "dataparallel":
-        check_data_parallel(devices, output_device(config.parallel), batch_size)
-    elif batch_size < group.size and group.is_first:
-        logger.warning(
-            "a batch of %d leaves %d of %d replicas without work; use --batch-size %d or more",
-            *(batch_size, group.size - batch_size, group.size, group.size),
-        )
-    return devices
-
-
-def _precision(config: Config, devices: tuple[torch.device, ...], group: Group) -> str:
-    """Return the precision, the same on all ranks whatever GPUs they have."""
-    wanted = config.training.precision
-    if wanted == "auto":
-        choices = set(group.exchange(default_precision(devices)))
-        wanted = choices.pop() if len(choices) == 1 else "float16"
-    check_precision(wanted, devices)
-    return wanted
-
-
-def _executor(config: Config, model: UNet3d, layout: Layout, group: Group) -> Executor:
-    if config.parallel.engine == "dataparallel":
-        output = output_device(config.parallel)
-        return DataParallelExecutor(model, layout.devices, output, layout.autocast)
+def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -> Executor:
+    if dims.uses_threads:
+        return DataParallelExecutor(model, dims.devices, dims.gather_device, layout.autocast)
     return parallelize(model, layout, group)
 
 

@@ -1,1 +1,1 @@
-"""Volumes: files, data sets, preparation, patches, and the phantom data."""
+"""Volumes: files, data sets, preparation, patches, and the built-in phantom data."""

@@ -1,6 +1,6 @@
-"""Random changes to a training patch: where it is sampled, and what its intensities are.
+"""Random changes to a training patch: where it is sampled, and its intensities.
 
-Position, rotation, scale and mirroring come from one NumPy generator per patch; the intensity
+Position, rotation, scale and mirroring come from one NumPy generator for each patch; the intensity
 transforms are MONAI's, seeded from it.
 """
 
@@ -22,13 +22,13 @@ from monai.transforms import (
 )
 from scipy.spatial.transform import Rotation
 
-from unet3d.config import AugmentationSettings
+from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.volumes.resample import Shape, Spacing, thick_axes
+from unet3d.volumes.resample import thick_axes
 
 Matrix = npt.NDArray[np.float64]
 
-# Strengths as in nnU-Net's default training, on intensities of standard deviation 1.
+# The strengths are those of nnU-Net's default training, for intensities of standard deviation 1.
 MAX_NOISE_STD = 0.3
 BLUR_SIGMA_VOXELS = (0.5, 1.0)
 BRIGHTNESS_FACTOR = 0.25
@@ -42,6 +42,9 @@ class Augmentation:
 
     def __init__(self, settings: AugmentationSettings) -> None:
         """Build the transforms.
+
+        Args:
+            settings: Probabilities and ranges.
 
         Raises:
             ConfigError: The scaling range is not one of positive numbers in ascending order.
@@ -80,8 +83,8 @@ class Augmentation:
     ) -> Matrix | None:
         """Draw a rotation and a scaling, each with its probability.
 
-        They happen in millimetres, so that anatomy is turned and not sheared where voxels are not
-        cubes. Thick slices stay in their plane: between them there is nothing to interpolate.
+        They are drawn in millimetres, so that anatomy is rotated and not sheared where voxels are
+        not cubes. Thick slices stay in their plane: between them there is nothing to interpolate.
 
         Args:
             rng: The patch's generator.
@@ -104,7 +107,7 @@ class Augmentation:
             for is_thick, voxels in zip(thick_axes(spacing_mm), size, strict=True)
         ]
         for axis in range(3):
-            # Turning about an axis mixes the two others.
+            # A rotation about an axis mixes the two others.
             if not rotates or any(thick[other] for other in range(3) if other != axis):
                 degrees[axis] = 0
         zoom = [1.0 if is_thick or not scales else scale for is_thick in thick]
@@ -116,12 +119,23 @@ class Augmentation:
     def mirror(
         self, rng: np.random.Generator, image: torch.Tensor, label: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flip each axis that may be flipped, one time in two."""
+        """Flip each axis that may be flipped with a probability of one half.
+
+        Args:
+            rng: The patch's generator.
+            image: Shape (C, X, Y, Z).
+            label: Shape (X, Y, Z).
+        """
         flips = [axis - 3 for axis in self.mirror_axes if rng.random() < 0.5]
         return (image.flip(flips), label.flip(flips)) if flips else (image, label)
 
     def change_intensities(self, rng: np.random.Generator, image: torch.Tensor) -> torch.Tensor:
-        """Return the image with noise, blur and the like, each with its probability."""
+        """Return the image with noise, blur and the like, each with its probability.
+
+        Args:
+            rng: The patch's generator.
+            image: Shape (C, X, Y, Z), on the CPU.
+        """
         self._intensity.set_random_state(seed=int(rng.integers(2**32)))
         return _plain(self._intensity(image))
 
@@ -144,7 +158,7 @@ def affine_margin(matrix: Matrix, size: Shape) -> Shape:
 def sample_affine(
     image: torch.Tensor, label: torch.Tensor, matrix: Matrix, size: Shape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample a patch out of a box with the same centre, once: linearly, and the nearest label.
+    """Sample a patch out of a box with the same centre: the image linearly, labels by the nearest.
 
     Args:
         image: Shape (C, X, Y, Z).
@@ -161,10 +175,10 @@ def sample_affine(
 
 
 def _sampling_grid(matrix: Matrix, size: Shape, box: torch.Size) -> torch.Tensor:
-    """Return the sampled points (1, *size, 3) as ``grid_sample`` wants them.
+    """Return the sampled points (1, *size, 3) as ``grid_sample`` takes them.
 
-    That is in halves of the box from its centre, and Z first. Each coordinate is a sum of what X,
-    Y and Z add to it, so one pass over the patch is enough.
+    Their unit is half a box, counted from its centre, and Z comes first. Each coordinate is a sum
+    of what X, Y and Z add to it, so one pass over the patch is enough.
     """
     in_halves = matrix * 2 / np.maximum(2, np.array(box))[:, None]
     x, y, z = (
@@ -178,7 +192,7 @@ def _sampling_grid(matrix: Matrix, size: Shape, box: torch.Size) -> torch.Tensor
 def _nearest_voxels(matrix: Matrix, size: Shape, box: torch.Size) -> torch.Tensor:
     """Return, for each voxel of the patch, the index in the flattened box that is nearest.
 
-    Twice as fast as ``grid_sample``, which would want a label map of floats.
+    This is twice as fast as ``grid_sample``, which takes only label maps of floats.
     """
     index = torch.zeros(size, dtype=torch.int32 if box.numel() < 2**31 else torch.int64)
     for row, voxels in zip(matrix, box, strict=True):
@@ -198,6 +212,6 @@ def _offsets(voxels: int) -> npt.NDArray[np.float64]:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    """Take MONAI's metadata off a tensor: it costs time in every operation that follows."""
+    """Remove MONAI's metadata from a tensor: it costs time in every operation that follows."""
     plain: torch.Tensor = tensor.as_tensor() if hasattr(tensor, "as_tensor") else tensor
     return plain

@@ -1,4 +1,4 @@
-"""What would break training, found before it starts."""
+"""Checks for whatever would break a training on a data set, before it starts."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,14 +10,8 @@ import numpy as np
 
 from unet3d.errors import VolumeError
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.nifti import (
-    VolumeHeader,
-    is_volume_file,
-    read_header,
-    read_image,
-    read_label,
-    same_grid,
-)
+from unet3d.volumes.files import is_volume_file, members
+from unet3d.volumes.nifti import VolumeHeader, read_header, read_image, read_label, same_grid
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +30,14 @@ class Finding:
 def check_headers(dataset: Dataset) -> list[Finding]:
     """Check what can be checked without reading voxels; training does this first.
 
-    Files that are missing or that no case names, unreadable headers, numbers of channels, 4-D where
-    3-D is expected, images and label maps that are not on one grid.
+    It finds files that are missing or that no case names, unreadable headers, wrong numbers of
+    channels, 4-D label maps, and images and label maps that are not on one grid.
+
+    Args:
+        dataset: The data set.
+
+    Returns:
+        Everything that is wrong or looks wrong, case after case.
     """
     findings = []
     for case in dataset.cases:
@@ -49,8 +49,14 @@ def check_headers(dataset: Dataset) -> list[Finding]:
 def check_dataset(dataset: Dataset) -> list[Finding]:
     """Check everything, voxels included.
 
-    All of :func:`check_headers`, and label values that dataset.json lacks, empty label maps, NaN or
-    infinite and constant images, files whose voxels cannot be read.
+    It finds all that :func:`check_headers` finds, label values that dataset.json lacks, empty label
+    maps, NaN, infinite and constant images, and files whose voxels cannot be read.
+
+    Args:
+        dataset: The data set.
+
+    Returns:
+        Everything that is wrong or looks wrong, case after case.
     """
     findings = []
     for number, case in enumerate(dataset.cases, start=1):
@@ -112,12 +118,9 @@ def _header(path: Path) -> VolumeHeader:
 
 
 def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
-    """Look for volumes in imagesTr and labelsTr that would silently not be trained on."""
-    named = {file for case in dataset.cases for file in (*case.images, case.label)}
-    named.update(dataset.unlabelled)
-    # The two files of a .hdr/.img pair are one volume.
-    named.update(file.with_suffix(".img") for file in tuple(named) if file.suffix == ".hdr")
-    named.update(file.with_suffix(".hdr") for file in tuple(named) if file.suffix == ".img")
+    """Look for volumes in imagesTr and labelsTr that no case names: they are not trained on."""
+    of_cases = [file for case in dataset.cases for file in (*case.images, case.label)]
+    named = {file for volume in (*of_cases, *dataset.unlabelled) for file in members(volume)}
     for folder in (dataset.root / "imagesTr", dataset.root / "labelsTr"):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             hidden = path.name.startswith(".")
@@ -132,7 +135,7 @@ def _unnamed_files(dataset: Dataset) -> Iterator[Finding]:
 def _voxel_findings(
     dataset: Dataset, case: Case, headers: Mapping[Path, VolumeHeader]
 ) -> Iterator[Finding]:
-    """Look at the voxels of the files whose headers can be read, whatever else is wrong."""
+    """Check the voxels of all files whose headers can be read, whatever else is wrong."""
     for path in case.images:
         if path not in headers:
             continue
@@ -146,7 +149,7 @@ def _voxel_findings(
                 message = f"{path} is {array.min():g} in every voxel of channel {channel}"
                 yield Finding(case=case.name, severity="warning", message=message)
     if case.label not in headers or headers[case.label].num_channels != 1:
-        return  # said already; what is 4-D has no label for a voxel
+        return  # reported already; a 4-D label map has no single label for a voxel
     try:
         values = [int(value) for value in np.unique(read_label(case.label).array)]
     except VolumeError as error:
@@ -158,7 +161,7 @@ def _voxel_findings(
             case=case.name,
             severity="error",
             message=f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
-            f"{_listed(dataset.label_values)}; correct the one or the other",
+            f"{_listed(dataset.label_values)}; correct one of them",
         )
     elif values == [0]:
         yield Finding(

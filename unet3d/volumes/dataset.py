@@ -7,24 +7,20 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
-No volume is opened, except for a datalist that does not name its channels or labels. A missing file
-is not an error yet: ``unet3d.volumes.check`` names them all at once.
+No volume is opened, except for a description that does not name its channels or labels. A missing
+file is not an error yet: ``unet3d.volumes.check`` names all of them at once.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from unet3d.errors import DatasetError
+from unet3d.volumes.files import find_spelling, members, volume_stem
 from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_folds, read_json
-from unet3d.volumes.nifti import read_header, read_label, volume_stem
-
-logger = logging.getLogger(__name__)
+from unet3d.volumes.naming import channel_names, label_names
 
 LAYOUTS = (
     "a dataset.json with a 'training' list of image and label (Medical Segmentation Decathlon, "
@@ -45,18 +41,18 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """The labelled cases of a data set, and what its channels and labels mean."""
+    """The labelled cases of a data set, and the names of its channels and labels."""
 
     name: str
     root: Path
     channel_names: tuple[str, ...]
     label_names: tuple[str, ...]
-    """The name of each class; class 0 is the background."""
+    """Name of each class; class 0 is the background."""
     label_values: tuple[int, ...]
-    """The value of each class in the label maps; that of class 0 is 0."""
+    """Value of each class in the label maps; that of class 0 is 0."""
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
-    """Cases that the data set itself sets aside for validation."""
+    """Names of cases that the data set itself sets aside for validation."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     unlabelled: tuple[Path, ...] = ()
@@ -70,9 +66,9 @@ def load_dataset(path: Path) -> Dataset:
         path: Its folder, its ``dataset.json``, or a MONAI datalist.
 
     Raises:
-        DatasetError: There is no description, it is of no layout that is understood, or an entry
-            of it is wrong or lies outside the data set's folder.
-        VolumeError: A volume had to be opened to learn the channels or labels, and cannot be read.
+        DatasetError: There is no description, it has no known layout, or an entry of it is wrong
+            or lies outside the data set's folder.
+        VolumeError: A volume had to be opened to find the channels or labels, and cannot be read.
     """
     if not path.exists():
         raise DatasetError(f"there is no data set at {path}; give its folder or its dataset.json")
@@ -97,8 +93,8 @@ def fold_cases(
 
     Args:
         dataset: The data set.
-        fold: Which fold, from 0.
-        num_folds: How many folds to draw where the data set defines none.
+        fold: Number of the fold, from 0.
+        num_folds: Number of folds to draw where the data set defines none.
         seed: Seed of the drawn folds.
 
     Raises:
@@ -125,7 +121,7 @@ def fold_cases(
 
 
 class _Description:
-    """One description file, while it is being read."""
+    """A ``dataset.json`` and what is derived from it."""
 
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path = path
@@ -154,7 +150,7 @@ class _Description:
         )
 
     def nnunet(self) -> Dataset:
-        """Read an nnU-Net v2 raw folder: files found by name, or listed under ``dataset``."""
+        """Read an nnU-Net v2 raw folder, whose files are found by name or listed in ``dataset``."""
         ending = str(self.tree["file_ending"])
         explicit = self.tree.get("dataset")
         if isinstance(explicit, dict):
@@ -167,23 +163,24 @@ class _Description:
         folder = self.root / "labelsTr"
         if not folder.is_dir():
             raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
-        names = sorted(
-            file.name.removesuffix(ending)
+        # The case of letters in the ending is no reason to leave a file out.
+        labels = sorted(
+            file.name
             for file in folder.iterdir()
-            if file.name.endswith(ending) and not file.name.startswith(".")
+            if file.name.lower().endswith(ending.lower()) and not file.name.startswith(".")
         )
-        channels = range(len(self._channel_names(())))
+        names = [label[: len(label) - len(ending)] for label in labels]
+        channels = range(len(channel_names(self.path, self.tree, ())))
         return self._dataset(
             tuple(
                 Case(
                     name=name,
                     images=tuple(
-                        self._inside("imagesTr", f"imagesTr/{name}_{channel:04d}{ending}")
-                        for channel in channels
+                        self._channel_file(f"{name}_{channel:04d}{ending}") for channel in channels
                     ),
-                    label=self._inside("labelsTr", f"labelsTr/{name}{ending}"),
+                    label=self._inside("labelsTr", f"labelsTr/{label}"),
                 )
-                for name in names
+                for name, label in zip(names, labels, strict=True)
             )
         )
 
@@ -196,18 +193,25 @@ class _Description:
     ) -> Dataset:
         if not cases:
             raise DatasetError(f"{self.path} has no labelled case; a data set is {LAYOUTS}")
-        files = Counter(file for case in cases for file in (*case.images, case.label))
+        # A pair counts once, whichever of its files is named.
+        files = Counter(members(file)[0] for case in cases for file in (*case.images, case.label))
         file, count = files.most_common(1)[0]
         if count > 1:
             raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
+        name, count = Counter(case.name for case in cases).most_common(1)[0]
+        if count > 1:
+            raise DatasetError(
+                f"{self.path}: {count} cases have the name {name}; give their label maps names "
+                "that differ"
+            )
         fixed = self.root / "splits_final.json"
         if fixed.is_file():
             folds = read_folds(fixed, [case.name for case in cases])
-        labels = self._labels(cases)
+        labels = label_names(self.path, self.tree, [case.label for case in cases])
         return Dataset(
             name=str(self.tree.get("name") or self.root.name),
             root=self.root,
-            channel_names=self._channel_names(cases),
+            channel_names=channel_names(self.path, self.tree, cases[0].images),
             label_names=tuple(labels.values()),
             label_values=tuple(labels),
             cases=cases,
@@ -229,7 +233,7 @@ class _Description:
         return Case(name=volume_stem(label), images=images, label=label)
 
     def _with_unique_names(self, cases: list[Case]) -> tuple[Case, ...]:
-        """Put the folder before the name where each case has a folder of its own."""
+        """Put each case's folder before its name where names alone do not differ."""
         if len({case.name for case in cases}) == len(cases):
             return tuple(cases)
         folders = [case.label.relative_to(self.root).parent.parts for case in cases]
@@ -252,6 +256,10 @@ class _Description:
             )
         return path
 
+    def _channel_file(self, name: str) -> Path:
+        found = find_spelling(self.root / "imagesTr" / name)
+        return self._inside("imagesTr", f"imagesTr/{found.name}")
+
     def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
         number = entry.get("fold")
         if number is not None and type(number) is not int:
@@ -268,78 +276,6 @@ class _Description:
                 f"{self.path}: {missing[0]} has no fold but other cases have; give each case one"
             )
         return folds_from_numbers(numbered, str(self.path))
-
-    def _channel_names(self, cases: tuple[Case, ...]) -> tuple[str, ...]:
-        given = self.tree.get("channel_names") or self.tree.get("modality")
-        if isinstance(given, dict):
-            by_number = {str(key): str(name) for key, name in given.items()}
-            numbers = [str(number) for number in range(len(by_number))]
-            if set(numbers) != by_number.keys():
-                raise DatasetError(
-                    f"{self.path}: the channels are numbered {', '.join(by_number)}; use 0, 1, ..."
-                )
-            return tuple(by_number[number] for number in numbers)
-        if given:
-            return tuple(str(name) for name in _as_list(given))
-        if not cases:
-            raise DatasetError(f"{self.path}: channel_names is empty; name each channel")
-        images = cases[0].images
-        num_channels = read_header(images[0]).num_channels if len(images) == 1 else len(images)
-        return tuple(f"channel {channel}" for channel in range(num_channels))
-
-    def _labels(self, cases: tuple[Case, ...]) -> dict[int, str]:
-        """Return value to name, in ascending order, the background first."""
-        given = self.tree.get("labels")
-        if given is None:
-            return self._labels_found_in(cases)
-        if not isinstance(given, dict):
-            raise DatasetError(f"{self.path}: labels is {given!r}; it needs names and values")
-        # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
-        by_value = all(str(key).isdigit() for key in given)
-        pairs = [(value, key) if not by_value else (key, value) for key, value in given.items()]
-        labels: dict[int, str] = {}
-        for value, name in pairs:
-            number = self._label_value(str(name), value)
-            if number in labels:
-                raise DatasetError(f"{self.path}: {labels[number]} and {name} are both {number}")
-            labels[number] = str(name)
-        labels.setdefault(0, "background")
-        if len(labels) < 2:
-            raise DatasetError(f"{self.path}: labels names nothing but the background")
-        return dict(sorted(labels.items()))
-
-    def _label_value(self, name: str, value: Any) -> int:
-        if name == "ignore":
-            raise DatasetError(
-                f"{self.path}: the label 'ignore' is not supported; give every voxel a label"
-            )
-        if isinstance(value, list):
-            raise DatasetError(
-                f"{self.path}: label {name} is the region {value}; overlapping regions are not "
-                "supported, give each label one value"
-            )
-        if isinstance(value, (bool, float)) or not str(value).isdecimal():
-            raise DatasetError(
-                f"{self.path}: label {name} has the value {value!r}; use whole numbers from 0"
-            )
-        return int(value)
-
-    def _labels_found_in(self, cases: tuple[Case, ...]) -> dict[int, str]:
-        logger.warning(
-            "%s names no labels: reading all %d label maps to find them; add "
-            '"labels": {"background": 0, ...} to save the time',
-            self.path,
-            len(cases),
-        )
-        values = {0}
-        for case in cases:
-            values.update(int(value) for value in np.unique(read_label(case.label).array))
-        if min(values) < 0 or len(values) < 2:
-            raise DatasetError(
-                f"{self.path}: the label maps hold the values {sorted(values)}; the background "
-                "is 0 and labels are above it"
-            )
-        return {value: f"label {value}" if value else "background" for value in sorted(values)}
 
 
 def _as_list(value: Any) -> list[Any]:

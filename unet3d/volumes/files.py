@@ -1,6 +1,12 @@
-"""Opening volume files: only what is sound gets through, the rest is refused with its reason."""
+"""The files of volumes: their names, opening them once they look sound, writing them.
+
+This is the only module that knows file endings, and that a NIfTI volume can be a pair of files,
+``scan.hdr`` and ``scan.img``. Endings count in any case of their letters: ``SCAN.NII.GZ``,
+``scan.Hdr`` with ``scan.IMG``.
+"""
 
 import gzip
+import itertools
 import logging
 import math
 from pathlib import Path
@@ -9,31 +15,88 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+from nibabel.openers import ImageOpener
 
-from unet3d.errors import VolumeError
+from unet3d.atomic import replacing
+from unet3d.errors import VolumeError, reason_of
 
-# nibabel writes each oddity of a header to stderr without naming the file. What it does not mend
+# nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
 # it also raises, and that is reported from here.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
 SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh")
 """File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
 
+PARTNERS = {".hdr": ".img", ".img": ".hdr"}
+
+HEADER_BYTES = 540
+"""Size of the larger of the two NIfTI headers."""
+
 MAX_DEFLATE_RATIO = 1040
 """No gzip file grows more than about 1032 times when it is unpacked."""
 
 
+def volume_suffix(path: Path) -> str:
+    """Return the ending of a volume file in lower case, or nothing for another file."""
+    name = path.name.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
 def is_volume_file(path: Path) -> bool:
     """Tell by its name whether a file is a volume."""
-    return path.name.lower().endswith(SUFFIXES)
+    return bool(volume_suffix(path))
+
+
+def is_nifti_file(path: Path) -> bool:
+    """Tell by its name whether a file is a NIfTI volume in one file, which is what we write."""
+    return volume_suffix(path) in (".nii", ".nii.gz")
 
 
 def volume_stem(path: Path) -> str:
     """Return the name of a volume file without its ending: ``scan`` for ``scan.nii.gz``."""
-    for suffix in SUFFIXES:
-        if path.name.lower().endswith(suffix):
-            return path.name[: -len(suffix)]
-    return path.stem
+    suffix = volume_suffix(path)
+    return path.name[: -len(suffix)] if suffix else path.stem
+
+
+def members(path: Path) -> tuple[Path, ...]:
+    """Return all files of the volume that a file belongs to.
+
+    Args:
+        path: A volume file, whether it exists or not.
+
+    Returns:
+        The header and the voxels of a pair, in this order, if the partner of ``path`` exists; else
+        ``path`` alone.
+    """
+    partner_suffix = PARTNERS.get(volume_suffix(path))
+    if partner_suffix is None:
+        return (path,)
+    # A partner in the same case of letters comes first, then one in any other.
+    letters = zip(path.suffix, partner_suffix, strict=True)
+    alike = "".join(new.upper() if old.isupper() else new for old, new in letters)
+    spellings = itertools.product(*zip(partner_suffix, partner_suffix.upper(), strict=True))
+    for suffix in dict.fromkeys([alike, *map("".join, spellings)]):
+        partner = path.with_suffix(suffix)
+        if partner.is_file():
+            return (path, partner) if partner_suffix == ".img" else (partner, path)
+    return (path,)
+
+
+def stands_for_volume(path: Path) -> bool:
+    """Tell whether a file counts where volumes are listed: each pair counts once, as its header."""
+    return is_volume_file(path) and members(path)[0] == path
+
+
+def find_spelling(path: Path) -> Path:
+    """Return the file of that name, whatever the case of its ending; the path itself if none is."""
+    suffix = volume_suffix(path)
+    if path.exists() or not suffix or not path.parent.is_dir():
+        return path
+    stem = volume_stem(path)
+    for file in sorted(path.parent.iterdir()):
+        if volume_suffix(file) == suffix and volume_stem(file) == stem:
+            return file
+    return path
 
 
 def open_volume(path: Path) -> Any:
@@ -44,34 +107,38 @@ def open_volume(path: Path) -> Any:
     """
     if not is_volume_file(path):
         raise VolumeError(f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}")
-    for file in _files_of(path):
-        _refuse_unlike_its_name(path, file)
+    files = members(path)
+    if volume_suffix(path) in PARTNERS and len(files) == 1 and path.is_file():
+        partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
+        raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
+    for file in files:
+        _refuse_unlike_its_name(file)
     try:
-        image = nib.load(path)
-        data = Path(image.file_map["image"].filename)
-        file_bytes = data.stat().st_size
+        image = _load(*files)
+        file_bytes = files[-1].stat().st_size
+    except VolumeError:
+        raise
     except Exception as error:  # a damaged header can raise anything in nibabel
         raise _unreadable(path, error) from error
-    nifti = isinstance(image, nib.Nifti1Pair)
-    if not nifti and not isinstance(image, nib.MGHImage):
-        raise VolumeError(
-            f"{path} is in the Analyze 7.5 format, which has no orientation; convert it to NIfTI"
-        )
     dtype, axes = image.get_data_dtype(), stored_axes(path, image)
     if dtype.kind not in "buif":
         kind = "complex" if dtype.kind == "c" else "colour"
         raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
     num_bytes = image.dataobj.offset + math.prod(axes) * dtype.itemsize
-    if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if _is_gzip_name(data) else 1):
+    if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if _is_gzip_name(files[-1]) else 1):
         raise VolumeError(
-            f"{path} claims the shape {times(image.shape)}, {num_bytes} bytes, but {data.name} has "
-            f"only {file_bytes}; it is damaged or incomplete"
+            f"{path} claims the shape {times(image.shape)}, {num_bytes} bytes, but "
+            f"{files[-1].name} has only {file_bytes}; it is damaged or incomplete"
         )
     return image
 
 
 def stored_axes(path: Path, image: Any) -> tuple[int, int, int, int]:
     """Return the stored shape in voxels, padded to three axes, and the number of channels.
+
+    Args:
+        path: The file, for messages.
+        image: nibabel's.
 
     Raises:
         VolumeError: There are no voxels, or more axes than these.
@@ -90,6 +157,10 @@ def stored_axes(path: Path, image: Any) -> tuple[int, int, int, int]:
 def stored_voxels(path: Path, image: Any) -> npt.NDArray[Any]:
     """Read the voxels as they are stored, with the scaling in the header applied.
 
+    Args:
+        path: The file.
+        image: From :func:`open_volume`.
+
     Raises:
         VolumeError: The file is damaged, or too large for the memory.
     """
@@ -107,36 +178,67 @@ def stored_voxels(path: Path, image: Any) -> npt.NDArray[Any]:
         raise _unreadable(path, error) from error
 
 
+def write_nifti(path: Path, image: Any) -> None:
+    """Write a NIfTI file, which appears whole or not at all.
+
+    Args:
+        path: A name for which :func:`is_nifti_file` holds; a file of that name is replaced.
+        image: nibabel's.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with replacing(path) as unfinished:
+        # nibabel's save would change the case of letters in the ending.
+        image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
+
+
 def times(numbers: Any) -> str:
     """Return numbers as messages show shapes and spacings: ``64x64x32``."""
     return "x".join(f"{number:.6g}" for number in numbers)
 
 
-def _files_of(path: Path) -> tuple[Path, ...]:
-    partners = {".hdr": ".img", ".img": ".hdr", ".HDR": ".IMG", ".IMG": ".HDR"}
-    if path.suffix not in partners:
-        return (path,)
-    partner = path.with_suffix(partners[path.suffix])
-    if path.is_file() and not partner.exists():
-        raise VolumeError(f"{path} lacks its partner {partner.name}; a pair needs both files")
-    return (path, partner)
+def _load(header: Path, voxels: Path | None = None) -> Any:
+    """Return nibabel's image of one file or of a pair, by the format in the header.
+
+    nibabel's own ``load`` derives the partner from the name, and finds it only where both endings
+    are in lower case or both in upper case.
+    """
+    holder = nib.FileHolder(filename=str(header))
+    if volume_suffix(header) in (".mgz", ".mgh"):
+        return nib.MGHImage.from_file_map({"image": holder})
+    with ImageOpener(str(header)) as stream:
+        start = stream.read(HEADER_BYTES)
+    if voxels is None:
+        formats, file_map = (nib.Nifti1Image, nib.Nifti2Image), {"image": holder}
+    else:
+        formats = (nib.Nifti1Pair, nib.Nifti2Pair)
+        file_map = {"header": holder, "image": nib.FileHolder(filename=str(voxels))}
+    for format_ in formats:
+        if format_.header_class.may_contain_header(start):
+            return format_.from_file_map(file_map)
+    if voxels is not None and nib.AnalyzeImage.header_class.may_contain_header(start):
+        raise VolumeError(
+            f"{header} is in the Analyze 7.5 format, which has no orientation; convert it to NIfTI"
+        )
+    raise VolumeError(f"cannot read {header}: it does not begin with a NIfTI header")
 
 
 def _is_gzip_name(path: Path) -> bool:
-    return path.suffix.lower() in (".gz", ".mgz")
+    return volume_suffix(path) in (".nii.gz", ".mgz")
 
 
-def _refuse_unlike_its_name(path: Path, file: Path) -> None:
+def _refuse_unlike_its_name(file: Path) -> None:
     try:
         with file.open("rb") as stream:
             start = stream.read(2)
     except OSError as error:
-        raise VolumeError(f"cannot read {file}: {error.strerror}") from error
+        raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
     if not start:
         raise VolumeError(f"{file} is empty (0 bytes)")
-    if _is_gzip_name(path) and start != b"\x1f\x8b":
+    if _is_gzip_name(file) and start != b"\x1f\x8b":
         raise VolumeError(f"{file} is not gzip-compressed, though its name says so; rename it")
-    if not _is_gzip_name(path) and start == b"\x1f\x8b":
+    if not _is_gzip_name(file) and start == b"\x1f\x8b":
         raise VolumeError(f"{file} is gzip-compressed, though its name does not say so; rename it")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, reason_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
     Args:
         names: The cases.
-        num_folds: How many; with fewer cases than that, one fold a case.
-        seed: The same seed and names give the same folds, in whatever order the names come.
+        num_folds: Number of folds; with fewer cases than that, one fold for each case.
+        seed: The same seed and names give the same folds, whatever the order of the names.
 
     Raises:
         DatasetError: There are fewer than two cases.
@@ -49,10 +49,10 @@ def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, 
 
 
 def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold, ...]:
-    """Return the folds of cases that each carry the number of the fold that validates them.
+    """Return the folds of cases, each of which has the number of the fold that validates it.
 
     Args:
-        number_of: Case to fold number.
+        number_of: The fold number of each case.
         source: Where the numbers come from, for messages.
 
     Raises:
@@ -118,7 +118,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise DatasetError(f"cannot read {path}: {error.strerror}") from error
+        raise DatasetError(f"cannot read {path}: {reason_of(error)}") from error
     except UnicodeDecodeError as error:
         raise DatasetError(
             f"{path} is not a data set; name its folder, or its dataset.json"

@@ -1,7 +1,7 @@
-"""Handing out batches of patches, cut in this process or in others.
+"""Batches of patches, cut in this process or in worker processes.
 
-Every worker can cut any patch of any epoch, so nothing of a batch is the main process's but its
-number. Several ranks each take a share of the same batch.
+Every worker can cut any patch of any epoch, so the main process sends it nothing but the number of
+a batch. Several ranks each take a share of the same batch.
 """
 
 import math
@@ -18,18 +18,17 @@ from multiprocessing.process import BaseProcess
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from unet3d.config import PatchSettings
+from unet3d.config import PatchSettings, Shape
 from unet3d.errors import DatasetError
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
-from unet3d.volumes.resample import Shape
 
 Step = tuple[int, int]
 """An epoch and a step in it."""
 
 
 class PatchLoader:
-    """Hands out batches, cut in this process or in workers that live as long as the loader."""
+    """Yields batches, cut in this process or in workers that live as long as the loader."""
 
     def __init__(
         self,
@@ -51,13 +50,13 @@ class PatchLoader:
             cases: The training cases.
             settings: See :class:`PatchSampler`.
             size: Voxels of a patch along X, Y, Z; None: whole volumes.
-            stride: What the shape of a patch must be a multiple of.
-            batch_size: Patches in a batch; the last batch of an epoch holds what is left.
+            stride: The shape of a patch is a multiple of it.
+            batch_size: Patches in a batch; the last batch of an epoch holds the rest.
             seed: Seed of every random choice.
             num_workers: Processes that cut patches; 0: this one.
             pin_memory: Whether batches lie in page-locked memory, for copies to a GPU.
-            rank: Whose shares of the batches are handed out.
-            num_ranks: How many ranks share each batch.
+            rank: The rank whose shares of the batches are yielded.
+            num_ranks: Number of ranks that share each batch.
 
         Raises:
             ConfigError: ``size`` is not a multiple of ``stride``.
@@ -69,7 +68,7 @@ class PatchLoader:
         context = None
         if num_workers:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
-            # and it has imported MONAI already.
+            # and the server has imported MONAI already.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([__name__])
             _start_fork_server()
@@ -82,8 +81,8 @@ class PatchLoader:
             persistent_workers=num_workers > 0,
             worker_init_fn=_obey_only_parent,
             multiprocessing_context=context,
-            # The loader draws a seed at every epoch: not from the global generator, which is ours
-            # to save and restore.
+            # The loader draws a seed at every epoch. The global generator, whose state checkpoints
+            # save and restore, must not be where it draws from.
             generator=torch.Generator(),
         )
 
@@ -110,10 +109,10 @@ class PatchLoader:
 
 
 def _obey_only_parent(worker: int) -> None:
-    """Ignore what terminals and launchers send to workers too: the parent wants to save first.
+    """Ignore signals that terminals and launchers send to workers too: the parent saves first.
 
-    A worker ends when its parent has no more work for it, or is gone. PyTorch's own look-out for
-    that sees the server that workers are forked from, which in turn lives while they do.
+    A worker ends when its parent has no more work for it, or is gone. PyTorch's own watch for that
+    observes the server that workers are forked from, which lives as long as they do.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
@@ -128,15 +127,15 @@ def _end_with(parent: BaseProcess) -> None:
 
 
 def _start_fork_server() -> None:
-    """Start what workers are forked from, deaf to SIGTERM, which launchers send to a group.
+    """Start the server that workers are forked from, without the default handler of SIGTERM.
 
-    With it starts what cleans up after us when we have been killed, or end in a hurry; it need not
-    say so.
+    Launchers send SIGTERM to a whole group of processes. The resource tracker starts with the
+    server; it cleans up after a process that was killed, and its warnings about that are silenced.
     """
     if threading.current_thread() is not threading.main_thread():
         return  # only the main thread may set handlers
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.warnoptions.append("ignore:resource_tracker")  # which is passed on to processes
+    sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
     try:
         forkserver.ensure_running()
     finally:
@@ -145,7 +144,7 @@ def _start_fork_server() -> None:
 
 
 class _Steps(Sampler[Step]):
-    """The steps still to do; lives in the main process, so workers need not be told the epoch."""
+    """The steps that are left; the main process holds them, so workers need not know the epoch."""
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
@@ -172,7 +171,7 @@ class _Batches(Dataset[Batch]):
         batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
-        # Who has nothing repeats something, with no weight: all ranks must take part in a step.
+        # A rank without a share repeats a patch with no weight: all ranks take part in a step.
         mine = mine or batch[:1]
         shape = None
         if self.num_ranks > 1:
@@ -183,12 +182,12 @@ class _Batches(Dataset[Batch]):
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:
-    """Return one rank's share of items: neighbours, as many as the others have, or one more.
+    """Return one rank's share: consecutive items, as many as the others have, or one more.
 
     Args:
-        items: To divide.
-        rank: Whose share.
-        num_ranks: Over how many ranks.
+        items: The items to divide.
+        rank: The rank that takes the share.
+        num_ranks: Number of ranks.
     """
     size, rest = divmod(len(items), num_ranks)
     start = rank * size + min(rank, rest)

@@ -1,15 +1,14 @@
 """Reading and writing volumes: the only module that knows about orientation.
 
-Whatever way a scanner stored its axes, everything above this module sees arrays in RAS: X grows to
-the patient's right, Y to the front, Z to the top. ``write_label`` turns a label map back into the
-orientation of the file that it belongs to.
+However a scanner stored its axes, every other module sees arrays in RAS: X grows to the patient's
+right, Y to the front, Z to the top. ``write_label`` turns a label map back into the orientation of
+the image that it belongs to.
 """
 
 import logging
 import math
-import os
-import uuid
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,26 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.errors import VolumeError
+from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import (
-    SUFFIXES,
-    is_volume_file,
+    is_nifti_file,
     open_volume,
     stored_axes,
     stored_voxels,
     times,
-    volume_stem,
+    write_nifti,
 )
-
-__all__ = [
-    "SUFFIXES",
-    "Volume",
-    "VolumeHeader",
-    "is_volume_file",
-    "read_header",
-    "read_image",
-    "read_label",
-    "same_grid",
-    "volume_stem",
-    "write_label",
-]
 
 logger = logging.getLogger(__name__)
 
 MILLIMETRES_PER_UNIT = {1: 1000.0, 3: 0.001}
-"""Of the codes in a NIfTI header for metre and micrometre; every other code counts as mm."""
+"""By the codes of a NIfTI header for metre and micrometre; every other code counts as mm."""
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
 MIN_DETERMINANT = 1e-6
-"""Of the three axis directions (1: a right angle between all): less is flat."""
+"""Determinant of the three axis directions, 1 for right angles; below this they are flat."""
 
 LABEL_ROUNDING = 1e-3
 """How far a label may lie from an integer, for label maps that were saved as floats."""
@@ -66,29 +52,34 @@ class VolumeHeader:
     """Where the voxels of a volume lie, in RAS and as they are stored."""
 
     path: Path
-    shape: tuple[int, int, int]
+    """The file that it was read from; of several channel files the first."""
+    shape: Shape
     """Voxels along X, Y, Z."""
     num_channels: int
-    spacing_mm: tuple[float, float, float]
+    spacing_mm: Spacing
     """Distance of neighbouring voxels along X, Y, Z."""
     affine: npt.NDArray[np.float64]
     """(4, 4): from RAS voxel indices to mm."""
     stored_orientation: npt.NDArray[np.float64] = field(repr=False)
-    """(3, 2): for each stored axis, the RAS axis and the direction, as nibabel has it."""
+    """(3, 2): for each stored axis, the RAS axis and the direction, in nibabel's form."""
     stored_header: Any = field(repr=False)
     """A NIfTI header with nothing but the stored geometry, for ``write_label``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Volume:
-    """An image, float32 ``(C, X, Y, Z)``, or a label map, integers ``(X, Y, Z)``."""
+    """An image or a label map."""
 
     array: npt.NDArray[Any]
+    """float32 ``(C, X, Y, Z)`` of an image, integers ``(X, Y, Z)`` of a label map."""
     header: VolumeHeader
 
 
 def read_header(path: Path | str) -> VolumeHeader:
     """Read where a volume lies, without its voxels.
+
+    Args:
+        path: The volume.
 
     Raises:
         VolumeError: The file cannot be read, or is no volume that can be oriented.
@@ -98,7 +89,10 @@ def read_header(path: Path | str) -> VolumeHeader:
 
 
 def read_image(path: Path | str) -> Volume:
-    """Read an image in RAS, with the scaling in its header applied.
+    """Read the image in one file in RAS, with the scaling in its header applied.
+
+    Args:
+        path: The file; a fourth axis is that of the channels.
 
     Returns:
         The volume, its array float32 ``(C, X, Y, Z)`` and C-contiguous.
@@ -111,14 +105,47 @@ def read_image(path: Path | str) -> Volume:
     header = _header(path, image)
     stored = stored_voxels(path, image).reshape(stored_axes(path, image))
     canonical = np.moveaxis(nib.apply_orientation(stored, header.stored_orientation), 3, 0)
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes inf, counted below
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, counted below
         array = np.array(canonical, dtype=np.float32, order="C")
     _refuse_non_finite(path, array)
     return Volume(array=array, header=header)
 
 
+def read_channels(paths: Sequence[Path]) -> Volume:
+    """Read an image whose channels are in one file or in several, in RAS.
+
+    Args:
+        paths: The files in the order of their channels.
+
+    Returns:
+        The volume, its array float32 ``(C, X, Y, Z)`` with the channels of every file.
+
+    Raises:
+        VolumeError: A file cannot be read, a voxel is NaN or infinite, or the files do not lie on
+            one grid.
+    """
+    if len(paths) == 1:
+        return read_image(paths[0])
+    headers = [read_header(path) for path in paths]
+    first = headers[0]
+    for header in headers[1:]:
+        disagreement = same_grid(first, header)
+        if disagreement:
+            raise VolumeError(f"{header.path} is not on the grid of {first.path}: {disagreement}")
+    num_channels = sum(header.num_channels for header in headers)
+    array = np.empty((num_channels, *first.shape), np.float32)
+    start = 0
+    for header in headers:  # one after the other, so that each is in memory twice but not all
+        array[start : start + header.num_channels] = read_image(header.path).array
+        start += header.num_channels
+    return Volume(array=array, header=replace(first, num_channels=num_channels))
+
+
 def read_label(path: Path | str) -> Volume:
     """Read a label map in RAS.
+
+    Args:
+        path: The file.
 
     Returns:
         The volume, its array ``(X, Y, Z)``, C-contiguous, of the smallest unsigned integer type
@@ -160,15 +187,14 @@ def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader
     Args:
         path: A name that ends in .nii or .nii.gz; a file of that name is replaced.
         labels: Integers ``(X, Y, Z)`` in RAS, none negative.
-        header: Of the image.
+        header: Header of the image.
 
     Raises:
         VolumeError: The name has another ending, or the file cannot be written.
         ValueError: The labels do not lie on the grid of the image or are not labels.
     """
     path = Path(path)
-    suffix = path.name[len(volume_stem(path)) :]
-    if suffix not in (".nii", ".nii.gz"):
+    if not is_nifti_file(path):
         raise VolumeError(f"cannot write {path}: choose a name that ends in .nii.gz or .nii")
     if labels.shape != header.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {header.shape}")
@@ -182,15 +208,13 @@ def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader
     two = isinstance(nifti_header, nib.Nifti2Header)
     # Without an affine nibabel leaves both forms as the header has them.
     image = (nib.Nifti2Image if two else nib.Nifti1Image)(stored, None, nifti_header)
-    temporary = path.with_name(f".{volume_stem(path)}-{uuid.uuid4().hex[:12]}{suffix}")
     try:
-        try:
-            nib.save(image, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_nifti(path, image)
     except OSError as error:
-        raise VolumeError(f"cannot write {path}: {error.strerror or error}") from error
+        raise VolumeError(
+            f"cannot write {path}: {reason_of(error)}; choose a folder with space that you can "
+            "write to"
+        ) from error
 
 
 def same_grid(a: VolumeHeader, b: VolumeHeader, tolerance_mm: float | None = None) -> str | None:
@@ -199,7 +223,7 @@ def same_grid(a: VolumeHeader, b: VolumeHeader, tolerance_mm: float | None = Non
     Args:
         a: One volume.
         b: The other.
-        tolerance_mm: How far apart the same corner may lie; none: a tenth of the finest spacing.
+        tolerance_mm: How far apart the same corner may lie; None: a tenth of the finest spacing.
 
     Returns:
         None if they share one grid, else a phrase that says what disagrees.
@@ -224,9 +248,9 @@ def _header(path: Path, image: Any) -> VolumeHeader:
     affine[:3] *= unit_mm
     lengths = np.sqrt(affine[0, :3] ** 2 + affine[1, :3] ** 2 + affine[2, :3] ** 2)
     if not np.isfinite(affine).all() or not (lengths > 0).all():
-        raise VolumeError(f"{path} has the spacing {times(lengths)} mm; mend its header")
+        raise VolumeError(f"{path} has the spacing {times(lengths)} mm; fix its header")
     if abs(np.linalg.det(affine[:3, :3] / lengths)) < MIN_DETERMINANT:
-        raise VolumeError(f"{path} has an affine that cannot be inverted; mend its header")
+        raise VolumeError(f"{path} has an affine that cannot be inverted; fix its header")
     *stored_shape, num_channels = stored_axes(path, image)
     orientation = nib.io_orientation(affine)
     x, y, z = np.argsort(orientation[:, 0])  # the stored axes that run along X, Y, Z
@@ -251,10 +275,10 @@ def _check_forms(path: Path, image: Any) -> None:
         raw = type(image.header).from_fileobj(stream, check=False)
     spacing = raw["pixdim"][1 : 1 + min(3, len(image.shape))]
     if not (np.abs(spacing) > 0).all():
-        raise VolumeError(f"{path} has the spacing {times(spacing)} mm; mend its header")
+        raise VolumeError(f"{path} has the spacing {times(spacing)} mm; fix its header")
     if int(image.header["qform_code"]) <= 0:
         logger.warning(
-            "%s says nothing of its orientation (qform and sform codes are 0); its axes are taken "
+            "%s does not state its orientation (qform and sform codes are 0); its axes are taken "
             "as right to left, back to front, bottom to top",
             path,
         )
@@ -269,7 +293,8 @@ def _spacing_mm(image: Any, lengths_mm: npt.NDArray[np.float64], unit_mm: float)
     zooms = [float(str(zoom)) for zoom in (*image.header.get_zooms()[:3], 1.0, 1.0)[:3]]
     zooms_mm = np.array(zooms) * unit_mm
     spacing_mm = np.where(np.isclose(zooms_mm, lengths_mm, rtol=1e-4, atol=0), zooms_mm, lengths_mm)
-    # 500 mm / 512 is 0.9765625: round up from 0.4 so that no last bit decides such common spacings.
+    # 500 mm / 512 is 0.9765625: rounding up from 0.4 keeps such a common spacing from depending on
+    # the last bit.
     return [math.floor(spacing * 1e6 + 0.6) / 1e6 for spacing in spacing_mm.tolist()]
 
 

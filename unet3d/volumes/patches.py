@@ -1,9 +1,9 @@
 """Cutting training patches out of prepared cases.
 
-A patch is a pure function of (seed, epoch, index): which case, where, every random change. So it
+A patch is a pure function of (seed, epoch, index): its case, its place, every random change. So it
 does not matter which process cuts it, how large a batch is, or at which step a run was resumed.
 
-Position of a patch along one axis::
+The position of a patch along one axis::
 
     case      |------------------------|          patch     |--------|
     |--------|       the first and the       |--------|     case   |-----|
@@ -18,16 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import PatchSettings
+from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
 from unet3d.volumes.cache import PreparedCase
-from unet3d.volumes.resample import Shape
+from unet3d.volumes.files import times
+from unet3d.volumes.resample import grid_shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A training crop."""
+    """A part of a case to train on."""
 
     image: torch.Tensor
     """float32 (C, X, Y, Z)."""
@@ -39,7 +40,7 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Patches of one shape; the targets are bytes, an eighth of what the loss will make of them."""
+    """Patches of one shape."""
 
     image: torch.Tensor
     """float32 (N, C, X, Y, Z)."""
@@ -48,12 +49,12 @@ class Batch:
     names: tuple[str, ...]
     """The case of each patch."""
     weight: float = 1.0
-    """Factor of the mean loss of this rank's share, with which the mean over all ranks is the mean
-    over the whole batch; 0 for a rank that has none of it and repeats another's patch."""
+    """Factor of the mean loss of this rank's share that makes the mean over all ranks the mean over
+    the whole batch; 0 for a rank that has no share and repeats another's patch."""
 
     @property
     def num_samples(self) -> int:
-        """How many patches count."""
+        """Number of patches that count."""
         return len(self.image) if self.weight else 0
 
     def pin_memory(self) -> "Batch":
@@ -82,9 +83,9 @@ class PatchSampler:
 
         Args:
             cases: The training cases.
-            settings: How many patches a case, how many of them on foreground, which augmentation.
+            settings: Number of patches of a case, the share on foreground, augmentation.
             size: Voxels of a patch along X, Y, Z; None: whole volumes, once an epoch each.
-            stride: What the shape of a patch must be a multiple of; whole volumes are padded to it.
+            stride: The shape of a patch is a multiple of it; whole volumes are padded to one.
             seed: Seed of every random choice.
 
         Raises:
@@ -95,8 +96,8 @@ class PatchSampler:
             raise DatasetError("there are no training cases; check data.fold and the data set")
         if size is not None and size != padded_shape(size, stride):
             raise ConfigError(
-                f"patches.size is {_times(size)}; this network needs multiples of "
-                f"{_times(stride)}, such as {_times(padded_shape(size, stride))}"
+                f"patches.size is {times(size)}; this network needs multiples of "
+                f"{times(stride)}, such as {times(padded_shape(size, stride))}"
             )
         self.cases = tuple(cases)
         self.size = size
@@ -109,8 +110,13 @@ class PatchSampler:
         self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def patch_shape(self, epoch: int, index: int) -> Shape:
-        """Return the voxels of a patch along X, Y, Z; see :meth:`patch`."""
-        return self.size or padded_shape(_shape(self._case(epoch, index).label()), self.stride)
+        """Return the voxels of a patch along X, Y, Z, without cutting it.
+
+        Args:
+            epoch: From 0.
+            index: From 0 to ``num_patches`` - 1.
+        """
+        return self.size or padded_shape(grid_shape(self._case(epoch, index).label()), self.stride)
 
     def _case(self, epoch: int, index: int) -> PreparedCase:
         if self._ordered is None or self._ordered[0] != epoch:
@@ -132,7 +138,7 @@ class PatchSampler:
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
         case = self._case(epoch, index)
         stored_image, stored_label = case.image(), case.label()
-        shape = _shape(stored_label)
+        shape = grid_shape(stored_label)
         size = self.size or padded_shape(shape, self.stride)
         start = _start(shape, size, self._centre(rng, case, shape, size))
         matrix = None
@@ -156,13 +162,13 @@ class PatchSampler:
     def _centre(
         self, rng: np.random.Generator, case: PreparedCase, shape: Shape, size: Shape
     ) -> list[int]:
-        """Draw the voxel that the patch is centred on, were the volume endless."""
+        """Draw the voxel that the patch would be centred on in a volume without borders."""
         if self.size is not None and rng.random() < self.foreground_fraction:
             present = [voxels for voxels in case.foreground() if len(voxels)]
             if present:
                 voxels = present[rng.integers(len(present))]
                 return [int(index) for index in voxels[rng.integers(len(voxels))]]
-        # Uniform over the positions, not over the voxels: else most patches would lie at a border.
+        # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [
             int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
             for available, voxels in zip(shape, size, strict=True)
@@ -170,11 +176,11 @@ class PatchSampler:
 
 
 def collate(patches: Sequence[Patch], shape: Sequence[int] | None = None) -> Batch:
-    """Put patches into a batch, each in the middle, with zeros around.
+    """Put patches into a batch, each in the middle of its place, with zeros around it.
 
     Args:
         patches: At least one.
-        shape: Voxels of the batch along X, Y, Z; None: of its largest patch.
+        shape: Voxels of the batch along X, Y, Z; None: those of its largest patch.
     """
     if shape is None:
         sizes = zip(*(patch.target.shape for patch in patches), strict=True)
@@ -183,8 +189,8 @@ def collate(patches: Sequence[Patch], shape: Sequence[int] | None = None) -> Bat
     target = patches[0].target.new_zeros((len(patches), *shape))
     for index, patch in enumerate(patches):
         x, y, z = (
-            slice((room - voxels) // 2, (room - voxels) // 2 + voxels)
-            for room, voxels in zip(shape, patch.target.shape, strict=True)
+            slice((available - voxels) // 2, (available - voxels) // 2 + voxels)
+            for available, voxels in zip(shape, patch.target.shape, strict=True)
         )
         image[index, :, x, y, z] = patch.image
         target[index, x, y, z] = patch.target
@@ -198,7 +204,7 @@ def padded_shape(shape: Shape, stride: Shape) -> Shape:
 
 
 def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
-    """Return the first voxel of a patch: kept inside the volume, or the volume inside it."""
+    """Return the first voxel of a patch that is inside the volume, or has the volume inside it."""
     return [
         min(max(middle - voxels // 2, 0), available - voxels)
         if voxels < available
@@ -217,12 +223,3 @@ def _cut(array: npt.NDArray[Any], corner: Sequence[int], box: Sequence[int]) -> 
     result = np.zeros((*array.shape[:-3], *box), array.dtype)
     result[..., place[0], place[1], place[2]] = array[..., source[0], source[1], source[2]]
     return result
-
-
-def _shape(label: npt.NDArray[Any]) -> Shape:
-    x, y, z = label.shape
-    return (x, y, z)
-
-
-def _times(shape: Shape) -> str:
-    return "x".join(map(str, shape))

@@ -1,10 +1,7 @@
-"""The built-in data set: synthetic heads, made without a download."""
+"""The built-in data set: synthetic heads, which need no download."""
 
 import json
 import logging
-import os
-import shutil
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +9,16 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.errors import DatasetError
-from unet3d.volumes.phantom_anatomy import LABEL_NAMES, Shape, Spacing, head_phantom
-
-__all__ = ["LABEL_NAMES", "head_phantom", "write_phantom_case", "write_phantom_dataset"]
+from unet3d.atomic import new_folder
+from unet3d.config import Shape, Spacing
+from unet3d.errors import DatasetError, reason_of
+from unet3d.volumes.files import write_nifti
+from unet3d.volumes.phantom_anatomy import LABEL_NAMES, head_phantom
 
 logger = logging.getLogger(__name__)
 
 GENERATOR = 1
-"""Raised whenever the same seed gives another head, so that old data sets are not mistaken."""
+"""Raised whenever the same seed gives another head, so that old data sets are not taken for new."""
 
 
 def write_phantom_case(
@@ -29,9 +27,9 @@ def write_phantom_case(
     """Write one head and its label map as NIfTI files whose origin is the centre of the volume.
 
     Args:
-        image_path: Ends in .nii or .nii.gz, as does ``label_path``.
-        label_path: Likewise; its folder must exist too.
-        seed: Decides the head.
+        image_path: A name that ends in .nii or .nii.gz; its folder exists.
+        label_path: Likewise.
+        seed: Determines the head.
         shape: Voxels along X, Y, Z.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
 
@@ -49,15 +47,15 @@ def write_phantom_dataset(
 ) -> Path:
     """Write a data set of heads in the layout of the Medical Segmentation Decathlon.
 
-    It returns at once where the folder already holds exactly this data set. The folder appears
-    whole or not at all, and several processes may ask for it at the same time.
+    Nothing is written if the folder already holds exactly this data set. The folder appears whole
+    or not at all, and several processes may write it at the same time.
 
     Args:
         folder: The data set's own folder, with dataset.json, imagesTr and labelsTr.
         num_cases: Cases phantom_000, phantom_001, ...
         shape: Voxels along X, Y, Z of each case.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
-        seed: Decides every case.
+        seed: Determines every case.
 
     Returns:
         The folder.
@@ -86,30 +84,27 @@ def write_phantom_dataset(
     }
     if _holds(folder, description):
         return folder
-    temporary = folder.absolute().with_name(f".{folder.name}-{uuid.uuid4().hex[:12]}")
     try:
-        try:
+        with new_folder(folder) as unfinished:
             for name in ("imagesTr", "labelsTr"):
-                (temporary / name).mkdir(parents=True)
+                (unfinished / name).mkdir()
             logger.info("making %d phantom cases of shape %s in %s", num_cases, shape, folder)
             for index, name in enumerate(names):
                 case_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
                 write_phantom_case(
-                    temporary / "imagesTr" / name,
-                    temporary / "labelsTr" / name,
+                    unfinished / "imagesTr" / name,
+                    unfinished / "labelsTr" / name,
                     case_seed,
                     shape,
                     spacing_mm,
                 )
-            (temporary / "dataset.json").write_text(json.dumps(description, indent=1))
-            os.rename(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            (unfinished / "dataset.json").write_text(json.dumps(description, indent=1))
     except OSError as error:
         if _holds(folder, description):  # another process was faster
             return folder
         raise DatasetError(
-            f"cannot write phantom data to {folder}: {error.strerror or error}"
+            f"cannot write phantom data to {folder}: {reason_of(error)}; set data.cache to a "
+            "folder with space that you can write to"
         ) from error
     return folder
 
@@ -136,4 +131,4 @@ def _write(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing) -> None:
     image.set_qform(affine, code="scanner")
     image.set_sform(affine, code="scanner")
     image.header.set_xyzt_units("mm")
-    nib.save(image, path)
+    write_nifti(path, image)

@@ -1,4 +1,4 @@
-"""Synthetic heads of any size, with labels, each decided by a seed.
+"""Synthetic heads of any size, with labels, each determined by a seed.
 
 The head is geometry in millimetres, scaled to the field of view; shape and spacing only say how it
 is sampled. Every surface is the zero level of a function of position. A voxel that a surface
@@ -13,21 +13,22 @@ import numpy.typing as npt
 from scipy.interpolate import BSpline
 from scipy.spatial.transform import Rotation
 
+from unet3d.config import Shape, Spacing
 from unet3d.errors import ConfigError
 
 Array = npt.NDArray[np.float32]
-Shape = tuple[int, int, int]
-Spacing = tuple[float, float, float]
 
 LABEL_NAMES = ("background", "brain", "ventricles", "lesion")
-"""The value of a label is its place here."""
+"""Names of the labels; the value of a label is its index here."""
 
 MIN_VOXELS = 16
+"""Voxels along each axis that a head needs."""
+
 SLAB_VOXELS = 1 << 21
 """Voxels worked on at once, which bounds the memory beyond the result."""
 
 MAX_STRETCH = 1.5
-"""How much longer than the shortest side of the field of view the head may be made."""
+"""Largest side of the head as a multiple of the shortest side of the field of view."""
 
 # A FLAIR-like contrast. Fat is so bright that its blurred and shaded parts look like lesions.
 AIR, SKIN, FAT, MUSCLE, SKULL = 0.02, 0.45, 0.95, 0.42, 0.08
@@ -36,7 +37,7 @@ NOISE = 0.045
 """Standard deviation of the noise in each of the two channels of the receiver."""
 
 BRAIN_CENTRE, BRAIN_SCALE = (0.0, 0.0, 0.1), (0.76, 0.78, 0.72)
-"""Of the brain, as fractions of the head's semi-axes."""
+"""Centre and size of the brain, as fractions of the head's semi-axes."""
 
 LESION_DENT = 0.35
 """How far, in radii, a lesion's surface may depart from a sphere."""
@@ -50,7 +51,7 @@ SPLINE_STD = 0.479**1.5
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What a seed decides, before any voxel is sampled; lengths in mm."""
+    """What a seed determines before any voxel is sampled; lengths are in mm."""
 
     centre: npt.NDArray[np.float64]
     rotation: npt.NDArray[np.float64]
@@ -69,7 +70,7 @@ def head_phantom(
     """Make one head and its label map.
 
     Args:
-        seed: Decides pose, lesions, texture, bias field and noise.
+        seed: Determines pose, lesions, texture, bias field and noise.
         shape: Voxels along X, Y, Z.
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
 
@@ -94,7 +95,7 @@ def head_phantom(
     num_planes = max(1, SLAB_VOXELS // (shape[1] * shape[2]))
     for start in range(0, shape[0], num_planes):
         stop = min(start + num_planes, shape[0])
-        # One plane more on each side, from which the slope of the surfaces is taken.
+        # One more plane on each side gives the slope of the surfaces.
         first, last = max(start - 1, 0), min(stop + 1, shape[0])
         tissue, labels[start:stop] = _slab(
             head, shape, spacing_mm, (first, last), (start - first, stop - first)
@@ -104,14 +105,14 @@ def head_phantom(
 
 
 def _random_head(rng: np.random.Generator, extent_mm: npt.NDArray[np.float64]) -> _Head:
-    room = np.minimum(extent_mm, MAX_STRETCH * extent_mm.min())
-    semi_axes = room * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
+    bounds_mm = np.minimum(extent_mm, MAX_STRETCH * extent_mm.min())
+    semi_axes = bounds_mm * (0.36, 0.43, 0.42) * rng.uniform(0.92, 1.06, 3)
     ventricle_size = float(rng.uniform(0.85, 1.35))
     fields = {
         name: rng.standard_normal((cells + 3,) * 3)
         for name, cells in (("folds", 18), ("texture", 30), ("lesion", 14), ("bias", 2))
     }
-    mean_extent = float(np.prod(room)) ** (1 / 3)
+    mean_extent = float(np.prod(bounds_mm)) ** (1 / 3)
     num_small, num_large = rng.integers(0, 4), rng.integers(1, 4)
     radii = [
         *rng.uniform(0.055, 0.09, num_large) * mean_extent,
@@ -123,7 +124,7 @@ def _random_head(rng: np.random.Generator, extent_mm: npt.NDArray[np.float64]) -
         in_head = np.array(BRAIN_CENTRE) + position * BRAIN_SCALE
         lesions.append((in_head * semi_axes, float(radius)))
     return _Head(
-        centre=rng.uniform(-0.03, 0.03, 3) * room,
+        centre=rng.uniform(-0.03, 0.03, 3) * bounds_mm,
         rotation=Rotation.from_euler("xyz", rng.uniform(-12, 12, 3), degrees=True).as_matrix(),
         semi_axes=(float(semi_axes[0]), float(semi_axes[1]), float(semi_axes[2])),
         ventricle_size=ventricle_size,
@@ -144,7 +145,15 @@ def _in_brain(rng: np.random.Generator, ventricle_size: float) -> npt.NDArray[np
 def _slab(
     head: _Head, shape: Shape, spacing_mm: Spacing, planes: tuple[int, int], core: tuple[int, int]
 ) -> tuple[Array, npt.NDArray[np.uint8]]:
-    """Return tissue intensities and labels of some planes along X, without halo planes."""
+    """Return tissue intensities and labels of some planes along X.
+
+    Args:
+        head: The head.
+        shape: Voxels along X, Y, Z of the volume.
+        spacing_mm: Their spacing.
+        planes: First plane and end of those that are sampled.
+        core: First plane and end of those that are returned, counted from ``planes[0]``.
+    """
     x, y, z = _in_head_axes(head, shape, spacing_mm, planes)
     ex, ey, ez = (axis / size for axis, size in zip((x, y, z), head.semi_axes, strict=True))
     ex *= 1 + 0.14 * ey  # narrower in front
@@ -169,7 +178,7 @@ def _slab(
         (np.maximum(lesions, cortex), ((0.0, LESION),)),
         (ventricles, ((0.0, FLUID),)),
     )
-    for function, levels in layers:  # each covers what lies outside it
+    for function, levels in layers:  # inside its surface each replaces those before it
         slope = _change_per_voxel(function)
         for level, intensity in levels:
             tissue += (intensity - tissue) * np.clip(0.5 - (function - level) / slope, 0, 1)
@@ -259,7 +268,7 @@ def _change_per_voxel(function: Array) -> Array:
 
 
 def _scanned(tissue: Array, gain: float, rng: np.random.Generator) -> Array:
-    """Return whole numbers with Rician noise, as a scanner's magnitude image has."""
+    """Return whole numbers with Rician noise, which magnitude images of scanners have."""
     tissue += NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
     other = NOISE * rng.standard_normal(tissue.shape, dtype=np.float32)
     magnitude: Array = np.rint(np.hypot(tissue, other) * np.float32(gain))

@@ -1,4 +1,4 @@
-"""From a data set of scans to arrays that the network can learn from.
+"""From a data set of scans to arrays that the network can be trained on.
 
 :func:`plan_preprocessing` looks at the data set and decides how its images are prepared;
 :func:`prepare_cases` does it, once, into the cache.
@@ -18,34 +18,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import DataSettings
-from unet3d.errors import DatasetError, Unet3dError, VolumeError
+from unet3d.config import DataSettings, Shape, Spacing
+from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.nifti import read_header, read_image, read_label, same_grid
-from unet3d.volumes.resample import Shape, Spacing, resampled_shape
+from unet3d.volumes.nifti import Volume, read_channels, read_header, read_label, same_grid
+from unet3d.volumes.resample import resampled_shape
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
+    as_spacing,
     prepare_image,
     prepare_label,
-    restore_logits,
-    three,
 )
-
-__all__ = [
-    "ChannelNormalization",
-    "Fingerprint",
-    "PreparedCase",
-    "Preprocessing",
-    "plan_preprocessing",
-    "prepare_cases",
-    "prepare_image",
-    "prepare_label",
-    "restore_logits",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +42,16 @@ Result = TypeVar("Result")
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
 
+VERSION = 1
+"""Part of every key: raise it whenever preparation gives other arrays for the same settings."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What a data set is like; patch size and network follow from it."""
+    """Spacing and shape of a data set, from which patch size and network follow."""
 
     spacing_mm: Spacing
-    """Of the prepared arrays: the target, or the median where each keeps its own."""
+    """Spacing of the prepared arrays: the target, or the median where each keeps its own."""
     shape: Shape
     """Median shape of the prepared arrays."""
     original_spacing_mm: Spacing
@@ -73,8 +63,8 @@ def plan_preprocessing(
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Headers are read; voxels only where a CT channel needs its statistics, once, and then remembered
-    in the cache. All labelled cases count, whichever the fold, so that folds share prepared arrays.
+    Headers are read; voxels only where a CT channel needs its statistics, which the cache then
+    keeps. All labelled cases count, in every fold, so that folds share prepared arrays.
 
     Args:
         dataset: The data set.
@@ -83,10 +73,11 @@ def plan_preprocessing(
 
     Raises:
         VolumeError: A file cannot be read.
-        DatasetError: The cache cannot be written.
+        DatasetError: A CT channel has no statistics, because every label map is empty.
+        CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = three(np.median([header.spacing_mm for header in headers], axis=0).round(6))
+    median_mm = as_spacing(np.median([header.spacing_mm for header in headers], axis=0).round(6))
     if settings.spacing_mm == "native":
         target_mm = None
     elif settings.spacing_mm == "median":
@@ -131,7 +122,8 @@ def prepare_cases(
 
     Raises:
         VolumeError: A case cannot be read or prepared; the message names the file.
-        DatasetError: The cache cannot be written, or a worker was killed.
+        CacheError: The cache cannot be written, or lost a case.
+        DatasetError: A worker was killed.
     """
     store = Cache(cache)
     keys = [_case_key(store, case, preprocessing) for case in cases]
@@ -147,9 +139,9 @@ def prepare_cases(
     for case, key in zip(cases, keys, strict=True):
         found = store.load_case(key, case.name)
         if found is None:
-            raise DatasetError(
-                f"case {case.name} vanished from {store.folder} as it was prepared; leave "
-                "that folder alone during a run"
+            raise CacheError(
+                f"case {case.name} vanished from {store.folder} while it was prepared; leave the "
+                "folder of data.cache alone during a run"
             )
         prepared.append(found)
     return prepared
@@ -157,43 +149,38 @@ def prepare_cases(
 
 def _prepare_case(task: tuple[Case, Preprocessing, Cache, str]) -> None:
     case, preprocessing, store, key = task
-    image, spacing_mm = _read_case_image(case)
-    label = read_label(case.label)
+    image, label = _read_case(case)
+    spacing_mm = image.header.spacing_mm
     try:
-        disagreement = same_grid(read_header(case.images[0]), label.header)
-        if disagreement:
-            raise VolumeError(f"not on the grid of {case.images[0]}: {disagreement}")
         classes = prepare_label(label.array, spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.label}: {error}") from error
     try:
-        prepared = prepare_image(image, spacing_mm, preprocessing)
+        prepared = prepare_image(image.array, spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
     store.save_case(key, prepared, classes, spacing_mm, len(preprocessing.label_values))
 
 
-def _read_case_image(case: Case) -> tuple[npt.NDArray[np.float32], Spacing]:
-    volumes = [read_image(path) for path in case.images]
-    first = volumes[0].header
-    for volume in volumes[1:]:
-        disagreement = same_grid(first, volume.header)
-        if disagreement:
-            raise VolumeError(
-                f"{volume.header.path} is not on the grid of {first.path}: {disagreement}"
-            )
-    if len(volumes) == 1:
-        return volumes[0].array, first.spacing_mm
-    return np.concatenate([volume.array for volume in volumes]), first.spacing_mm
+def _read_case(case: Case) -> tuple[Volume, Volume]:
+    """Return a case's image and label map, which lie on one grid."""
+    image, label = read_channels(case.images), read_label(case.label)
+    disagreement = same_grid(image.header, label.header)
+    if disagreement:
+        raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
+    return image, label
+
+
+def _digests(store: Cache, case: Case) -> list[str]:
+    return [store.digest(path) for path in (*case.images, case.label)]
 
 
 def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
-    digests = [store.digest(path) for path in (*case.images, case.label)]
     plan = preprocessing.to_dict()
     # Names change nothing in the arrays.
     settings = {key: plan[key] for key in ("spacing_mm", "channels", "label_values")}
-    return key_of([*digests, settings])
+    return key_of([*_digests(store, case), settings], VERSION)
 
 
 def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
@@ -220,10 +207,7 @@ def _ct_normalization(intensities: npt.NDArray[np.float32]) -> ChannelNormalizat
 def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.NDArray[np.float32]:
     """Return intensities inside the labels of every case, shape (N, C)."""
     store = Cache(cache)
-    keys = [
-        key_of([store.digest(path) for path in (*case.images, case.label)])
-        for case in dataset.cases
-    ]
+    keys = [key_of(_digests(store, case), VERSION) for case in dataset.cases]
     missing = [
         (case, store, key)
         for case, key in zip(dataset.cases, keys, strict=True)
@@ -244,22 +228,20 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
 
 def _collect_intensities(task: tuple[Case, Cache, str]) -> None:
     case, store, key = task
-    image, _ = _read_case_image(case)
-    label = read_label(case.label).array
-    if label.shape != image.shape[1:]:
-        raise VolumeError(f"{case.label} has another shape than {case.images[0]}; mend the case")
-    inside = np.flatnonzero(label)
+    image, label = _read_case(case)
+    inside = np.flatnonzero(label.array)
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
-    store.save_intensities(key, image.reshape(len(image), -1)[:, inside].T.copy())
+    voxels = image.array.reshape(len(image.array), -1)
+    store.save_intensities(key, voxels[:, inside].T.copy())
 
 
 def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
     num_workers = min(num_workers, len(items))
     if num_workers < 2:
         return [work(item) for item in items]
-    # Spawned, because forking a process that has used CUDA or threads can hang.
+    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
     pool = ProcessPoolExecutor(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -268,7 +250,8 @@ def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
     )
     with pool:
         try:
-            # The workers inherit this: a terminal sends Ctrl-C to them too, but it is meant for us.
+            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
+            # process handles it.
             unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 futures = [pool.submit(work, item) for item in items]
@@ -277,8 +260,8 @@ def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise DatasetError(
-                f"a process that prepares cases was killed, probably for want of memory; use fewer "
-                f"than {num_workers} with data.num_workers"
+                "a process that prepares cases was killed, probably because memory ran out; use "
+                f"fewer than {num_workers} with data.num_workers"
             ) from error
         except (Unet3dError, KeyboardInterrupt):
             pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Bringing arrays from one voxel grid to another that covers the same box of space.
+"""Resampling of arrays from one voxel grid to another that covers the same box of space.
 
 Every interpolation here is linear in the voxels and separable, so it is one small matrix per axis.
 The matrices are SciPy's ``zoom`` of the identity with ``grid_mode=True``: voxels are cells, the
@@ -6,20 +6,25 @@ outer *faces* of the two grids coincide, and values beyond the border repeat it.
 """
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy import ndimage
 
-Spacing = tuple[float, float, float]
-Shape = tuple[int, int, int]
+from unet3d.config import Shape, Spacing
 
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
 NEGLIGIBLE_WEIGHT = 1e-12
+
+
+def grid_shape(array: npt.NDArray[Any]) -> Shape:
+    """Return the voxels along X, Y, Z of an array, the last three of its axes."""
+    x, y, z = array.shape[-3:]
+    return (x, y, z)
 
 
 def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
@@ -28,7 +33,7 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     Args:
         shape: Voxels along X, Y, Z.
         spacing_mm: Their spacing.
-        target_mm: The spacing to reach, or None to keep the shape.
+        target_mm: The spacing to reach; None: keep the shape.
     """
     if target_mm is None:
         return shape
@@ -58,7 +63,7 @@ def resample_image(
 
     Args:
         image: Shape (C, X, Y, Z).
-        shape: Voxels along X, Y, Z to reach.
+        shape: Voxels along X, Y, Z of the result.
         thick: Which axes have thick slices.
 
     Returns:
@@ -79,14 +84,14 @@ def resample_image(
 def resample_classes(
     classes: npt.NDArray[np.unsignedinteger], shape: Shape
 ) -> npt.NDArray[np.unsignedinteger]:
-    """Resample class indices: each class linearly as a mask of its own, the strongest one wins.
+    """Resample class indices: each class linearly as a mask of its own; the strongest one wins.
 
     No index arises that was not there. Interpolating the indices themselves would put class 2
     between classes 1 and 3; taking the nearest would leave stairs.
 
     Args:
         classes: Class indices, shape (X, Y, Z).
-        shape: Voxels along X, Y, Z to reach.
+        shape: Voxels along X, Y, Z of the result.
     """
     if classes.shape == shape:
         return classes
@@ -99,7 +104,7 @@ def resample_classes(
     for index, box in enumerate(ndimage.find_objects(classes), start=1):
         if box is None:
             continue
-        # Only the class's own box, and what it reaches on the new grid, has to be looked at.
+        # Only the box of the class, and the part of the new grid that it reaches, can change.
         inner = [matrix[:, axis] for matrix, axis in zip(matrices, box, strict=True)]
         rows = [torch.nonzero(matrix.any(dim=1)).flatten().tolist() for matrix in inner]
         if not all(rows):
@@ -125,8 +130,8 @@ def _matrix(size: int, new_size: int, order: Literal[1, 3]) -> torch.Tensor:
         for column in np.eye(size)
     ]
     matrix = np.stack(rows, axis=1).astype(np.float32)
-    # A spline's weights fade by a factor of four per voxel, down to numbers that slow every
-    # multiplication tenfold and that no float32 result can show.
+    # The weights of a spline fade by a factor of four with each voxel, down to denormal numbers,
+    # which slow every multiplication tenfold and which no float32 result can show.
     matrix[np.abs(matrix) < NEGLIGIBLE_WEIGHT] = 0
     return torch.from_numpy(matrix)
 

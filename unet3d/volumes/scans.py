@@ -3,27 +3,27 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.atomic import write_atomically
-from unet3d.errors import ConfigError, VolumeError
-from unet3d.volumes.nifti import (
+from unet3d.atomic import make_folder, write_atomically
+from unet3d.errors import ConfigError, VolumeError, reason_of
+from unet3d.volumes.files import (
     SUFFIXES,
-    Volume,
-    VolumeHeader,
+    is_nifti_file,
     is_volume_file,
-    read_image,
-    same_grid,
+    members,
+    stands_for_volume,
     volume_stem,
-    write_label,
 )
+from unet3d.volumes.nifti import Volume, VolumeHeader, read_channels, write_label
 
 SUFFIX = "_seg.nii.gz"
+"""How the names of our segmentations end."""
 
 CHANNEL = re.compile(r"(.+)_\d{4}")
 """How the file of one channel is named, without its ending."""
@@ -31,16 +31,16 @@ CHANNEL = re.compile(r"(.+)_\d{4}")
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """What is segmented at once."""
+    """One image to segment, and where its segmentation goes."""
 
     images: tuple[Path, ...]
     """One file, or one for each channel."""
     output: Path
-    """Where the segmentation goes."""
+    """The file of the segmentation."""
 
     @property
     def statistics(self) -> Path:
-        """Where its statistics go: beside the segmentation."""
+        """The file of its statistics, beside the segmentation."""
         return self.output.with_name(f"{volume_stem(self.output)}.json")
 
 
@@ -51,20 +51,20 @@ def find_scans(
     overwrite: bool,
     statistics: bool = False,
 ) -> list[Scan]:
-    """Return what to segment and where to, after a look at all of it.
+    """Return what to segment and where to, once all names have been checked.
 
     Args:
         inputs: Files and folders; a folder's own earlier segmentations are left out. Files named
-            ``case_0000``, ``case_0001``, ... are the channels of one scan where the network wants
+            ``case_0000``, ``case_0001``, ... are the channels of one scan where the network takes
             several.
         output: A file for one scan, a folder for any number, None: beside each scan.
-        num_channels: Of the network.
+        num_channels: Channels that the network takes.
         overwrite: Whether existing files may be replaced.
         statistics: Whether statistics will be written too.
 
     Raises:
         VolumeError: There is nothing to segment, or a channel is missing.
-        ConfigError: Outputs exist already, or fall together.
+        ConfigError: An output exists already, or two scans have the same one.
     """
     groups = _groups(inputs, num_channels)
     if output is not None and len(groups) > 1 and is_volume_file(output) and not output.is_dir():
@@ -73,7 +73,7 @@ def find_scans(
     sources = {image.resolve() for scan in scans for image in scan.images}
     by_output: dict[Path, Scan] = {}
     for scan in scans:
-        if not scan.output.name.endswith((".nii", ".nii.gz")):
+        if not is_nifti_file(scan.output):
             raise ConfigError(f"{scan.output}: name a .nii or .nii.gz file, or a folder")
         if scan.output.resolve() in sources:
             raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
@@ -90,33 +90,31 @@ def find_scans(
 
 
 def read_scan(scan: Scan) -> Volume:
-    """Read a scan whose channels may be in files of their own.
+    """Read the image of a scan, with all its channels.
 
     Raises:
         VolumeError: A file cannot be read, or the channels are on different grids.
     """
-    volumes = [read_image(path) for path in scan.images]
-    first = volumes[0].header
-    for volume in volumes[1:]:
-        difference = same_grid(first, volume.header)
-        if difference:
-            raise VolumeError(f"{first.path} and {volume.header.path} do not match: {difference}")
-    if len(volumes) == 1:
-        return volumes[0]
-    array = np.concatenate([volume.array for volume in volumes])
-    return Volume(array=array, header=replace(first, num_channels=len(array)))
+    return read_channels(scan.images)
 
 
 def write_segmentation(scan: Scan, labels: npt.NDArray[Any], header: VolumeHeader) -> None:
     """Write a scan's segmentation on the scan's own grid.
 
+    Args:
+        scan: Says where to.
+        labels: Label values, shape (X, Y, Z).
+        header: Header of the scan's image.
+
     Raises:
         VolumeError: The file cannot be written.
     """
     try:
-        scan.output.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(scan.output.parent)
     except OSError as error:
-        raise VolumeError(f"cannot write to {scan.output.parent}: {error.strerror}") from error
+        raise VolumeError(
+            f"cannot write to {scan.output.parent}: {reason_of(error)}; choose another --output"
+        ) from error
     write_label(scan.output, labels, header)
 
 
@@ -126,9 +124,9 @@ def label_statistics(
     """Return volume and intensity of each label.
 
     Args:
-        labels: (X, Y, Z) on the image's grid.
-        image: The scan.
-        label_names: Per label value, the background left out.
+        labels: Label values, shape (X, Y, Z), on the image's grid.
+        image: The scan's.
+        label_names: Name of each label value without the background.
 
     Returns:
         Per label name: ``volume_ml``, ``num_voxels``, and per channel the mean, standard
@@ -150,7 +148,14 @@ def label_statistics(
 
 
 def write_statistics(scan: Scan, statistics: dict[str, Any]) -> Path:
-    """Write statistics as JSON beside a segmentation; return the file.
+    """Write statistics as JSON beside a segmentation.
+
+    Args:
+        scan: Says where to.
+        statistics: From :func:`label_statistics`.
+
+    Returns:
+        The file.
 
     Raises:
         VolumeError: The file cannot be written.
@@ -160,7 +165,9 @@ def write_statistics(scan: Scan, statistics: dict[str, Any]) -> Path:
     try:
         write_atomically(scan.statistics, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise VolumeError(f"cannot write {scan.statistics}: {error.strerror}") from error
+        raise VolumeError(
+            f"cannot write {scan.statistics}: {reason_of(error)}; choose another --output"
+        ) from error
     return scan.statistics
 
 
@@ -175,22 +182,24 @@ def _intensity(values: npt.NDArray[np.float32]) -> dict[str, float]:
 
 
 def _groups(inputs: Iterable[Path], num_channels: int) -> list[tuple[Path, ...]]:
-    """Return the files of each scan; a file that is named twice counts once."""
+    """Return the files of each scan; a volume that is named twice counts once."""
     groups: dict[Path, list[Path]] = {}
+    named: set[tuple[Path, ...]] = set()
     for path in inputs:
         for file in _volumes_in(path) if path.is_dir() else (path,):
+            if members(file) in named:
+                continue
+            named.add(members(file))
             match = CHANNEL.fullmatch(volume_stem(file)) if num_channels > 1 else None
-            group = groups.setdefault(file.with_name(match[1]) if match else file, [])
-            if file not in group:
-                group.append(file)
+            groups.setdefault(file.with_name(match[1]) if match else file, []).append(file)
     for case, files in groups.items():
-        files.sort()
+        files.sort(key=volume_stem)
         wanted = [f"{case.name}_{channel:04d}" for channel in range(num_channels)]
         # A single file may hold every channel.
         if len(files) > 1 and [volume_stem(file) for file in files] != wanted:
             raise VolumeError(
                 f"{case} has the files {', '.join(file.name for file in files)} but the network "
-                f"wants its {num_channels} channels as {wanted[0]} to {wanted[-1]}"
+                f"takes {num_channels} channels; name them {wanted[0]} to {wanted[-1]}"
             )
     return [tuple(files) for files in groups.values()]
 
@@ -199,20 +208,13 @@ def _volumes_in(folder: Path) -> list[Path]:
     files = sorted(
         file
         for file in folder.iterdir()
-        if is_volume_file(file)
+        if stands_for_volume(file)
         and not file.name.startswith(".")
-        and not file.name.endswith(SUFFIX)
-        and not _has_header_file(file)
+        and not file.name.lower().endswith(SUFFIX)
     )
     if not files:
         raise VolumeError(f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}")
     return files
-
-
-def _has_header_file(file: Path) -> bool:
-    """Tell whether a volume of two files is counted by its other file."""
-    header = {".img": ".hdr", ".IMG": ".HDR"}.get(file.suffix)
-    return header is not None and file.with_suffix(header).exists()
 
 
 def _output_of(images: tuple[Path, ...], output: Path | None) -> Path:

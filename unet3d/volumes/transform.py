@@ -1,7 +1,7 @@
-"""Preparing one image or label map: normalise, then resample; and the way back for logits.
+"""Preparation of one image or label map: normalise, then resample; and the way back for logits.
 
-What is done follows from a :class:`Preprocessing`, which training keeps with the network, so that
-prediction prepares an image exactly as training did.
+A :class:`Preprocessing` says how. Training keeps it with the network, so that prediction prepares
+an image exactly as training did.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes.resample import (
-    Shape,
-    Spacing,
+    grid_shape,
     resample_classes,
     resample_image,
     resampled_shape,
@@ -31,11 +31,11 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelNormalization:
-    """How the intensities of one channel are brought to mean 0 and standard deviation 1.
+    """How the intensities of one channel get a mean of 0 and a standard deviation of 1.
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
     and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with the image's
-    own mean and deviation over its non-zero voxels. ``none``: left alone.
+    own mean and deviation over its non-zero voxels. ``none``: unchanged.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class ChannelNormalization:
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
-    """Everything that is needed to prepare an image again, at prediction."""
+    """Everything that is needed to prepare an image at prediction as in training."""
 
     spacing_mm: Spacing | None
     """Target spacing; None: each image's own."""
@@ -75,7 +75,7 @@ class Preprocessing:
         """
         spacing_mm = tree["spacing_mm"]
         return cls(
-            spacing_mm=None if spacing_mm is None else three(spacing_mm),
+            spacing_mm=None if spacing_mm is None else as_spacing(spacing_mm),
             channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
             channel_names=tuple(tree["channel_names"]),
             label_names=tuple(tree["label_names"]),
@@ -86,7 +86,7 @@ class Preprocessing:
 def prepare_image(
     array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.float32]:
-    """Normalise an image and bring it to the target spacing.
+    """Normalise an image and resample it to the target spacing.
 
     Args:
         array: Shape (C, X, Y, Z); it is not changed.
@@ -111,7 +111,7 @@ def prepare_image(
             for channel, how in zip(array, preprocessing.channels, strict=True)
         ]
     )
-    shape = resampled_shape(_shape(array), spacing_mm, preprocessing.spacing_mm)
+    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
     return resample_image(
         normalized, shape, thick_axes(spacing_mm, preprocessing.spacing_mm or spacing_mm)
     )
@@ -120,7 +120,7 @@ def prepare_image(
 def prepare_label(
     array: npt.NDArray[np.integer[Any]], spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.unsignedinteger]:
-    """Turn label values into class indices and bring them to the target spacing.
+    """Turn label values into class indices and resample them to the target spacing.
 
     Args:
         array: Label values, shape (X, Y, Z).
@@ -142,17 +142,17 @@ def prepare_label(
     if unknown.size:
         raise VolumeError(
             f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct the one or the other"
+            f"(it names {', '.join(map(str, values))}); correct one of them"
         )
     classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
-    shape = resampled_shape(_shape(array), spacing_mm, preprocessing.spacing_mm)
+    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
     return resample_classes(classes, shape)
 
 
 def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Bring logits back to the grid of the original image.
+    """Resample logits to the grid of the original image.
 
-    Class by class, so that no second set of all logits is needed beside the result.
+    This is done class by class, so that no second set of all logits is in memory.
 
     Args:
         logits: Shape (K, X, Y, Z), on any device.
@@ -183,19 +183,14 @@ def _normalized(
     inside = array[array != 0]
     if not len(inside):
         return array
-    # float32 sums of 10^8 voxels lose digits.
+    # Sums of 10^8 voxels in float32 lose digits.
     mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
     if std < EPSILON * max(1.0, abs(mean)):
         std = 1.0
     return (array - np.float32(mean)) / np.float32(std)
 
 
-def _shape(array: npt.NDArray[Any]) -> Shape:
-    x, y, z = array.shape[-3:]
-    return (x, y, z)
-
-
-def three(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
+def as_spacing(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
     """Return three numbers as a spacing."""
     x, y, z = (float(value) for value in values)
     return (x, y, z)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from unet3d.config import ModelSettings
-from unet3d.errors import DatasetError
+from unet3d.errors import CacheError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, parallelize
@@ -214,7 +214,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DatasetError, match=r"cannot write .*file.*data\.cache") as caught:
+    with pytest.raises(CacheError, match=r"cannot write .*file.*data\.cache") as caught:
         block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "file")
     assert "\n" not in str(caught.value)
 

@@ -48,7 +48,7 @@ class BlockBytes:
 
     name: str
     """The block's, or ``loss``."""
-    level: str
+    level: tuple[str, int]
     """The level that the block belongs to; see :class:`~unet3d.model.Block`."""
     inputs: tuple[str, ...]
     """Names of the tensors that it reads."""
@@ -113,7 +113,7 @@ def block_bytes(
 
         def entry(
             name: str,
-            level: str,
+            level: tuple[str, int],
             inputs: tuple[str, ...],
             own: Sequence[Tensor],
             run: Callable[..., Tensor],
@@ -174,9 +174,11 @@ def block_bytes(
                     made: Tensor = torch.func.functional_call(block.module, own, inputs)
                 return made
 
-            entries.append(entry(block.name, block.level, block.inputs, tuple(own.values()), run))
+            entries.append(
+                entry(block.name, (block.path, block.level), block.inputs, tuple(own.values()), run)
+            )
         entries.append(
-            entry(LOSS, LOSS, model.outputs(), (), lambda *logits: _loss(logits, target))
+            entry(LOSS, (LOSS, 0), model.outputs(), (), lambda *logits: _loss(logits, target))
         )
     return tuple(entries)
 
@@ -216,7 +218,7 @@ def block_seconds(
         Seconds for each block, and for the loss.
 
     Raises:
-        DatasetError: The cache folder cannot be written to.
+        CacheError: The cache folder cannot be written to.
     """
     dtype = next(model.parameters()).dtype
     description = {

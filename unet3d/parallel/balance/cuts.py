@@ -44,7 +44,7 @@ def choose_cuts(
 
     Raises:
         DeviceError: There are more devices than blocks.
-        DatasetError: The folder cannot be written to.
+        CacheError: The folder cannot be written to.
     """
     num_stages, blocks = len(layout.devices), model.blocks()
     check_num_stages(model, num_stages)
@@ -180,7 +180,7 @@ def stage_bytes(
     }
     sent = {entry.name: entry.output_bytes for entry in run if entry.name in read_elsewhere}
     read_here = {name for entry in run for name in entry.inputs}
-    levels = [tuple(of) for _, of in groupby(run, lambda entry: entry.level if by_level else "")]
+    levels = [tuple(of) for _, of in groupby(run, lambda entry: entry.level if by_level else None)]
     entering = [_entering(level, outputs) for level in levels]
     whole = _sum(received | (_merged(entering) if by_level else _kept(run)))
     most = whole + (_sum(loss.kept) + loss.work_bytes if loss is not None else 0)

@@ -1,0 +1,87 @@
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from unet3d.cli.app import commands
+from unet3d.config import Config, load_config
+from unet3d.config.reference import commented_yaml, in_yaml, settings
+
+AWKWARD = [
+    "data.dataset=/my #1 set/a: b, c",
+    "data.cache=null",
+    "data.spacing_mm=1,1.5,3",
+    "memory.recompute=off",
+    "model.channels=8,16,32",
+    "parallel.mode=model",
+    "parallel.devices=0,cpu,cuda:1",
+    "training.weight_decay=1e-7",
+]
+
+
+def printed(*arguments: str) -> str:
+    """Return what ``unet3d config`` prints."""
+    result = CliRunner().invoke(commands, ["config", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_what_the_command_prints_is_a_configuration_of_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(printed())
+    assert load_config(path) == Config()
+    assert yaml.safe_load(path.read_text()) == Config().model_dump(mode="json")
+
+
+def test_values_of_a_file_and_of_options_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("training:\n  epochs: 7\n")
+    sets = [word for change in AWKWARD for word in ("--set", change)]
+    text = printed("--config", str(path), *sets)
+    path.write_text(text)
+    config = load_config(path)
+    assert config == load_config(None, ["training.epochs=7", *AWKWARD])
+    assert "# Allowed: a whole number above 0. Default: 100.\n  epochs: 7\n" in text
+    # Beside the epochs; the cache has the value of the defaults.
+    assert text.count(" Default: ") == 1 + len(AWKWARD) - 1
+
+
+def test_no_setting_lacks_a_meaning_or_a_type_in_words() -> None:
+    everything = list(settings())
+    assert len(everything) > 60
+    for setting in everything:
+        assert re.fullmatch(r"[A-Za-z0-9].*\.", setting.meaning), setting.key
+        assert bool(setting.allowed) is not setting.is_section, setting.key
+
+
+def test_the_settings_are_those_of_the_configuration_in_its_order() -> None:
+    def keys(tree: dict[str, object], prefix: str = "") -> list[str]:
+        found = []
+        for name, value in tree.items():
+            found.append(prefix + name)
+            if isinstance(value, dict):
+                found += keys(value, f"{prefix}{name}.")
+        return found
+
+    assert [setting.key for setting in settings()] == keys(Config().model_dump())
+
+
+def test_every_line_of_a_value_follows_its_meaning() -> None:
+    lines = commented_yaml(Config()).splitlines()
+    assert max(map(len, lines)) <= 100
+    by_name = {setting.key.split(".")[-1]: setting for setting in settings()}
+    for before, line in zip(lines, lines[1:], strict=False):
+        name = re.match(r"\s*(\w+):", line)
+        if name:
+            expected = by_name[name[1]].is_section or before.strip().startswith("# Allowed: ")
+            assert expected, line
+    assert "`" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize("value", [None, True, "off", "null", "1f1b", "", 3e-5, 4, [1.0, 2.5], []])
+def test_a_value_is_one_line_of_yaml(value: object) -> None:
+    text = in_yaml(value)
+    assert "\n" not in text
+    assert yaml.safe_load(text) == value

@@ -1,0 +1,73 @@
+"""Records to make reports of, and what the reports show."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from unet3d.memory.meter import SlotMemory, memory_record
+from unet3d.parallel import Slot
+
+MIB = 1024**2
+ENCODER = ("encoder.0.0", "encoder.0.1", "encoder.1.0", "encoder.1.1")
+DECODER = ("decoder.0.skip", "decoder.0.up", "decoder.0.0", "decoder.0.1", "head")
+
+
+def memory_of(
+    activations_mib: float, parameters_mib: float = 7, peak_mib: float | None = None
+) -> SlotMemory:
+    """Return the memory of a slot; gradients and momentum are as large as the parameters."""
+    counted = activations_mib + 3 * parameters_mib
+    peak = counted if peak_mib is None else peak_mib
+    sizes = (*[parameters_mib] * 3, activations_mib, peak, peak)
+    names = ("parameters", "gradients", "optimizer", "activations", "peak", "reserved")
+    return SlotMemory(
+        **{f"{name}_bytes": round(size * MIB) for name, size in zip(names, sizes, strict=True)}
+    )
+
+
+def record_of(devices: Sequence[str], memories: Sequence[SlotMemory]) -> dict[str, Any]:
+    """Return what ``memory.json`` would hold; each peak was predicted 1 MiB too large."""
+    slots = [
+        Slot(index=index, device=torch.device("cpu"), blocks=DECODER if index else ENCODER)
+        for index in range(len(devices))
+    ]
+    predicted = [replace(one, peak_bytes=one.peak_bytes + MIB) for one in memories]
+    made = memory_record("model", slots, dict(enumerate(memories)), dict(enumerate(predicted)))
+    for slot, device in zip(made["slots"], devices, strict=True):
+        slot["device"] = device  # a GPU's record, without a GPU
+        slot["device_bytes"] = 80 * 1024 * MIB
+    return made
+
+
+def cells(table: Table) -> list[tuple[str, ...]]:
+    """Return the rows of a table, each cell as text without the spaces that only place it."""
+    return [
+        tuple(str(cell).strip() for cell in row)
+        for row in zip(*(column.cells for column in table.columns), strict=True)
+    ]
+
+
+def heads(table: Table) -> list[str]:
+    """Return the heads of a table's columns in one line each."""
+    return [str(column.header).replace("-\n", "").replace("\n", " ") for column in table.columns]
+
+
+def printed(table: Table, width: int) -> str:
+    """Return a table as a terminal without colours shows it."""
+    console = Console(width=width, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def assert_is_picture(path: Path) -> None:
+    """See that a file is a PNG and more than one colour."""
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    pixels = matplotlib.image.imread(path)
+    assert pixels.min() < pixels.max()

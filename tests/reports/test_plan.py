@@ -1,0 +1,75 @@
+from typing import Any
+
+import pytest
+
+from tests.reports.records import cells, heads, memory_of, record_of
+from unet3d.reports.plan import plan_lines, plan_table
+
+
+def way(devices: list[str], **more: Any) -> dict[str, Any]:
+    slots = record_of(devices, [memory_of(100, 20, 200)] * len(devices))["slots"]
+    values = {
+        "parallel": "none" if len(devices) == 1 else "model",
+        "replicas": 1,
+        "num_micro_batches": 1,
+        "balance": None,
+        "asked": False,
+        "fits": True,
+        "largest_shape": [320, 320, 256],
+        "slots": slots,
+    }
+    return values | more
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    return {
+        "batch_size": 2,
+        "shape": [192, 192, 160],
+        "precision": "bfloat16",
+        "notes": ["A note."],
+        "ways": [
+            way(["cuda:0"], fits=False, largest_shape=None),
+            way(["cuda:0", "cuda:1"], num_micro_batches=4, asked=True, balance="time"),
+            way(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], replicas=2),
+        ],
+    }
+
+
+def test_the_table_has_a_row_for_each_slot_of_each_way(record: dict[str, Any]) -> None:
+    table = plan_table(record)
+    assert "2 patches of 192x192x160 voxels, bfloat16" in str(table.title)
+    assert "MiB" in str(table.title)
+    assert str(table.caption) == "A note."
+    assert heads(table) == [
+        *("parallel, micro-batches", "slot", "device", "parameters", "gradients", "optimizer"),
+        *("activations", "rest", "peak", "device total", "fits"),
+    ]
+    parts = ("20.00", "20.00", "20.00", "100")
+    rest = ("41.00", "201", "81,920")  # a peak of 201 MiB, of which 160 are counted
+    assert cells(table) == [
+        ("none, 1", "0", "cuda:0", *parts, *rest, "NO"),
+        ("model, 4*", "0", "cuda:0", *parts, *rest, "yes"),
+        ("", "1", "cuda:1", *parts, *rest, ""),
+        ("2 x model, 1", "0", "cuda:0", *parts, *rest, "yes"),
+        ("", "1", "cuda:1", *parts, *rest, ""),
+        ("", "2", "cuda:2", *parts, *rest, ""),
+        ("", "3", "cuda:3", *parts, *rest, ""),
+    ]
+
+
+def test_each_way_has_a_line_that_can_be_typed(record: dict[str, Any]) -> None:
+    assert plan_lines(record) == [
+        "--parallel none --devices cuda:0 --micro-batches 1: not even the smallest volume fits",
+        "--parallel model --devices cuda:0,cuda:1 --micro-batches 4 --balance time: "
+        "up to 320x320x256 voxels (asked for)",
+        "--parallel model --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
+        "up to 320x320x256 voxels",
+    ]
+
+
+def test_a_note_of_several_ways_is_said_once(record: dict[str, Any]) -> None:
+    record["ways"] = [way(["cpu"]), way(["cpu", "cpu"])]
+    assert str(plan_table(record).caption) == (
+        "A note. On a CPU the peak is the sum of what is counted: a lower bound."
+    )

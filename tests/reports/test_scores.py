@@ -1,0 +1,44 @@
+from pathlib import Path
+
+from tests.reports.records import cells, heads
+from unet3d.inference.evaluation import CaseScores, Evaluation, LabelScore
+from unet3d.reports.scores import evaluation_table
+
+
+def evaluation(num_cases: int) -> Evaluation:
+    scores = {
+        1: LabelScore(dice=0.91234, hd95_mm=1.5, prediction_ml=12.3456, label_ml=12.0),
+        255: LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0),
+    }
+    cases = [
+        CaseScores(name=f"case_{i}", prediction=Path("p"), label=Path("l"), scores=scores)
+        for i in range(num_cases)
+    ]
+    other = LabelScore(dice=0.5, hd95_mm=3.5, prediction_ml=1.0, label_ml=2.0)
+    cases[-1] = CaseScores(
+        name="last", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
+    )
+    return Evaluation(cases=tuple(cases), label_values=(1, 255))
+
+
+def test_the_table_has_each_case_and_the_means() -> None:
+    table = evaluation_table(evaluation(2))
+    assert heads(table) == [
+        *("case", "label", "Dice", "HD95 (mm)", "predicted (mL)", "labelled (mL)")
+    ]
+    assert cells(table) == [
+        ("case_0", "1", "0.9123", "1.50", "12.346", "12.000"),
+        ("", "255", "–", "–", "0.000", "0.000"),
+        ("last", "1", "0.5000", "3.50", "1.000", "2.000"),
+        ("", "255", "0.5000", "3.50", "1.000", "2.000"),
+        ("mean of 2 cases", "1", "0.7062", "2.50", "6.673", "7.000"),
+        ("", "255", "0.5000", "3.50", "0.500", "1.000"),
+    ]
+    mean = (0.70617 + 0.5) / 2
+    assert str(table.caption) == f"Mean Dice over the labels: {mean:.4f}"
+
+
+def test_one_case_needs_no_means() -> None:
+    table = evaluation_table(evaluation(1))
+    assert [row[0] for row in cells(table)] == ["last", ""]
+    assert str(table.caption) == "Mean Dice over the labels: 0.5000"

@@ -1,0 +1,81 @@
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tests.reports.records import MIB
+from unet3d.memory.timeline import Mark, Timeline
+from unet3d.reports.timeline import ELSEWHERE, draw_timeline
+
+
+def timeline(
+    num_micro_batches: int,
+    device: str = "cuda:0",
+    slots: tuple[int, ...] = (0,),
+    peak_mib: int = 100,
+) -> dict[str, Any]:
+    """Return a step: forward on slot 0, loss and backward on slot 1, for each micro-batch."""
+    actions: list[tuple[int | None, str, int | None]] = [(None, "optimizer", None)]
+    for number in reversed(range(num_micro_batches)):
+        actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
+    marks = tuple(
+        Mark(
+            slot=slot,
+            kind=kind,
+            micro_batch=number,
+            bytes=(50 + index) * MIB,
+            peak_bytes=(peak_mib - index) * MIB,
+        )
+        for index, (slot, kind, number) in enumerate(actions)
+    )
+    return Timeline(device=device, slots=slots, marks=marks).to_dict()
+
+
+def drawn(line: dict[str, Any], device_mib: int = 80 * 1024) -> Axes:
+    axes = Figure().add_subplot()
+    draw_timeline(axes, line, device_mib * MIB, "MiB", MIB)
+    return axes
+
+
+def legend(axes: Axes) -> list[str]:
+    found = axes.get_legend()
+    assert found is not None
+    return [text.get_text() for text in found.get_texts()]
+
+
+def test_a_bar_for_each_action_and_a_line_for_what_is_left_at_its_end() -> None:
+    axes = drawn(timeline(2))
+    (bars,) = axes.containers
+    assert [bar.get_height() for bar in bars] == [100 - index for index in range(7)]
+    (steps,) = axes.patches[7:]
+    assert list(steps.get_data().values) == [50 + index for index in range(7)]  # type: ignore[attr-defined]
+    assert axes.get_ylabel() == "MiB"
+    assert axes.get_ylim()[1] > 100
+
+
+def test_actions_of_other_slots_are_told_apart_and_not_numbered() -> None:
+    axes = drawn(timeline(2, slots=(1,)))
+    assert legend(axes) == [
+        *("loss", "backward", "optimizer", ELSEWHERE, "at the end of each action")
+    ]
+    (bars,) = axes.containers
+    colours = [bar.get_facecolor() for bar in bars]
+    assert colours[0] == colours[3] != colours[1] == colours[4]  # forward is of slot 0
+    numbers = [(text.get_text(), text.xy[0]) for text in axes.texts]  # type: ignore[attr-defined]
+    assert numbers == [("0", 1), ("0", 2), ("1", 4), ("1", 5)]
+
+
+def test_numbers_that_could_not_be_read_are_left_out() -> None:
+    assert drawn(timeline(20, slots=(0, 1))).texts
+    assert not drawn(timeline(40, slots=(0, 1))).texts
+
+
+@pytest.mark.parametrize(("device_mib", "is_shown"), [(140, True), (160, False), (90, True)])
+def test_the_total_of_a_device_is_shown_where_it_is_near(device_mib: int, is_shown: bool) -> None:
+    axes = drawn(timeline(1), device_mib)
+    assert ("device total" in legend(axes)) == is_shown
+    totals = [line.get_ydata()[0] for line in axes.get_lines()]
+    assert totals == ([device_mib] if is_shown else [])
+    if is_shown:
+        assert axes.get_ylim()[1] > device_mib

@@ -1,0 +1,97 @@
+"""Which run is meant, and that all ranks mean the same one."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from unet3d.config import Config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError
+from unet3d.training.start import Run, RunRequest, choose_run
+
+ALONE = Group(Ranks())
+CHANGES = (
+    "data.dataset=some/where",
+    "training.learning_rate=3e-05",
+    "patches.size=16,16,24",
+    "parallel.devices=cpu",
+)
+
+
+def request(**changes: Any) -> RunRequest:
+    values: dict[str, Any] = {
+        "config_path": None,
+        "changes": CHANGES,
+        "output": None,
+        "resume": False,
+    }
+    return RunRequest(**values | changes)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refuse_yaml(*_: object, **__: object) -> None:
+    raise AssertionError("settings are turned to YAML")
+
+
+def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
+    run = choose_run(request(), ALONE)
+    assert run.config.data.dataset == Path("some/where")
+    assert run.config.patches.size == (16, 16, 24)
+    assert run.folder.path.parent == Path("runs")
+    assert run.folder.path.name.startswith("where-fold0-")
+    assert not run.resume
+
+
+def test_all_ranks_get_the_run_of_the_first_without_yaml(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def choose(rank: int) -> Run:
+        ranks = Ranks(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+        # What the second rank is asked does not count.
+        changes = CHANGES if rank == 0 else ("training.seed=9",)
+        return choose_run(request(changes=changes, output=here / str(rank)), Group(ranks, store))
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (one.result(30) for one in [threads.submit(choose, r) for r in range(2)])
+    assert first.config == second.config
+    assert first.folder.path == second.folder.path == here / "0"
+    assert isinstance(second.config, Config)
+    assert second.config.training.learning_rate == 3e-05
+    assert second.config.parallel.mode == "data"  # of several ranks, where no mode is named
+    assert second.config.data.dataset == Path("some/where")
+
+
+def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path) -> None:
+    started = choose_run(request(output=here / "run"), ALONE)
+    started.folder.create()
+    started.folder.write_config(started.config)
+    with pytest.raises(ConfigError, match="no run to resume in"):
+        choose_run(request(changes=(), output=here / "run", resume=True), ALONE)
+    started.folder.latest.touch()
+    changes = ("training.epochs=7",)
+    run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
+    assert run.resume and run.folder.path == here / "run"
+    assert run.config == started.config.with_values({"training.epochs": 7})
+
+
+def test_torchrun_that_restarts_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    group = Group(Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2))
+    with pytest.raises(ConfigError, match="name its folder with --output"):
+        choose_run(request(), group)

@@ -1,0 +1,128 @@
+import itertools
+import os
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from unet3d.errors import VolumeError
+from unet3d.volumes.files import (
+    SUFFIXES,
+    find_spelling,
+    is_nifti_file,
+    is_volume_file,
+    members,
+    stands_for_volume,
+    volume_stem,
+)
+from unet3d.volumes.nifti import read_header, read_image, read_label, write_label
+
+ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
+
+
+def spellings(suffix: str) -> list[str]:
+    """Return an ending in every case of its letters."""
+    letters = zip(suffix, suffix.upper(), strict=True)
+    return ["".join(each) for each in itertools.product(*(dict.fromkeys(pair) for pair in letters))]
+
+
+def save_pair(folder: Path, header: str, voxels: str, version: int = 1) -> Path:
+    kind = nib.Nifti1Pair if version == 1 else nib.Nifti2Pair
+    nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), folder / "new.hdr")
+    os.rename(folder / "new.hdr", folder / header)
+    os.rename(folder / "new.img", folder / voxels)
+    return folder / header
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_names(suffix: str) -> None:
+    assert is_volume_file(Path(f"folder/scan.1{suffix}"))
+    assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
+    assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
+    assert is_nifti_file(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+
+
+@pytest.mark.parametrize("name", ["scan.txt", "scan.nii.txt", "nii", "scan.gz"])
+def test_other_names(name: str) -> None:
+    assert not is_volume_file(Path(name))
+    assert not stands_for_volume(Path(name))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize(
+    ("header", "voxels"), list(itertools.product(spellings(".hdr"), spellings(".img")))
+)
+def test_pairs_are_found_and_read_in_any_case_of_letters(
+    tmp_path: Path, header: str, voxels: str, version: int
+) -> None:
+    both = (tmp_path / f"scan.1{header}", tmp_path / f"scan.1{voxels}")
+    save_pair(tmp_path, both[0].name, both[1].name, version)
+    for path in both:
+        assert members(path) == both
+        assert stands_for_volume(path) == (path == both[0])
+        np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+        np.testing.assert_array_equal(read_label(path).array, ARRAY)
+        assert read_header(path).spacing_mm == (2, 3, 4)
+
+
+def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path: Path) -> None:
+    quiet = save_pair(tmp_path, "a.hdr", "a.img")
+    loud = save_pair(tmp_path, "a.HDR", "a.IMG")
+    assert members(quiet) == (quiet, tmp_path / "a.img")
+    assert members(loud) == (loud, tmp_path / "a.IMG")
+    assert members(tmp_path / "a.IMG") == members(loud)
+
+
+@pytest.mark.parametrize("suffix", [".hdr", ".HDR", ".img", ".Img"])
+def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"half{suffix}"
+    path.write_bytes(b"something")
+    assert members(path) == (path,)
+    assert stands_for_volume(path)
+    with pytest.raises(VolumeError, match=r"lacks its partner half\.(img|hdr); a pair needs both"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("suffix", [*spellings(".nii"), ".NII.GZ", ".Nii.Gz", ".nii.GZ", ".NII.gz"])
+def test_single_files_are_read_and_written_in_any_case_of_letters(
+    tmp_path: Path, suffix: str
+) -> None:
+    gz = suffix.lower().endswith(".gz")
+    nib.save(nib.Nifti1Image(ARRAY, np.eye(4)), tmp_path / ("a.nii.gz" if gz else "a.nii"))
+    path = next(tmp_path.iterdir()).rename(tmp_path / f"scan{suffix}")
+    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+    write_label(tmp_path / f"label{suffix}", ARRAY, read_header(path))
+    assert {file.name for file in tmp_path.iterdir()} == {f"scan{suffix}", f"label{suffix}"}
+    assert ((tmp_path / f"label{suffix}").read_bytes()[:2] == b"\x1f\x8b") == gz
+    np.testing.assert_array_equal(read_label(tmp_path / f"label{suffix}").array, ARRAY)
+
+
+# nibabel leaves it to the garbage collector to close a plain .mgh file.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("suffix", spellings(".mgz") + [".MGH", ".Mgh"])
+def test_mgh_files_are_read_in_any_case_of_letters(tmp_path: Path, suffix: str) -> None:
+    plain = tmp_path / f"new{suffix.lower()}"
+    nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)
+    path = plain.rename(tmp_path / f"scan{suffix}")
+    np.testing.assert_array_equal(read_image(path).array[0], ARRAY)
+
+
+def test_a_header_of_no_known_format_is_refused(tmp_path: Path) -> None:
+    path = save_pair(tmp_path, "scan.HDR", "scan.img")
+    path.write_bytes(bytes(348))
+    with pytest.raises(VolumeError, match=r"scan\.HDR: it does not begin with a NIfTI header"):
+        read_header(path)
+    nib.save(nib.AnalyzeImage(ARRAY, np.eye(4)), tmp_path / "old.hdr")
+    (tmp_path / "old.img").rename(tmp_path / "old.IMG")
+    with pytest.raises(VolumeError, match=r"old\.hdr is in the Analyze 7\.5 format"):
+        read_header(tmp_path / "old.hdr")
+
+
+def test_a_name_is_found_whatever_the_case_of_its_ending(tmp_path: Path) -> None:
+    (tmp_path / "a.NII.gz").touch()
+    (tmp_path / "A.nii.gz").touch()
+    assert find_spelling(tmp_path / "a.nii.gz") == tmp_path / "a.NII.gz"
+    assert find_spelling(tmp_path / "A.nii.gz") == tmp_path / "A.nii.gz"
+    for absent in (tmp_path / "b.nii.gz", tmp_path / "a.nii", tmp_path / "none" / "a.nii"):
+        assert find_spelling(absent) == absent

@@ -1,0 +1,20 @@
+"""``unet3d config``."""
+
+from pathlib import Path
+
+import click
+
+from unet3d.cli.options import config_options
+
+
+@click.command()
+@config_options
+def config(config_path: Path | None, overrides: tuple[str, ...]) -> None:
+    """Print every setting with its meaning, as YAML that --config of train takes.
+
+    The values are the defaults, or those of --config and --set.
+    """
+    from unet3d.config import load_config
+    from unet3d.config.reference import commented_yaml
+
+    click.echo(commented_yaml(load_config(config_path, overrides)), nl=False)

@@ -1,0 +1,50 @@
+"""Measuring what the slots of an executor hold while it takes training steps."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from unet3d.memory.meter import MemoryMeter, NetworkLike, SlotLike
+
+
+class Observed(Protocol):
+    """What this module needs to know of an executor."""
+
+    observer: Any
+    """Is told of every action; replaced while steps are measured."""
+
+    @property
+    def slots(self) -> Sequence[SlotLike]:
+        """Where the network's blocks are."""
+        ...
+
+    @property
+    def module(self) -> NetworkLike:
+        """The network."""
+        ...
+
+
+@contextmanager
+def measured_steps(executor: Observed, optimizer: torch.optim.Optimizer) -> Iterator[MemoryMeter]:
+    """Measure all training steps in the context; read the meter after it.
+
+    Args:
+        executor: Takes the steps; its observer is restored at the end.
+        optimizer: Of the executor's network.
+    """
+    meter = MemoryMeter(executor.slots, executor.module)
+    before = executor.observer
+    meter.start()
+    executor.observer = meter
+    hooks = (
+        optimizer.register_step_pre_hook(lambda *_: meter.note_gradients()),
+        optimizer.register_step_post_hook(lambda *_: meter.end_step()),
+    )
+    try:
+        yield meter
+    finally:
+        for hook in hooks:
+            hook.remove()
+        executor.observer = before

@@ -1,0 +1,109 @@
+"""``nn.DataParallel``: a replica on each GPU, in one process, with a thread for each device."""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.errors import ConfigError
+from unet3d.model import UNet3d
+from unet3d.parallel.executor import LossFunction, NoObserver, Observer
+from unet3d.parallel.placement import Slot, check_thread_devices
+
+
+class DataParallelExecutor:
+    """Copies of a network in threads; see :class:`~unet3d.parallel.Executor`.
+
+    The network stays on the first device and is copied to the others in every forward pass; the
+    logits are gathered on the output device, where the loss of the whole batch is taken.
+
+    cuDNN must not search for its fastest algorithms here (``torch.backends.cudnn.benchmark``):
+    what it finds is remembered per thread, and the threads are new in every step.
+    """
+
+    def __init__(
+        self,
+        module: UNet3d,
+        devices: Sequence[torch.device],
+        output_device: torch.device | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """Move the network to the first device.
+
+        Args:
+            module: The network.
+            devices: GPUs, each once.
+            output_device: One of them, or None for the first.
+            autocast: Lower precision, or None.
+
+        Raises:
+            DeviceError: The devices are not GPUs.
+            ConfigError: Batch normalisation.
+        """
+        check_thread_devices(devices, output_device)
+        if not module.samples_are_independent:
+            raise ConfigError(
+                f"batch normalisation with {len(devices)} replicas would take its statistics from "
+                "portions of the batch; use model.norm=instance"
+            )
+        torch.backends.cudnn.benchmark = False
+        self.module = module.to(devices[0])
+        if autocast is not None:
+            module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+        self.input_device = devices[0]
+        self.output_device = output_device or devices[0]
+        names = tuple(block.name for block in module.blocks())
+        self.slots: Sequence[Slot] = tuple(
+            Slot(index=index, device=device, blocks=names) for index, device in enumerate(devices)
+        )
+        self.observer: Observer = NoObserver()
+        self._network = _Lowered(self, autocast)
+        self._replicated: nn.Module = nn.DataParallel(
+            self._network, [device.index or 0 for device in devices], self.output_device
+        )
+
+    def forward_backward(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+    ) -> Any:
+        """Add one batch's gradients to the module's; see the protocol."""
+        self.module.check_shape(image)
+        logits = self._replicated(image)
+        first = self.slots[0]
+        with self.observer.during(first, "loss", 0):
+            terms = loss_fn(logits, target)
+        with self.observer.during(first, "backward", 0):
+            torch.autograd.backward(terms.total * scale)
+        return terms.detached()
+
+    @torch.no_grad()
+    def predict(self, image: Tensor) -> Tensor:
+        """Return logits without gradients, from the first device alone; see the protocol."""
+        was_training = self.module.training
+        self.module.eval()
+        logits: Tensor = self._network(image)
+        self.module.train(was_training)
+        return logits.to(self.output_device)
+
+
+class _Lowered(nn.Module):
+    """The network in lower precision: entered in each replica's own thread, as autocast must be."""
+
+    def __init__(self, executor: DataParallelExecutor, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.network = executor.module
+        self.autocast = autocast
+        self._slots = {slot.device: slot for slot in executor.slots}
+        self._executor = weakref.proxy(executor)  # which owns this; and what it watches changes
+
+    def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
+        lowering = (
+            nullcontext()
+            if self.autocast is None
+            else torch.autocast(image.device.type, dtype=self.autocast)
+        )
+        slot = self._slots[image.device]
+        with self._executor.observer.during(slot, "forward", 0), lowering:
+            return self.network(image)  # type: ignore[no-any-return]

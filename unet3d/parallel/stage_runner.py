@@ -1,0 +1,276 @@
+"""One stage of the network, forward and backward, for one micro-batch at a time.
+
+The pipeline says when a stage runs; a :class:`StageRunner` does it. :class:`EagerStage` launches
+the stage's operations one by one, as everywhere in PyTorch. :mod:`unet3d.parallel.cuda_graphs` has
+the other form, which replays them.
+
+Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward leaves
+in them is sent to the stage that made them. So the graph of one micro-batch in one stage can be
+walked back as soon as its gradients are there, and is freed at once::
+
+    stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
+                                        send  │                            ▲ send
+    stage 1                        leaf ◄─────┘──[blocks]── head ── loss ── leaf.grad
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from unet3d.config import Recompute
+from unet3d.kernels import recomputed_in_backward
+from unet3d.memory.fake_devices import is_gpu
+from unet3d.model import Block, run_blocks, run_levels
+from unet3d.parallel.executor import Loss, LossFunction
+from unet3d.parallel.offload import SkipOffloader, StepOffload
+from unet3d.parallel.partition import Stage
+
+Send = Callable[[str, Tensor], None]
+"""Takes a tensor by name as soon as it is there: a result, or in backward a gradient."""
+
+Gradients = Mapping[str, Sequence[Tensor]]
+"""The gradients of tensors by name, one from each of a tensor's readers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a micro-batch's loss is taken with."""
+
+    loss_fn: LossFunction
+    """A mean over the samples."""
+    weight: float
+    """The micro-batch's share of the batch's samples."""
+    scale: float
+    """Factor of the loss before backward, such as a gradient scaler's."""
+
+
+class StageRunner(Protocol):
+    """Does what the schedule asks of one stage."""
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
+        """Run the blocks, and keep what backward will need.
+
+        Args:
+            micro_batch: Its number, from 0.
+            inputs: The stage's inputs by name, on its device, without a graph.
+            send: Receives each of the stage's outputs, without a graph.
+        """
+        ...
+
+    def loss(
+        self,
+        micro_batch: int,
+        logits: Mapping[str, Tensor],
+        target: Tensor,
+        objective: Objective,
+        send: Send,
+    ) -> Any:
+        """Take the loss; only the last stage is asked.
+
+        Args:
+            micro_batch: Its number.
+            logits: The network's results by name, on the stage's device.
+            target: Of the same samples, on the stage's device.
+            objective: The loss, its weight and its scale.
+            send: Receives the gradient of each of the logits.
+
+        Returns:
+            The weighted :class:`~unet3d.parallel.executor.Loss`, without its scale.
+        """
+        ...
+
+    def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
+        """Add to the gradients of the parameters, and let go of what forward kept.
+
+        Args:
+            micro_batch: Its number.
+            gradients: Of the stage's outputs by name, on its device, one from each reader.
+            send: Receives the gradient of each of the stage's inputs.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class _Alive:
+    """What is kept of one micro-batch between forward and backward."""
+
+    leaves: dict[str, Tensor]
+    """The stage's inputs."""
+    roots: dict[str, GradientEdge]
+    """Where the graph of each output begins: it outlives the output."""
+    offloader: SkipOffloader | None
+
+
+class EagerStage:
+    """A stage whose operations are launched one by one; see :class:`StageRunner`."""
+
+    def __init__(
+        self,
+        *,
+        stage: Stage,
+        autocast: torch.dtype | None,
+        recompute: Recompute,
+        offload: StepOffload | None,
+    ) -> None:
+        """Move the stage's parameters to its device.
+
+        Args:
+            stage: Slot and blocks; the parameters are all of one precision.
+            autocast: Lower precision where the device is a GPU, or None.
+            recompute: What is recomputed in backward instead of being kept.
+            offload: What moves skips to the host's memory and back, shared by the stages; None:
+                they stay.
+        """
+        self.stage = stage
+        self.recompute = recompute
+        self.offload = offload
+        self._alive: dict[int, _Alive] = {}
+        device = stage.slot.device
+        self.autocast = autocast if is_gpu(device) else None
+        parameters = [value for block in stage.blocks for value in block.module.parameters()]
+        self._dtype = next((value.dtype for value in parameters), torch.get_default_dtype())
+        for block in stage.blocks:
+            if self.autocast is not None:  # the layout that tensor cores want
+                block.module.to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+            else:
+                block.module.to(device)
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
+        """Run the blocks; see :class:`StageRunner`."""
+        leaves = {name: self.as_input(tensor) for name, tensor in inputs.items()}
+        for name, leaf in leaves.items():
+            if name != "image":
+                leaf.requires_grad_()
+        offloader = self._offloader(micro_batch, leaves)
+        sending = _Sending(offloader, send)
+        made = self._compute(leaves, sending)
+        for name in self.stage.outputs:
+            if name not in sending.sent:
+                send(name, made[name].detach())
+        if offloader is not None:
+            offloader.end_forward()
+        roots = {name: get_gradient_edge(tensor) for name, tensor in made.items()}
+        self._alive[micro_batch] = _Alive(leaves=leaves, roots=roots, offloader=offloader)
+
+    def loss(
+        self,
+        micro_batch: int,
+        logits: Mapping[str, Tensor],
+        target: Tensor,
+        objective: Objective,
+        send: Send,
+    ) -> Loss:
+        """Take the loss; its gradients with respect to the logits start the way back."""
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in logits.items()}
+        values = list(leaves.values())
+        terms: Loss = objective.loss_fn(values if len(values) > 1 else values[0], target)
+        torch.autograd.backward(terms.total * (objective.weight * objective.scale))
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                gradient, leaf.grad = leaf.grad, None
+                send(name, gradient)
+        return terms.detached().weighted(objective.weight)
+
+    def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
+        """Walk the graph of one micro-batch back; see :class:`StageRunner`."""
+        alive = self._alive.pop(micro_batch)
+        for name, leaf in alive.leaves.items():
+            if leaf.requires_grad:
+                # Sent as soon as it is there, while the rest of the stage still goes backward.
+                leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
+        if alive.offloader is not None:
+            alive.offloader.begin_backward()
+        names = list(alive.roots)
+        # In the order in which they came, so that a run can be repeated.
+        values = [functools.reduce(torch.add, gradients[name]) for name in names]
+        del gradients
+        torch.autograd.backward([alive.roots[name] for name in names], values)
+        if alive.offloader is not None:
+            alive.offloader.end_backward()
+
+    def forget(self) -> None:
+        """Let go of micro-batches that will not go backward, because their step was given up."""
+        self._alive.clear()
+
+    def predict(
+        self, inputs: Mapping[str, Tensor], blocks: Sequence[Block], outputs: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return some outputs of the stage without keeping anything.
+
+        Args:
+            inputs: The stage's inputs by name, on its device.
+            blocks: Those of the stage that are to run.
+            outputs: Names of what is wanted of them.
+        """
+        received = {name: self.as_input(tensor) for name, tensor in inputs.items()}
+        with self._lowered():
+            return run_blocks(blocks, received, outputs)
+
+    def as_input(self, received: Tensor) -> Tensor:
+        """Return an input in the precision in which the stage wants it.
+
+        Args:
+            received: On the stage's device.
+        """
+        # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
+        return received if self.autocast is not None else received.to(self._dtype)
+
+    def _compute(self, leaves: dict[str, Tensor], sending: "_Sending") -> dict[str, Tensor]:
+        """Run the blocks forward, with all that backward will need."""
+        blocks, outputs = self.stage.blocks, self.stage.outputs
+        recomputing = recomputed_in_backward() if self.recompute == "norm" else nullcontext()
+        with self._lowered(), recomputing:
+            if self.recompute == "level":
+                return run_levels(blocks, dict(leaves), outputs)
+            sending.wanted = frozenset(outputs)
+            return run_blocks(blocks, dict(leaves), outputs, sending)
+
+    def _offloader(self, micro_batch: int, leaves: dict[str, Tensor]) -> SkipOffloader | None:
+        if self.offload is None:
+            return None
+        device, blocks = self.stage.slot.device, self.stage.blocks
+        return self.offload.of_stage(device, blocks, micro_batch, leaves)
+
+    def _lowered(self) -> AbstractContextManager[None]:
+        if self.autocast is None:
+            return nullcontext()
+        # Its cache of lowered weights lives until the context ends: once per micro-batch and stage.
+        return torch.autocast(self.stage.slot.device.type, dtype=self.autocast)
+
+
+class _Sending:
+    """Sends what blocks make while the stage still goes forward."""
+
+    def __init__(self, offloader: SkipOffloader | None, send: Send) -> None:
+        self.wanted: frozenset[str] = frozenset()
+        self.sent: set[str] = set()
+        self._offloader = offloader
+        self._send = send
+
+    def before(self, block: Block) -> None:
+        if self._offloader is not None:
+            self._offloader.before(block)
+
+    def after(self, block: Block, made: Tensor) -> None:
+        if self._offloader is not None:
+            self._offloader.after(block, made)
+        if block.name in self.wanted:
+            self._send(block.name, made.detach())
+            self.sent.add(block.name)
+
+
+def _sender(name: str, send: Send) -> Callable[[Tensor], None]:
+    """Return a hook that sends a leaf's gradient and takes it from the leaf."""
+
+    def hook(leaf: Tensor) -> None:
+        if leaf.grad is not None:
+            gradient, leaf.grad = leaf.grad, None
+            send(name, gradient)
+
+    return hook

@@ -1,0 +1,191 @@
+"""Choosing and starting a run: new or continued, in this process or in one for each replica."""
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from unet3d.config import Config, load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.interruption import Interrupted
+from unet3d.distributed.launcher import launch
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
+from unet3d.errors import ConfigError
+from unet3d.parallel import ParallelDims
+from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
+from unet3d.runs.run_folder import RUNS, RunFolder, newest_run
+from unet3d.training.job import for_ranks, train
+from unet3d.training.loop import TrainingResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What a user says of a run."""
+
+    config_path: Path | None
+    """A configuration file; None: the defaults, or where a run is continued, its own."""
+    changes: tuple[str, ...]
+    """Settings that differ from it, as ``section.key=value``."""
+    output: Path | None
+    """The run's folder; None: a new one below ``runs/``, or the newest to continue."""
+    resume: bool
+    """Whether to continue a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What will be trained, and where its files go."""
+
+    config: Config
+    """Every setting; those that depend on the number of ranks suit it."""
+    folder: RunFolder
+    """The run's files."""
+    resume: bool
+    """Whether to continue from the folder's latest checkpoint."""
+
+
+def start_training(
+    request: RunRequest, ranks: Ranks, console: Console, quiet: bool
+) -> TrainingResult | None:
+    """Train what was asked for, in this process or in one for each replica.
+
+    Args:
+        request: What was asked for.
+        ranks: The place of this process; the only one where torchrun has not started it.
+        console: For the live line.
+        quiet: No progress at all.
+
+    Returns:
+        What this process has trained; None where it has started others, which show their own.
+
+    Raises:
+        Unet3dError: For every reason that we can explain.
+        Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+    """
+    with joined(ranks) as group:
+        run = choose_run(request, group)
+        dims = ParallelDims.resolve(run.config.parallel, ranks=ranks)
+        if group.size < dims.num_processes:
+            start_ranks(run, dims, quiet)
+            return None
+        return train(run.config, run.folder, run.resume, console, quiet, group)
+
+
+def choose_run(request: RunRequest, group: Group) -> Run:
+    """Return the run that all ranks train; only the first one must see the files of an old one.
+
+    Args:
+        request: What was asked for.
+        group: The ranks; all of them call it.
+
+    Raises:
+        ConfigError: A setting is refused, or there is no run to continue.
+    """
+    return group.from_first(
+        lambda: _choose_run(request, group), to_plain=_to_plain, from_plain=_from_plain
+    )
+
+
+def _choose_run(request: RunRequest, group: Group) -> Run:
+    folder = run_to_resume(request.output) if request.resume else None
+    if folder is not None and request.config_path is None:
+        recorded = load_config(folder.config)
+        changes = [*forgotten_modes(recorded, request.changes), *request.changes]
+        config = without_stale_cuts(load_config(folder.config, changes), recorded)
+    else:
+        config = load_config(request.config_path, request.changes)
+    config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
+    if folder is not None:
+        return Run(config=config, folder=folder, resume=True)
+    if group.size > 1 and request.output is None and _may_be_restarted():
+        raise ConfigError(
+            "torchrun may restart the ranks, which then must find the run again; name its "
+            "folder with --output, or use torchrun --max-restarts 0"
+        )
+    folder = RunFolder(request.output or new_run(config))
+    resume = group.has_begun(str(folder.path)) and folder.latest.exists()
+    return Run(config=config, folder=folder, resume=resume)
+
+
+def _may_be_restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
+
+
+def new_run(config: Config) -> Path:
+    """Return a folder for a new run: data set, fold and time.
+
+    Args:
+        config: The settings of the run.
+    """
+    source = config.data.dataset
+    name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
+    return RUNS / f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def run_to_resume(output: Path | None) -> RunFolder:
+    """Return the run to continue.
+
+    Args:
+        output: Its folder; None: the newest one that has not come to its end.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    run = RunFolder(output) if output is not None else newest_run(finished=False)
+    if run is None or not run.latest.exists():
+        raise ConfigError(
+            f"there is no run to resume in {output or RUNS}; start one without --resume"
+        )
+    return run
+
+
+def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
+    """Train in a process for each replica, each started with the settings as they are now.
+
+    Args:
+        run: What they train.
+        dims: The devices of each.
+        quiet: No progress at all.
+
+    Raises:
+        Unet3dError: A rank failed; the reason of the first one that did.
+        Interrupted: Ctrl-C or SIGTERM, after the ranks have ended.
+    """
+    with tempfile.NamedTemporaryFile("w", prefix="unet3d-", suffix=".yaml") as settings:
+        settings.write(run.config.to_yaml())
+        settings.flush()
+        arguments = ["train", "--config", settings.name, "--output", str(run.folder.path)]
+        arguments += ["--resume"] if run.resume else []
+        arguments += ["--quiet"] if quiet else []
+        if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
+            arguments.insert(0, "--debug")
+        on_gpus = any(device.type == "cuda" for devices in dims.replicas for device in devices)
+        try:
+            launch(arguments, dims.num_processes, run.config.parallel.max_restarts, on_gpus)
+        except Interrupted as interruption:
+            raise Interrupted(
+                interruption.signal_number, can_resume=run.folder.latest.exists()
+            ) from interruption
+
+
+def _to_plain(run: Run) -> dict[str, Any]:
+    return {
+        "config": run.config.model_dump(mode="json"),
+        "folder": str(run.folder.path),
+        "resume": run.resume,
+    }
+
+
+def _from_plain(values: Mapping[str, Any]) -> Run:
+    return Run(
+        config=Config.from_plain(values["config"]),
+        folder=RunFolder(Path(values["folder"])),
+        resume=values["resume"],
+    )

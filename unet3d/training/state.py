@@ -1,0 +1,83 @@
+"""Where a training stands: what a checkpoint holds beside network and optimizer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from unet3d.distributed.group import Group
+from unet3d.model import LossTerms
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """Epochs and steps that are done, and the sums of the epoch that is not."""
+
+    epoch: int = 0
+    """Epochs that are complete, validation included."""
+    step: int = 0
+    """Steps done in the epoch after them."""
+    loss: dict[str, float] = field(
+        default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
+    )
+    """Sums over those steps, of the loss of each sample."""
+    num_samples: int = 0
+    """Samples in those steps, of all ranks."""
+    seconds: float = 0.0
+    """Time spent in those steps."""
+    total_seconds: float = 0.0
+    """Time spent in the steps of the complete epochs."""
+    best_dice: float = -1.0
+    """Largest mean Dice of all validations; -1 before the first one."""
+    last_dice: dict[str, float | None] = field(default_factory=dict)
+    """Dice of each label in the last validation."""
+
+    def add_losses(self, losses: Sequence[tuple[int, LossTerms]], group: Group) -> None:
+        """Add the losses of some steps, of all ranks; this waits for the devices.
+
+        Args:
+            losses: For each step the number of this rank's samples, and their mean loss.
+            group: The ranks; all of them call it.
+        """
+        counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
+        own = [
+            float(sum(n * getattr(terms, name).item() for n, terms in counted))
+            for name in self.loss
+        ]
+        num_samples, *sums = group.sum([sum(n for n, _ in counted), *own])
+        self.num_samples += int(num_samples)
+        for name, value in zip(self.loss, sums, strict=True):
+            self.loss[name] += value
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss is still a number; if not, training has diverged."""
+        return math.isfinite(self.loss["total"])
+
+    @property
+    def mean_loss(self) -> dict[str, float]:
+        """Mean over the samples of the epoch so far."""
+        return {name: value / max(self.num_samples, 1) for name, value in self.loss.items()}
+
+    def note_dice(self, mean_dice: float | None) -> bool:
+        """Return whether a validation is the best so far, and remember it if it is.
+
+        Args:
+            mean_dice: Mean Dice of the validation; None where no label is in any case.
+        """
+        if mean_dice is None or mean_dice <= self.best_dice:
+            return False
+        self.best_dice = mean_dice
+        return True
+
+    def next_epoch(self, dice: dict[str, float | None] | None) -> "TrainingState":
+        """Return the state at the start of the next epoch.
+
+        Args:
+            dice: Dice of each label in this epoch's validation; None where there was none.
+        """
+        return TrainingState(
+            epoch=self.epoch + 1,
+            total_seconds=self.total_seconds + self.seconds,
+            best_dice=self.best_dice,
+            last_dice=self.last_dice if dice is None else dice,
+        )
