@@ -30,6 +30,7 @@ SLOW_ELEMENTS = 20480
 SLOW_SAMPLES = 16
 """With fewer samples and one thread, a 1x1x1 convolution is slow at any size."""
 
+_CPU = torch.device("cpu")
 _POINT = (1, 1, 1)
 
 
@@ -41,7 +42,7 @@ def is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
         weight: The kernel along X, Y, Z behind two dimensions of channels.
         stride: Along X, Y, Z; of a transposed convolution too.
     """
-    if x.device != torch.device("cpu") or x.dtype != torch.float32:
+    if x.dtype != torch.float32 or x.device != _CPU:
         return False
     if not (torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
         return False

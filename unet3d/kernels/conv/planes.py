@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unet3d.kernels.conv.geometry import Axis
 
-Padding = Sequence[int | tuple[int, int]]
+Padding = tuple[int | tuple[int, int], int, int]
 """Planes of zeros on either side of X, Y, Z; that of X may be a pair, before and behind."""
 
 
@@ -33,9 +33,7 @@ def padding_in_plane(padding: Padding) -> tuple[int, int]:
     Args:
         padding: Of X, Y, Z.
     """
-    _, *others = padding
-    y, z = (int(value) for value in others if not isinstance(value, tuple))
-    return y, z
+    return padding[1], padding[2]
 
 
 def result_shape(
@@ -49,11 +47,13 @@ def result_shape(
         stride: Along X, Y, Z.
         padding: Of X, Y, Z.
     """
-    in_plane = zip(
-        x.shape[3:], weight.shape[3:], stride[1:], padding_in_plane(padding), strict=True
-    )
-    sizes = [(size + 2 * pad - kernel) // step + 1 for size, kernel, step, pad in in_plane]
-    return x.shape[0], weight.shape[0], axis_of(x.shape[2], weight, stride, padding).result, *sizes
+    sizes = [
+        (size + (2 * pad if isinstance(pad, int) else sum(pad)) - kernel) // step + 1
+        for size, kernel, step, pad in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, strict=True
+        )
+    ]
+    return x.shape[0], weight.shape[0], *sizes
 
 
 def upsampled_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
