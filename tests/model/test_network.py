@@ -1,5 +1,6 @@
 """Networks that are not ours: MONAI's 3-D ResNet-50 on executors, against MONAI's own forward."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,19 @@ def test_other_shapes_and_too_many_stages_are_refused() -> None:
             executor.predict(torch.zeros(shape))
     with pytest.raises(DeviceError, match="3 devices for a network of 2 blocks"):
         parallelize(network, Layout(devices=(CPU,) * 3))
+
+
+def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed() -> None:
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    plain = copy.deepcopy(chain)
+    image = torch.randn(5, 4, dtype=torch.float64)
+    plain(image)
+    layout = Layout(devices=(CPU, CPU), cuts=(2,), recompute="level")
+    executor = parallelize(SequentialNetwork(chain, (4,)), layout)
+    executor.forward_backward(image, image[:, :2], functional.mse_loss)
+    for actual, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_cuts_are_found_with_batch_norm_over_single_features() -> None:
