@@ -106,11 +106,6 @@ class Row:
         """Median of the seconds."""
         return statistics.median(self.seconds)
 
-    @property
-    def spread(self) -> tuple[float, float]:
-        """From the fastest to the median, and from there to the slowest, in seconds."""
-        return self.median - min(self.seconds), max(self.seconds) - self.median
-
 
 def make_network(work: Work) -> SequentialNetwork:
     """Return ResNet-50 with random weights, the same at every call."""
@@ -244,7 +239,8 @@ def draw(rows: Sequence[Row], work: Work, device_names: Sequence[str]) -> Figure
 
 def _errorbars(axes: Any, rows: Sequence[Row], **style: Any) -> None:
     milliseconds = [1000 * row.median for row in rows]
-    below, above = ([1000 * row.spread[side] for row in rows] for side in (0, 1))
+    below = [1000 * (row.median - min(row.seconds)) for row in rows]
+    above = [1000 * (max(row.seconds) - row.median) for row in rows]
     sizes = [row.split_size for row in rows]
     axes.errorbar(sizes, milliseconds, yerr=(below, above), capsize=4, **style)
 
