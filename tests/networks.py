@@ -23,8 +23,9 @@ def random_checkpoint(
     topology = Topology(
         in_channels=num_channels, num_classes=len(label_values), channels=(4, 8), strides=strides
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
+    # Not torch.manual_seed, which seeds every GPU too; and a fork of their states must name them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
         model = UNet3d(topology).to(dtype)
     with torch.no_grad():
         # No class is favoured where all features are alike, so that every class occurs.

@@ -209,6 +209,21 @@ def test_autocast_is_predicted_as_gpus_do_it(
     assert lowest < lowered / full < highest
 
 
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+@pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2], (CPU, GPUS[0])], ids=str)
+def test_every_parameter_and_buffer_is_on_its_device(
+    devices: tuple[torch.device, ...], norm: str
+) -> None:
+    model = SMALL.model_copy(update={"norm": norm})
+    step = make_step(devices, model=model, precision="bfloat16")
+    found = predict_memory(step)
+    modules = {block.name: block.module for block in UNet3d(step.topology).blocks()}
+    for slot in found.slots:
+        own = [modules[name] for name in slot.blocks]
+        sizes = [value.nbytes for one in own for value in (*one.parameters(), *one.buffers())]
+        assert found.memory[slot.index].parameters_bytes == sum(sizes)
+
+
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]], ids=str)
 def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
     level, norm, off = (
