@@ -37,3 +37,9 @@ def log_level() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cache folder that trainings on the same phantoms share."""
+    return tmp_path_factory.mktemp("cache")

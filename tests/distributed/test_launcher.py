@@ -14,18 +14,13 @@ import pytest
 import torch
 
 from tests.ranks import environment, free_port
-from tests.training.test_job import SMALL, losses, run, settings, start, wait_for, weights
+from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
 from unet3d.distributed.launcher import _reason, launch
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
 
 SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def children_of(parent: int) -> list[int]:
@@ -69,12 +64,6 @@ def assert_all_end(processes: list[int], within_seconds: float) -> None:
     while left := [process for process in processes if is_running(process)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def words(folder: Path, cache: Path, *more: str) -> list[str]:
-    """Return a command of ours that trains a small network."""
-    overrides = [*SMALL, f"data.cache={cache}", *more]
-    return ["train", "--output", str(folder), *(w for o in overrides for w in ("--set", o))]
 
 
 def kill_second_rank(folder: Path, killed: list[int]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.parallel.cpu_graphs import CpuGraphPool
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
@@ -13,8 +14,6 @@ from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, cuda_graphs, image_dtype, parallelize, static_mail
 from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS, aliased
 from unet3d.parallel.partition import make_stages
-
-from .cpu_graphs import CpuGraphPool
 
 TOPOLOGY = Topology(
     in_channels=1, num_classes=3, channels=(4, 8, 16), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))

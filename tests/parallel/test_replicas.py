@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.parallel.rank_gradients import CASES, STEPS, WORLD_SIZES
+from tests.plain_network import assert_close, make_batch, make_topology, plain_gradients
 from tests.ranks import environment
-from tests.test_transparency import assert_close, make_batch, make_topology, plain_gradients
 from unet3d.errors import ConfigError
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
