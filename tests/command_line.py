@@ -1,6 +1,26 @@
-"""Running the command line inside the tests' process, where warnings are errors."""
+"""Running the command line: inside the tests' process, where warnings are errors, or in its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
 
 from unet3d.cli.app import main
+from unet3d.distributed.launcher import import_variables
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+SMALL = (
+    *("--devices", "cpu", "--epochs", "1"),
+    *("--set", "data.num_workers=0", "--set", "patches.size=8,8,8", "--set", "patches.per_case=1"),
+    *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
+)
+"""Options of ``unet3d train`` for a training of a second."""
 
 
 def run(*arguments: object) -> int:
@@ -12,8 +32,44 @@ def run(*arguments: object) -> int:
         return ending.code
 
 
+def in_a_process(*arguments: object, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run ``unet3d ARGUMENTS`` as a user does."""
+    command = [sys.executable, "-W", "error", "-m", "unet3d", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=process_environment(), timeout=120, **more
+    )
+
+
+def process_environment() -> dict[str, str]:
+    """Return the variables of a process without a GPU that imports what the tests do."""
+    return {
+        **os.environ,
+        **import_variables(),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
 def error_line(errors: str) -> str:
     """Return the one line of stderr, having seen that it is an explained error and the only one."""
     (line,) = errors.splitlines()
     assert line.startswith("Error: "), line
     return line
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the one line with which a command says no."""
+    capsys.readouterr()
+    assert run(*arguments) == 1
+    return error_line(capsys.readouterr().err)
+
+
+def settings_of(run_folder: Path) -> dict[str, Any]:
+    """Return what a run's ``config.yaml`` holds."""
+    settings: dict[str, Any] = yaml.safe_load((run_folder / "config.yaml").read_text())
+    return settings
+
+
+def scan_array(shape: tuple[int, int, int] = (14, 13, 12), seed: int = 0) -> np.ndarray:
+    """Return an image of noise."""
+    return np.random.default_rng(seed).normal(100, 20, shape).astype(np.float32)

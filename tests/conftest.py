@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from unet3d.memory.allocator import use_expandable_segments
+
+use_expandable_segments()  # as the command line does
+
 ROOT = Path(__file__).resolve().parent.parent
 
 

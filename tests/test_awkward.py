@@ -205,7 +205,7 @@ def test_check_finds_every_fault(
     num_errors = sum(words is not None for *_, words in CASES.values()) - len(WARNINGS)
     assert error_line(captured.err) == (
         f"Error: {broken}: {len(CASES)} cases, {num_errors} errors, {len(WARNINGS)} warnings; "
-        "mend the errors before training"
+        "fix the errors before training"
     )
     findings: list[dict[str, Any]] = json.loads((tmp_path / "findings.json").read_text())[
         "findings"

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from unet3d.config import Config, load_config
+from unet3d.distributed.launcher import import_variables
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
@@ -76,7 +77,7 @@ def start(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[str]:
     ]
     if (folder / "checkpoint-latest.pt").exists():
         command.append("--resume")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **import_variables(), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )

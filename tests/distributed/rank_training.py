@@ -1,4 +1,4 @@
-"""What the ranks of tests/test_ranks.py do: train, and miss one another."""
+"""What the ranks of ``test_ranks.py`` do: train, and miss one another."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The ranks that the command line starts: killed, stopped, failing, and on two machines."""
+"""The ranks that a training starts: what they import; killed, stopped, failing; two machines."""
 
 import json
 import os
@@ -209,7 +209,7 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert process.returncode == 143, errors
     assert errors.splitlines()[-1] == "Stopped by SIGTERM"
 
-    # And whoever kills the parent leaves no orphans.
+    # Killing the parent leaves no orphans.
     process = start(folder, cache, *long, *SPREAD)
     while len(ranks_of(process.pid)) < 2:
         assert process.poll() is None, process.communicate()[1]
@@ -229,7 +229,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(
     with pytest.raises(Unet3dError, match="^the loss is not finite in epoch 1; [^\n]*$"):
         launch(command, 2, 0, on_gpus=False)
     printed = capfd.readouterr().err
-    # Whoever has started the ranks says it, not they, and torch elastic neither.
+    # The process that started the ranks shows it; neither they nor torch elastic do.
     assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
 
 

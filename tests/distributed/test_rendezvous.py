@@ -1,4 +1,4 @@
-"""What ranks leave in a store that outlives them: it must not lead their successors astray."""
+"""Ranks that start again must not read what earlier ones left in a store that outlives them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,7 +16,7 @@ from unet3d.training.start import RunRequest, choose_run
 
 
 def start_all(store: dist.Store, num_ranks: int) -> set[str]:
-    """Return the names that ranks agree on which start at the same time, the first rank last."""
+    """Return the names that ranks take which start at the same time, the first rank last."""
     with ThreadPoolExecutor(num_ranks) as ranks:
         names = [
             ranks.submit(name_of_start, store, rank, num_ranks)
@@ -34,7 +34,7 @@ def test_each_start_has_a_name_of_its_own_that_all_ranks_know() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
-def test_who_does_not_join_is_named(
+def test_a_rank_that_does_not_join_is_named(
     rank: int, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(joining, "JOIN_SECONDS", 0.1)

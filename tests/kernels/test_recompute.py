@@ -14,9 +14,7 @@ from unet3d.kernels import (
     recomputed_in_backward,
     upsample,
 )
-from unet3d.kernels import (
-    recompute as remake,
-)
+from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.recompute import offer
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
@@ -24,10 +22,10 @@ from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
 
 
-def step(remakes: bool, **options: object) -> tuple[int, list[Tensor]]:
+def step(recomputes: bool, **options: object) -> tuple[int, list[Tensor]]:
     """Return the bytes that are kept for backward, and the gradients."""
     settings = ModelSettings(base_channels=4, num_levels=3, **options)
     torch.manual_seed(0)
@@ -39,7 +37,7 @@ def step(remakes: bool, **options: object) -> tuple[int, list[Tensor]]:
     def note(tensor: Tensor) -> None:
         kept[storage_key(tensor)] = tensor.untyped_storage().nbytes()
 
-    with handling(note), recomputed_in_backward() if remakes else nullcontext():
+    with handling(note), recomputed_in_backward() if recomputes else nullcontext():
         loss = dice_cross_entropy(model(image), target).total
     loss.backward()
     return sum(kept.values()), [value.grad for value in model.parameters()]
@@ -55,25 +53,25 @@ def test_gradients_are_bit_identical_and_less_is_kept(options: dict[str, object]
     assert kept < 0.8 * kept_all
 
 
-def test_of_other_norms_only_upsampled_features_are_made_again() -> None:
+def test_of_other_norms_only_upsampled_features_are_recomputed() -> None:
     # Two samples, 4 channels of 16 x 16 x 8 and 8 channels of 8 x 8 x 8 voxels, in float64.
     upsampled = 2 * 8 * (4 * 16 * 16 * 8 + 8 * 8 * 8 * 8)
     assert step(False, norm="group")[0] - step(True, norm="group")[0] == upsampled
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
-def test_what_autocast_lowered_is_made_again_as_low() -> None:
+def test_what_autocast_lowered_is_recomputed_as_low() -> None:
     """As with group normalisation on GPUs, whose results are float32."""
     torch.manual_seed(0)
     x = torch.randn(1, 4, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
     gradients = []
-    for remakes in (False, True):
+    for recomputes in (False, True):
         up = torch.randn(4, 4, 2, 2, 2, generator=torch.Generator().manual_seed(1))
         kernel = torch.randn(4, 4, 3, 3, 3, generator=torch.Generator().manual_seed(2))
         weights = [up.requires_grad_(), kernel.requires_grad_()]
         # Not every CPU has what oneDNN wants for bfloat16.
         with torch.backends.mkldnn.flags(enabled=False):
-            with recomputed_in_backward() if remakes else nullcontext():
+            with recomputed_in_backward() if recomputes else nullcontext():
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     y = conv3x3x3(upsample(x, up, (2, 2, 2)), kernel)
             y.square().sum().backward()
@@ -83,13 +81,13 @@ def test_what_autocast_lowered_is_made_again_as_low() -> None:
 
 def test_small_tensors_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept_all, _ = step(False)
-    monkeypatch.setattr(remake, "MIN_ELEMENTS", 10**9)
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
     assert step(True)[0] == kept_all
 
 
 @pytest.fixture
 def reading() -> Iterator[list[Tensor]]:
-    """What a handler around is asked about: what is not made again."""
+    """The tensors that a handler around is asked about: those that are not recomputed."""
     seen: list[Tensor] = []
     with handling(seen.append):
         yield seen
@@ -98,15 +96,15 @@ def reading() -> Iterator[list[Tensor]]:
 def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> None:
     values = torch.arange(24.0)
     leaf = torch.ones(2, 3, requires_grad=True)
-    num_made = []
+    num_computed = []
 
-    def recipe() -> Tensor:
-        num_made.append(1)
+    def recompute() -> Tensor:
+        num_computed.append(1)
         return values.clone().view(4, 6)
 
     with recomputed_in_backward():
-        tensor = recipe()
-        offer(tensor, recipe, values)
+        tensor = recompute()
+        offer(tensor, recompute, values)
         view = tensor[1:3, ::2]
         made = leaf * view
     assert storage_key(tensor) not in map(storage_key, reading)
@@ -114,14 +112,14 @@ def test_a_view_comes_back_with_its_shape_and_strides(reading: list[Tensor]) -> 
     assert (saved.shape, saved.stride(), saved.storage_offset()) == ((2, 3), (6, 2), 6)
     assert torch.equal(saved, view)
     assert storage_key(saved) != storage_key(tensor)
-    assert len(num_made) == 2
+    assert len(num_computed) == 2
 
 
 def test_a_dead_tensor_is_not_mistaken_for_another_in_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All storages have one key here, as a new one may have that of one that is gone."""
-    monkeypatch.setattr(remake, "storage_key", lambda tensor: 7)
+    monkeypatch.setattr(recomputing, "storage_key", lambda tensor: 7)
     leaf = torch.ones(3, requires_grad=True)
     with recomputed_in_backward():
         first = torch.full((3,), 5.0)

@@ -245,7 +245,7 @@ def test_micro_batches_lower_the_activations_of_one_slot() -> None:
     _, portions = measure(spread(small_topology(), 1, num_micro_batches=4), num_samples=4)
     image = make_batch(4)[0].numel() * 4  # a portion of it is a view, which keeps the whole batch
     ratio = (portions[0].activations_bytes - image) / (whole[0].activations_bytes - image)
-    assert ratio == pytest.approx(1 / 4, rel=1e-6)
+    assert ratio == pytest.approx(1 / 4, rel=1e-5)  # each keeps one number, that of its voxels
 
 
 def test_a_new_start_forgets() -> None:

@@ -6,7 +6,7 @@ import torch
 from monai.losses import DiceCELoss
 from torch import Tensor
 
-from unet3d.model import LossTerms, dice_cross_entropy
+from unet3d.model import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
 
 
 def make_batch(
@@ -107,6 +107,48 @@ def test_weighted_micro_batches_add_up_exactly(sizes: tuple[int, ...]) -> None:
     total = sum(portions[1:], start=portions[0])
     for name in ("total", "dice", "cross_entropy"):
         torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4)], ids=str)
+def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> None:
+    """Ratios of slabs do not add up; sums do, and so do the gradients that they lead to."""
+    logits, target = make_batch(4)
+    logits.requires_grad_()
+    expected = monai_loss(logits, target)
+    slabs = zip(logits.split(sizes, 2), target.split(sizes, 1), strict=True)
+    sums = torch.stack([loss_sums(slab, labels) for slab, labels in slabs]).sum(0)
+    assert sums.shape == (4, 3, 4)
+    terms = loss_from_sums(sums)
+    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient(terms.total, logits), gradient(expected, logits), rtol=1e-10, atol=1e-14
+    )
+
+
+def test_sums_of_micro_batches_are_joined_along_samples() -> None:
+    logits, target = make_batch(3, num_samples=5)
+    portions = zip(logits.split((2, 3)), target.split((2, 3)), strict=True)
+    joined = torch.cat([loss_sums(some, labels) for some, labels in portions], 1)
+    whole, expected = loss_from_sums(joined), dice_cross_entropy(logits, target)
+    for name in ("total", "dice", "cross_entropy"):
+        torch.testing.assert_close(
+            getattr(whole, name), getattr(expected, name), rtol=1e-13, atol=0
+        )
+
+
+def test_sums_of_a_coarse_level_take_every_nth_voxel() -> None:
+    logits, target = make_batch(3)
+    fine = target.repeat_interleave(2, 1).repeat_interleave(3, 3)
+    assert torch.equal(loss_sums(logits, fine), loss_sums(logits, target))
+
+
+def test_the_loss_of_sums_is_the_formula() -> None:
+    """Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere."""
+    sums = torch.tensor([[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]).double()
+    terms = loss_from_sums(sums)
+    assert terms.cross_entropy.item() == pytest.approx(5 / 16)
+    assert terms.dice.item() == pytest.approx(1 - 8 / 11, abs=1e-6)
+    assert terms.total.item() == pytest.approx(5 / 16 + 3 / 11, abs=1e-6)
 
 
 def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:

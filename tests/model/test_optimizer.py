@@ -196,7 +196,9 @@ def test_precisions_and_types() -> None:
     assert autocast_dtype("float16") is torch.float16
     assert autocast_dtype("float32") is None
     assert autocast_dtype("float64") is None
-    assert image_dtype(parallelize(network().double(), Layout(devices=(CPU,)))) is torch.float64
+    assert (
+        image_dtype(parallelize(network().double(), Layout(devices=(CPU,))).module) is torch.float64
+    )
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def test_the_command_shows_every_way_side_by_side(
     ]
     for way in record["ways"]:
         assert way["fits"] == (
-            max(slot["predicted"]["reserved_bytes"] for slot in way["slots"]) <= 1.2 * 1024**3
+            max(slot["predicted"]["peak_bytes"] for slot in way["slots"]) <= 0.2 * 1024**3
         )
         x, y, z = way["largest_shape"]
         assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride

@@ -110,7 +110,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
     in_float32 = predict_memory(replace(step, layout=replace(step.layout, autocast=None)))
     prediction = predict_memory(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
-    for index, memory in prediction.memory.items():
+    for memory in prediction.memory.values():
         counted = (
             memory.parameters_bytes
             + memory.gradients_bytes
@@ -118,7 +118,11 @@ def test_gpus_are_predicted_without_gpus() -> None:
             + memory.activations_bytes
         )
         assert counted < memory.peak_bytes < 2 * counted
-        assert memory.reserved_bytes == memory.peak_bytes + UNCOUNTED_BYTES
+        # Gaps between tensors; the allocator grows by 20 MiB at a time.
+        assert memory.peak_bytes < memory.reserved_bytes < 1.3 * memory.peak_bytes
+    needed = prediction.needed_bytes()
+    assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
+    for index, memory in prediction.memory.items():
         ratio = memory.activations_bytes / in_float32.memory[index].activations_bytes
         assert 0.5 < ratio < 0.6  # autocast lowers nearly all of them
 

@@ -69,7 +69,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
     fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
     warn_if_too_large(fitting)
     assert not caplog.records
-    much = replace(fitting.memory[1], reserved_bytes=21 * 1024**3)
+    much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
     warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
     (record,) = caplog.records
     assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")

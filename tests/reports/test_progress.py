@@ -44,12 +44,12 @@ def test_a_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
         scores = {"dice": {"lesion [core]": 0.75, "rim": None}, "mean_dice": 0.75}
         line.epoch_done(metrics(2, **scores), 16.0)
         line.step_done(2, 1, 1.125)
-    shown = text.getvalue()
+    shown = " ".join(text.getvalue().split())
     assert "epoch 1/10 step 2/4" in shown
-    assert "loss 1.250  Dice –  1 min 54 s left" in shown  # 38 of 40 steps at 3 s
+    assert "loss 1.250 Dice – 1 min 54 s left" in shown  # 38 of 40 steps at 3 s
     assert "epoch 1/10: " not in shown  # the live line tells that
     assert "epoch 2/10: loss 0.5123, Dice 0.750 (lesion [core] 0.750, rim –), 2.0 s" in shown
-    assert "loss 1.125  Dice 0.750" in shown
+    assert "loss 1.125 Dice 0.750" in shown
 
 
 def test_a_log_gets_a_line_for_each_epoch(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,14 +1,12 @@
 """Which run is meant, and that all ranks mean the same one."""
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import yaml
 
+from tests.rank_threads import in_threads, place
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -58,17 +56,13 @@ def test_all_ranks_get_the_run_of_the_first_without_yaml(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(yaml, "safe_dump", refuse_yaml)
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
 
-    def choose(rank: int) -> Run:
-        ranks = Ranks(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
+    def choose(group: Group) -> Run:
         # What the second rank is asked does not count.
-        changes = CHANGES if rank == 0 else ("training.seed=9",)
-        return choose_run(request(changes=changes, output=here / str(rank)), Group(ranks, store))
+        own = (*CHANGES, "parallel.devices=cpu,cpu") if group.is_first else ("training.seed=9",)
+        return choose_run(request(changes=own, output=here / str(group.ranks.rank)), group)
 
-    with ThreadPoolExecutor(2) as threads:
-        first, second = (one.result(30) for one in [threads.submit(choose, r) for r in range(2)])
+    first, second = in_threads(2, choose)
     assert first.config == second.config
     assert first.folder.path == second.folder.path == here / "0"
     assert isinstance(second.config, Config)
@@ -92,6 +86,6 @@ def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path
 
 def test_torchrun_that_restarts_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    group = Group(Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2))
+    changes = (*CHANGES, "parallel.devices=cpu,cpu")
     with pytest.raises(ConfigError, match="name its folder with --output"):
-        choose_run(request(), group)
+        choose_run(request(changes=changes), Group(place(0, 2)))

@@ -1,17 +1,15 @@
 """Validation with a network whose answers are known."""
 
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.rank_threads import in_threads
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
@@ -43,8 +41,6 @@ class Reader:
 
     def __init__(self) -> None:
         self.module = torch.nn.Conv3d(1, 1, 1)
-        topology = SimpleNamespace(total_stride=(2, 2, 2), num_classes=len(NAMES))
-        self.module.topology = topology  # type: ignore[assignment]
 
     def predict(self, image: Tensor) -> Tensor:
         classes = F.one_hot(image[:, 0].round().long(), len(NAMES))
@@ -67,6 +63,7 @@ def validator(cases: list[Case], group: Group) -> Validator:
     experiment: Any = SimpleNamespace(
         config=load_config(None, ["inference.window=4,4,4"]),
         preprocessing=SimpleNamespace(label_names=NAMES),
+        topology=SimpleNamespace(total_stride=(2, 2, 2), num_classes=len(NAMES)),
         patch_size=(4, 4, 4),
         validation=tuple(cases),
     )
@@ -102,15 +99,10 @@ def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases: list[Case]) ->
 
 
 def both_ranks(cases: list[Case], requests: list[InterruptionRequest]) -> list[Validation]:
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=20))
-
-    def validate(rank: int) -> Validation:
-        ranks = Ranks(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        return validator(cases, Group(ranks, store)).validate(1, 10, requests[rank])
-
-    with ThreadPoolExecutor(2) as threads:
-        return [one.result(30) for one in [threads.submit(validate, rank) for rank in range(2)]]
+    return in_threads(
+        2,
+        lambda group: validator(cases, group).validate(1, 10, requests[group.ranks.rank]),
+    )
 
 
 def test_ranks_divide_the_cases_and_agree(cases: list[Case]) -> None:

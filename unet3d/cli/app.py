@@ -18,10 +18,8 @@ from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
 from unet3d.cli.train import train
-from unet3d.errors import (
-    LostRankError,
-    Unet3dError,
-)
+from unet3d.errors import LostRankError, Unet3dError
+from unet3d.memory.allocator import use_expandable_segments
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -31,14 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     SIGTERM.
 
     Args:
-        arguments: Without the program's name; None: those of the process.
+        arguments: Arguments without the program's name; None: those of the process.
     """
     from unet3d.distributed.interruption import Interrupted
     from unet3d.distributed.ranks import is_launched, leave, report_end
 
+    use_expandable_segments()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
-    if debug:  # taken wherever it stands, for it is added last, after an error
+    if debug:  # accepted anywhere, because people add it at the end, after an error
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
         sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         report_end(error, "consequence" if isinstance(error, LostRankError) else "explained")
         if debug:
             raise
-        if not is_launched():  # or whoever started the ranks says it, once
+        if not is_launched():  # else the process that started the ranks shows it, once
             show_error(error)
         leave(1)
     except OSError as error:  # such as a full disk, in the middle of a run

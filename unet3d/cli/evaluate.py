@@ -18,9 +18,7 @@ def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
     from rich.console import Console
 
     from unet3d.inference.evaluation import evaluate as run_evaluation
-    from unet3d.reports.scores import (
-        evaluation_table,
-    )
+    from unet3d.reports.scores import evaluation_table
 
     result = run_evaluation(predictions, labels)
     Console().print(evaluation_table(result))
@@ -48,5 +46,5 @@ def check(dataset: Path, json_path: Path | None) -> None:
     num_warnings = len(findings) - num_errors
     summary = f"{len(opened.cases)} cases, {num_errors} errors, {num_warnings} warnings"
     if num_errors:
-        raise DatasetError(f"{dataset}: {summary}; mend the errors before training")
+        raise DatasetError(f"{dataset}: {summary}; fix the errors before training")
     click.echo(summary)

@@ -19,7 +19,7 @@ def placement_options(*modes: str) -> Callable[[Function], Function]:
     """Return a decorator that adds the options which say where the network runs.
 
     Args:
-        modes: Those that the command knows.
+        modes: The modes that the command knows.
     """
 
     def add(function: Function) -> Function:
@@ -35,7 +35,7 @@ def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Funct
         click.option(
             "--devices",
             metavar="LIST",
-            help="Such as 0,1 or cuda:0 or cpu,cpu or cpu,0; a stage of the network on each"
+            help="For example 0,1 or cuda:0 or cpu,cpu or cpu,0; a stage of the network on each"
             + (", or a replica." if "data" in modes else "."),
         ),
         click.option(
@@ -63,7 +63,7 @@ replicas_option = click.option(
 offload_option = click.option(
     "--offload",
     type=click.Choice(["none", "skips"]),
-    help="skips: GPUs park what waits for the decoder in host memory.",
+    help="skips: GPUs keep what waits for the decoder in host memory.",
 )
 
 
@@ -75,16 +75,22 @@ def config_options(function: Function) -> Function:
             "overrides",
             metavar="KEY=VALUE",
             multiple=True,
-            help="Override one setting, such as training.batch_size=4; repeatable.",
+            help="Override one setting, for example training.batch_size=4; repeatable.",
         ),
-        click.option("--config", "config_path", type=FILE, help="YAML; see configs/."),
+        click.option(
+            "--config", "config_path", type=FILE, help="YAML file of settings; see configs/."
+        ),
     ):
         function = option(function)
     return function
 
 
 def changes_of(values: dict[str, Any]) -> list[str]:
-    """Return overrides for the options that were given."""
+    """Return the options that were given as overrides of settings.
+
+    Args:
+        values: Dotted key to value; None where the option was not given.
+    """
     given = {key: value for key, value in values.items() if value is not None}
     return [
         f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
@@ -93,9 +99,9 @@ def changes_of(values: dict[str, Any]) -> list[str]:
 
 
 def mode_for(devices: str | None) -> str:
-    """Return the parallel mode that a command means which names devices but no mode.
+    """Return the parallel mode of a command that names devices but no mode.
 
     Args:
-        devices: As they were named, or None.
+        devices: The value of ``--devices``, or None.
     """
     return "model" if devices and "," in devices else "none"

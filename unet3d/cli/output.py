@@ -15,17 +15,17 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
     """Show an explained error as one line on stderr.
 
     Args:
-        error: Its message may have several.
-        what: What the line begins with.
+        error: The error; its message may have several lines.
+        what: Word that begins the line.
     """
     click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write what ``--json`` asks for.
+    """Write the file that ``--json`` asks for.
 
     Args:
-        path: Where to; its folder exists.
+        path: The file; its folder exists.
         content: Plain values.
 
     Raises:

@@ -5,12 +5,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.errors import ConfigError, DoesNotFitError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from unet3d.config import Config
 from unet3d.cli.options import (
     FILE,
     balance_option,
@@ -22,6 +16,12 @@ from unet3d.cli.options import (
     replicas_option,
 )
 from unet3d.cli.output import write_json
+from unet3d.errors import ConfigError, DoesNotFitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unet3d.config import Config
 
 
 @click.command()
@@ -49,7 +49,7 @@ from unet3d.cli.output import write_json
     "--device-memory",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Of each GPU; default: as in this machine.",
+    help="Memory of each GPU; default: as in this machine.",
 )
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
 def plan(
@@ -73,10 +73,10 @@ def plan(
     """Predict the memory that training takes of each device, on DATASET or for --shape.
 
     No GPU is needed: --device-memory 80 describes one. With --measure, times are taken on the
-    devices that are here.
+    devices of this machine.
     """
     if measure and device_memory is not None:
-        raise click.UsageError("--measure is of the devices that are here; drop --device-memory")
+        raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
     if picture is not None and not measure:
         raise click.UsageError("--picture shows measured times; add --measure")
     from rich.console import Console
@@ -104,10 +104,7 @@ def plan(
 
     from unet3d.planning.comparison import compare
     from unet3d.planning.experiment import plan_without_data
-    from unet3d.reports.plan import (
-        plan_lines,
-        plan_table,
-    )
+    from unet3d.reports.plan import plan_lines, plan_table
 
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     record = compare(config, plan_without_data(config), memory_bytes).to_dict()
@@ -119,7 +116,7 @@ def plan(
 
 
 def _measure(config: "Config", console: "Console", picture: Path, json_path: Path | None) -> None:
-    """Measure every setting, show what they took, and leave the best for training to find."""
+    """Measure every setting, show the times, and store the best one for training to find."""
     from unet3d.planning.experiment import plan_without_data
     from unet3d.planning.tuning import tune
     from unet3d.planning.tuning_cache import remember_tuned

@@ -12,10 +12,16 @@ from unet3d.errors import ConfigError, DatasetError, Unet3dError
 
 @click.command()
 @click.argument("images", type=FILE, nargs=-1, required=True)
-@click.option("--checkpoint", "checkpoint_path", type=FILE, help="Default: of the newest run.")
+@click.option(
+    "--checkpoint", "checkpoint_path", type=FILE, help="Default: the one of the newest run."
+)
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
 @placement_options("none", "model")
-@click.option("--overlap", type=click.FloatRange(0, 1, max_open=True), help="Of the windows.")
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Share of a window that its neighbour covers too.",
+)
 @click.option(
     "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
 )
@@ -54,7 +60,7 @@ def predict(
         None,
         changes_of(
             {
-                # Where the network was trained says nothing of where it is used.
+                # The devices of training say nothing about those of prediction.
                 "parallel.mode": parallel or mode_for(devices),
                 "parallel.devices": devices,
                 "inference.window": window or checkpoint.config.inference.window,
@@ -80,7 +86,7 @@ def predict(
             if statistics:
                 write_statistics(scan, label_statistics(labels, image, names))
         except Unet3dError as error:
-            # One bad scan does not keep the others of a folder from being segmented.
+            # One bad scan of a folder must not stop the others.
             if len(scans) == 1:
                 raise
             show_error(error, "Skipped")

@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
-    help="How often to go on from the last checkpoint when a process of several dies.",
+    help="How often to continue from the last checkpoint when one of several processes dies.",
 )
-@click.option("--epochs", type=click.IntRange(min=1), help="With --resume: may be extended.")
+@click.option(
+    "--epochs", type=click.IntRange(min=1), help="Epochs in all; more with --resume extend a run."
+)
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
-@click.option("--output", type=FILE, help="The run's folder; default: a new one below runs/.")
+@click.option("--output", type=FILE, help="Folder of the run; default: a new one below runs/.")
 @click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
-@click.option("--seed", type=click.IntRange(min=0), help="Of every random choice.")
+@click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice.")
 @click.option("--quiet", is_flag=True, help="No progress, no tables.")
 def train(
     *,

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish that is granted at the next safe moment."""
+"""Ctrl-C and SIGTERM as a request to stop at the next safe moment."""
 
 import signal
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ class Interrupted(Exception):
     """The user or the system asked to stop."""
 
     def __init__(self, signal_number: int, can_resume: bool = True) -> None:
-        """Say who asked.
+        """Say which signal asked.
 
         Args:
-            signal_number: Such as that of SIGTERM.
+            signal_number: The signal, such as SIGTERM.
             can_resume: Whether what was done so far is saved.
         """
         super().__init__(signal.Signals(signal_number).name)
@@ -34,7 +34,8 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
     """Turn the first Ctrl-C or SIGTERM into a request; a second one acts at once.
 
     Args:
-        is_rank: A second one changes nothing: launchers pass on what a terminal has sent to all.
+        is_rank: Whether this is one of several ranks; then a second signal changes nothing,
+            because a launcher passes on what the terminal has already sent to all.
     """
     request = InterruptionRequest()
     previous: dict[int, object] = {}

@@ -1,7 +1,7 @@
-"""The place of a process among those of one training, and what it tells the one that started it.
+"""The place of a process among those of one training, and what it reports to its launcher.
 
-The variables are those of torchrun, which is PyTorch's way of starting a process for each device,
-on one machine or many; ``unet3d train`` uses the same launcher for itself.
+The environment variables are those of torchrun, PyTorch's way of starting a process for each
+device on one machine or many; ``unet3d train`` uses the same launcher for itself.
 """
 
 import ctypes
@@ -17,33 +17,33 @@ from typing import Literal, NoReturn
 from unet3d.errors import ConfigError
 
 LAUNCHED = "UNET3D_LAUNCHED"
-"""Holds the process id of the ``unet3d train`` that has started the ranks, and reports for them."""
+"""Holds the process id of the ``unet3d train`` that started the ranks and reports for them."""
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Kind = Literal["explained", "unexpected", "interrupted", "consequence"]
-"""What ended a rank: a reason that we explain; one that we do not; a signal; the end of another."""
+"""What ended a rank: an explained error, an unexpected one, a signal, or another rank's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """Which of how many processes this one is."""
+    """The number of this process, and how many there are."""
 
     rank: int = 0
-    """From 0; the first one writes the run's files."""
+    """Number on all machines, from 0; rank 0 writes the run's files."""
     world_size: int = 1
-    """How many there are, on all machines."""
+    """Number of ranks on all machines."""
     local_rank: int = 0
-    """Among those of this machine."""
+    """Number among the ranks of this machine, from 0."""
     local_world_size: int = 1
-    """How many there are on this machine."""
+    """Number of ranks on this machine."""
     restart_count: int = 0
-    """How often this machine's own have been started anew after one had died."""
+    """How often this machine's ranks were started again after one had died."""
 
     @classmethod
     def from_environment(cls) -> "Ranks":
-        """Return what torchrun says, or the only rank where nothing has started several.
+        """Return what torchrun's variables say; without them this is the only rank.
 
         Raises:
             ConfigError: The variables contradict one another.
@@ -86,7 +86,7 @@ def is_launched() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process when the one that started it dies, however it dies."""
+    """Have Linux kill this process when its parent dies, whatever the cause."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -96,20 +96,20 @@ def die_with_parent() -> None:
 
 
 def silence_torch() -> None:
-    """Keep what PyTorch says of waits and lost connections off the terminal; we say it in a line.
+    """Keep PyTorch's messages on waits and lost connections off the terminal.
 
-    It must be called before PyTorch is imported.
+    One line of ours tells the same. It must be called before PyTorch is imported.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 
 
 def leave(status: int) -> NoReturn:
-    """End this process; one of several at once.
+    """End this process; where it is one of several ranks, without cleaning up.
 
-    What it still shares with ranks that are gone, on a GPU too, has no orderly end.
+    What a rank shares with others that are gone, also on a GPU, cannot be taken down in order.
 
     Args:
-        status: For whoever started it.
+        status: Exit status.
     """
     if Ranks.from_environment().world_size > 1:
         sys.stdout.flush()
@@ -119,12 +119,12 @@ def leave(status: int) -> NoReturn:
 
 
 def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None:
-    """Write down why this rank ends, in the form and place that torch elastic wants.
+    """Write down why this rank ends, in the form and place that torch elastic expects.
 
     Args:
         error: The reason.
-        kind: Of the reason.
-        signal_number: Where somebody asked to stop.
+        kind: Kind of the reason.
+        signal_number: The signal that asked to stop; 0: there was none.
     """
     path = os.environ.get(_ERROR_FILE)
     if path is None:

@@ -1,4 +1,4 @@
-"""Joining the ranks that a launcher has started, and those that it starts again after one died."""
+"""Joining the ranks that a launcher has started, the first time or again after one died."""
 
 import time
 import uuid
@@ -22,7 +22,10 @@ def joined(ranks: Ranks) -> Iterator[Group]:
     """Join the ranks that torchrun has started, and leave them when all is done.
 
     Args:
-        ranks: Of this process; a single one has nobody to join.
+        ranks: The place of this process; a single rank joins nothing.
+
+    Raises:
+        RankError: The others cannot be joined.
     """
     if ranks.world_size == 1:
         yield Group(ranks)
@@ -34,7 +37,8 @@ def joined(ranks: Ranks) -> Iterator[Group]:
     except (ValueError, dist.DistError) as error:
         reason = " ".join(str(error).split())
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
-    # The store outlives the ranks: what they left there before a restart would lead astray.
+    # The store outlives the ranks, so each start has keys of its own: it must not read what an
+    # earlier one has left.
     group = Group(ranks, PrefixStore(start, lasting), lasting)
     yield group
     group.close()  # not after an error: it would wait for ranks that may be gone
@@ -43,14 +47,14 @@ def joined(ranks: Ranks) -> Iterator[Group]:
 def name_of_start(store: Store, rank: int, num_ranks: int) -> str:
     """Return a name that all ranks of this start share, and no earlier start had.
 
-    The number of restarts is no such name: torchrun counts on each machine only those that began
-    there. So the first rank makes one, and answers the others; what they asked in an earlier start
-    is answered too, and nobody reads it.
+    The number of restarts is no such name, because torchrun counts on each machine only those that
+    began there. So the first rank makes a name and answers the others; questions that are left
+    from an earlier start are answered too, and no rank reads the answer.
 
     Args:
-        store: That outlives restarts.
-        rank: Of this process.
-        num_ranks: How many there are.
+        store: A store that outlives restarts.
+        rank: Number of this process.
+        num_ranks: Number of all ranks.
 
     Raises:
         RankError: Some ranks do not come.

@@ -1,4 +1,4 @@
-"""Operations that PyTorch is slow at: one plain reference and one fast version of each."""
+"""Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
 from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
 from unet3d.kernels.conv.slabs import convolve

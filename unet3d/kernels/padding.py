@@ -2,8 +2,9 @@
 
 Channels-last memory of such a map can be read as voxels of twice the channels that begin one voxel
 before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
-not half of three (:mod:`unet3d.kernels.conv.api`). The kernels that write a map anyway write it
-so; a map shows its own voxels only, and who does not know of the zeros reads it as any other.
+not half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map anyway write it with
+zeros; a map shows its own voxels only, so code that does not know of the zeros reads it like any
+other.
 """
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_CHANNELS = 32
-"""Up to here two voxels are computed as one."""
+"""Two voxels of at most so many channels are computed as one."""
 MIN_ELEMENTS = 2**23
-"""Of a map; below, the launches that fold the weights cost as much as is gained."""
+"""Smaller maps are not folded: the launches that fold the weights cost as much as is gained."""
 
 _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
@@ -25,7 +26,7 @@ def can_fold(x: Tensor, channels: int) -> bool:
 
     Args:
         x: The map, (N, C, X, Y, Z).
-        channels: The fewer of a convolution's inputs and outputs.
+        channels: The smaller number of a convolution's inputs and outputs.
     """
     return (
         is_gpu(x.device)
@@ -38,10 +39,10 @@ def can_fold(x: Tensor, channels: int) -> bool:
 
 
 def empty_padded(like: Tensor) -> Tensor:
-    """Return room for a map with zeros around, which are yet to be written.
+    """Return memory for a map with zeros around; neither map nor zeros are written yet.
 
     Args:
-        like: (N, C, X, Y, Z), of the same shape, type and device.
+        like: (N, C, X, Y, Z), a tensor of the same shape, type and device.
 
     Returns:
         (N, C, X, Y, Z), the inner part of (N, C, X, Y, Z + 2).
@@ -51,10 +52,29 @@ def empty_padded(like: Tensor) -> Tensor:
     return whole[:, :, :, 1:-1].permute(0, 4, 1, 2, 3)
 
 
-def mark_padded(x: Tensor) -> Tensor:
-    """Say that what :func:`empty_padded` returned has its zeros; returns it.
+def empty_map(like: Tensor, pads: bool) -> Tensor:
+    """Return channels-last memory for a map.
 
-    The mark is on this one tensor: one that is made from it, if only by ``detach``, has none.
+    Args:
+        like: (N, C, X, Y, Z), a tensor of the same shape, type and device.
+        pads: Whether there is room for zeros around it.
+    """
+    if pads:
+        return empty_padded(like)
+    return torch.empty_like(like, memory_format=torch.channels_last_3d)
+
+
+def padded_copy(x: Tensor) -> Tensor:
+    """Return a copy of a map (N, C, X, Y, Z) that is stored with zeros around; it has no mark."""
+    copy = empty_padded(x)
+    with_padding(copy).zero_()
+    return copy.copy_(x)
+
+
+def mark_padded(x: Tensor) -> Tensor:
+    """Mark a tensor from :func:`empty_padded`, whose zeros are written, and return it.
+
+    The mark is on this one tensor: a tensor made from it, even by ``detach``, has none.
     """
     setattr(x, _PADDED, True)
     return x
@@ -79,7 +99,7 @@ def with_padding(x: Tensor) -> Tensor:
 
 
 def mark_folded(x: Tensor) -> Tensor:
-    """Say that a folded convolution made a map, and wants its gradient padded; returns it."""
+    """Mark the result of a folded convolution, which wants its gradient padded, and return it."""
     setattr(x, _FOLDED, True)
     return x
 

@@ -3,9 +3,9 @@
 import functools
 import logging
 
+import torch
 from torch import Tensor
 
-from unet3d.kernels.norm import op as norm_op
 from unet3d.memory.fake_devices import is_fake_device
 
 logger = logging.getLogger(__name__)
@@ -15,16 +15,18 @@ def triton_available(x: Tensor) -> bool:
     """Return whether Triton can compile for the device of a tensor.
 
     Args:
-        x: What stands for a GPU that is elsewhere is taken to have what it needs.
+        x: Any tensor; a fake device is taken to have what its GPU needs.
     """
     return is_fake_device(x.device) or (x.is_cuda and works())
 
 
 @functools.cache
 def works() -> bool:
-    """Return whether Triton can compile here; if not, say once why training is slower."""
+    """Return whether Triton can compile here; if not, warn once that training is slower."""
     try:
-        norm_op.probe()
+        from unet3d.kernels.triton_probe import probe
+
+        probe(torch.device("cuda", torch.cuda.current_device()))
     except Exception as error:  # a missing compiler, driver or package: Triton raises anything
         logger.warning(
             "Triton cannot compile here, so training is several times slower: %s",

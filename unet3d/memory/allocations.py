@@ -20,10 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unet3d.memory.fake_devices import is_fake_device
-
-ROUNDING_BYTES = 512
-"""CUDA's allocator hands out multiples of this."""
-
+from unet3d.memory.segments import Segments, rounded
 
 WORKSPACE_BYTES = 32 * 1024**2
 """Of cuBLAS on a Hopper GPU, for each thread."""
@@ -39,6 +36,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         now: Bytes in use, per device.
         peak: The most that was in use at any moment, per device.
         workspace_bytes: What libraries keep beside that from their first call on, per device.
+        segments: Where all of it lies in the memory that the allocator reserves, per device.
     """
 
     def __init__(self) -> None:
@@ -47,6 +45,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak: dict[torch.device, int] = defaultdict(int)
         self._alive: dict[int, int] = {}
         self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
+        self.segments: dict[torch.device, Segments] = defaultdict(Segments)
+        self._places: dict[int, tuple[bool, int]] = {}
 
     def __torch_dispatch__(
         self,
@@ -65,8 +65,11 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif func in _PRODUCTS:
             # Of cuBLAS, for two threads, as backward has one. A GPU before Hopper takes a quarter
             # of it (``getChosenWorkspaceSize`` of PyTorch).
-            if is_fake_device(args[-1].device):
-                self.workspace_bytes[args[-1].device] = 2 * WORKSPACE_BYTES
+            device = args[-1].device
+            if is_fake_device(device) and not self.workspace_bytes[device]:
+                self.workspace_bytes[device] = 2 * WORKSPACE_BYTES
+                for _ in range(2):
+                    self.segments[device].allocate(WORKSPACE_BYTES)
         return results
 
     def _count_conversions(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
@@ -97,13 +100,24 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor: One that was made while this was active.
         """
         storage, device = tensor.untyped_storage(), tensor.device
-        size = -(-storage.nbytes() // ROUNDING_BYTES) * ROUNDING_BYTES
-        self.now[device] += size - self._alive[storage._cdata]
-        self._alive[storage._cdata] = size
+        self._resize(storage._cdata, device, rounded(storage.nbytes()))
         self.peak[device] = max(self.peak[device], self.now[device])
 
+    def _resize(self, key: int, device: torch.device, size: int) -> None:
+        before = self._alive[key]
+        if size == before:
+            return
+        segments = self.segments[device]
+        if before:
+            segments.free(self._places.pop(key), before)
+        if size:
+            self._places[key] = segments.allocate(size)
+        self.now[device] += size - before
+        self._alive[key] = size
+
     def _drop(self, key: int, device: torch.device) -> None:
-        self.now[device] -= self._alive.pop(key)
+        self._resize(key, device, 0)
+        del self._alive[key]
 
 
 class _AutocastOfGpu(TorchFunctionMode):

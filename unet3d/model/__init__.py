@@ -1,7 +1,7 @@
 """The network: topology, blocks, U-Net and loss. Nothing here names a device."""
 
 from unet3d.model.blocks import Block, BlockWatcher, run_blocks, run_levels
-from unet3d.model.loss import LossTerms, dice_cross_entropy
+from unet3d.model.loss import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
@@ -17,6 +17,8 @@ __all__ = [
     "Topology",
     "UNet3d",
     "dice_cross_entropy",
+    "loss_from_sums",
+    "loss_sums",
     "plan_topology",
     "run_blocks",
     "run_levels",

@@ -12,12 +12,12 @@ SMOOTH = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """A loss and what it is made of: scalars, on the device of the logits."""
+    """A loss and its terms: scalars, on the device of the logits."""
 
     total: Tensor
-    """What is minimised."""
+    """Dice plus cross-entropy, which training minimises."""
     dice: Tensor
-    """One minus the soft Dice, mean over samples and foreground classes."""
+    """One minus the soft Dice: the mean over samples and foreground classes."""
     cross_entropy: Tensor
     """Mean over samples and voxels, in nats."""
 
@@ -45,6 +45,51 @@ class LossTerms:
         )
 
 
+def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the sums over voxels that the loss is made of.
+
+    Sums of parts of a volume add up to those of the volume, and sums of other samples are joined
+    to these along N, so they can be exchanged before :func:`loss_from_sums`, whose ratios cannot.
+
+    Args:
+        logits: (N, K, X, Y, Z).
+        target: Class indices (N, X', Y', Z') of any integer type, on the device of the logits; X',
+            Y', Z' are multiples of X, Y, Z, and every n-th voxel is taken.
+
+    Returns:
+        (4, N, K) in float32 at least, of which backward finds the gradient of the logits. With p
+        the softmax of the logits: the sum of -log p over the voxels of each class, that of p over
+        them, that of p over all voxels, and their number.
+    """
+    return dice_ce_sums(logits, _coarser(target, logits))
+
+
+def loss_from_sums(sums: Tensor) -> LossTerms:
+    """Return the sum of soft Dice loss and cross-entropy.
+
+    Args:
+        sums: (4, N, K), as :func:`loss_sums` returns them, over whole volumes.
+    """
+    surprise, common, predicted, counted = sums.unbind(0)
+    cross_entropy = surprise.sum() / counted.detach().sum()
+    per_class = 1 - (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
+    dice = per_class[:, 1:].mean()
+    return LossTerms(total=dice + cross_entropy, dice=dice, cross_entropy=cross_entropy)
+
+
+def mean_over_levels(levels: Sequence[LossTerms]) -> LossTerms:
+    """Return the mean of losses at several resolutions, weighted 1, 1/2, 1/4, ...
+
+    Args:
+        levels: Full resolution first.
+    """
+    weights = [0.5**level for level in range(len(levels))]
+    terms = [
+        level.weighted(weight / sum(weights)) for level, weight in zip(levels, weights, strict=True)
+    ]
+    return sum(terms[1:], start=terms[0])
+
+
 def dice_cross_entropy(logits: Tensor | Sequence[Tensor], target: Tensor) -> LossTerms:
     """Return the sum of soft Dice loss and cross-entropy.
 
@@ -57,21 +102,8 @@ def dice_cross_entropy(logits: Tensor | Sequence[Tensor], target: Tensor) -> Los
             losses are weighted 1, 1/2, 1/4, ... and normalised.
         target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
     """
-    levels = [logits] if isinstance(logits, Tensor) else list(logits)
-    weights = [0.5**level for level in range(len(levels))]
-    terms = [
-        _one_level(level, _coarser(target, level)).weighted(weight / sum(weights))
-        for level, weight in zip(levels, weights, strict=True)
-    ]
-    return sum(terms[1:], start=terms[0])
-
-
-def _one_level(logits: Tensor, target: Tensor) -> LossTerms:
-    surprise, common, predicted, counted = dice_ce_sums(logits, target).unbind(0)
-    cross_entropy = surprise.sum() / target.numel()
-    per_class = 1 - (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
-    dice = per_class[:, 1:].mean()
-    return LossTerms(total=dice + cross_entropy, dice=dice, cross_entropy=cross_entropy)
+    levels = [logits] if isinstance(logits, Tensor) else logits
+    return mean_over_levels([loss_from_sums(loss_sums(level, target)) for level in levels])
 
 
 def _coarser(target: Tensor, logits: Tensor) -> Tensor:

@@ -58,15 +58,17 @@ class MemoryEstimate:
     """With the devices and the blocks of each."""
     memory: dict[int, SlotMemory]
     """Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
-    ``reserved_bytes`` is what it needs to have."""
+    ``reserved_bytes`` is what the allocator takes from it for that, with gaps between tensors."""
 
     def needed_bytes(self) -> dict[torch.device, int]:
         """Return what each device must have, in the order of the slots."""
         needed: dict[torch.device, int] = {}
         for slot in self.slots:
-            # Slots that share a GPU each have its peak; on a CPU they add up.
-            before = needed.get(slot.device, 0) if slot.device.type == "cpu" else 0
-            needed[slot.device] = before + self.memory[slot.index].reserved_bytes
+            peak = self.memory[slot.index].peak_bytes
+            if slot.device.type == "cpu":  # where slots add up
+                needed[slot.device] = needed.get(slot.device, 0) + peak
+            else:  # each has the whole GPU's; gaps are given back before memory runs out
+                needed[slot.device] = peak + UNCOUNTED_BYTES
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
@@ -140,7 +142,7 @@ def predict_memory(step: Step) -> MemoryEstimate:
             memory[slot.index] = replace(
                 memory[slot.index],
                 peak_bytes=peak_bytes,
-                reserved_bytes=peak_bytes + UNCOUNTED_BYTES,
+                reserved_bytes=recorder.segments[slot.device].reserved_bytes,
             )
     slots = tuple(
         replace(slot, device=device)

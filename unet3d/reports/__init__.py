@@ -1,1 +1,1 @@
-"""What people read and look at: tables, pictures, the live line."""
+"""Tables, pictures and the live line: everything that people read and look at."""

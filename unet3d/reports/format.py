@@ -1,4 +1,4 @@
-"""How amounts and sizes are written, and figures saved; the same in every report."""
+"""Writing amounts and sizes, and saving figures: the same in every report."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def amount(num_bytes: int, unit_bytes: int) -> str:
 
     Args:
         num_bytes: The number.
-        unit_bytes: Such as :data:`GIB`.
+        unit_bytes: Bytes in the unit, such as :data:`GIB`.
     """
     amount = num_bytes / unit_bytes
     if amount >= 100:
@@ -45,7 +45,7 @@ def size_text(shape: Sequence[int]) -> str:
     """Return voxels along X, Y, Z as people write them.
 
     Args:
-        shape: Such as (192, 192, 160).
+        shape: Voxels, such as (192, 192, 160).
     """
     return "x".join(map(str, shape))
 
@@ -54,8 +54,8 @@ def write_figure(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG file.
 
     Args:
-        figure: What was drawn.
-        path: One of that name is replaced.
+        figure: The drawn figure.
+        path: The file; one of that name is replaced.
     """
     FigureCanvasAgg(figure)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))

@@ -1,4 +1,4 @@
-"""What people read of a plan: every way of placing a training, side by side."""
+"""A plan for people: every way of placing a training, side by side."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a person sees while training runs: a live line on a terminal, plain lines in a log."""
+"""The progress of a training: a live line on a terminal, plain lines in a log."""
 
 import logging
 import time
@@ -23,8 +23,8 @@ class ProgressLine:
 
         Args:
             console: A terminal gets a live line; anything else a line per epoch.
-            num_epochs: Of the whole training.
-            num_steps: Of one epoch.
+            num_epochs: Epochs of the whole training.
+            num_steps: Steps of one epoch.
             quiet: Show nothing.
         """
         self._num_epochs = num_epochs
@@ -59,9 +59,9 @@ class ProgressLine:
         """Show one step.
 
         Args:
-            epoch: From 0.
+            epoch: Number of the epoch, from 0.
             step: Steps done in it.
-            loss: Of the step.
+            loss: Loss of the step.
         """
         now = time.monotonic()
         self._next_refresh = now + REFRESH_SECONDS

@@ -1,4 +1,4 @@
-"""What people read of an evaluation."""
+"""The scores of an evaluation as a table."""
 
 from collections.abc import Mapping
 

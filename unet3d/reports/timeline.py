@@ -1,4 +1,4 @@
-"""How the memory of a device goes through one training step, drawn."""
+"""The memory of a device through one training step, drawn."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ PANEL_HEIGHT_INCHES = 2.3
 COLOURS = {"forward": SKY, "loss": PURPLE, "backward": ORANGE, "optimizer": GREEN}
 ELSEWHERE = "another slot acts"
 NEAR = 1.5
-"""The device's total is drawn where the peak is at least this many times below it."""
+"""The device's total is drawn where it is at most this many times the peak."""
 MAX_NAMED_ACTIONS = 100
 """More numbers of micro-batches than this cannot be read."""
 
@@ -24,11 +24,11 @@ def draw_timeline(
     """Draw the memory in use over the actions of one step.
 
     Args:
-        axes: Where.
+        axes: Where to draw.
         timeline: What :meth:`unet3d.memory.timeline.Timeline.to_dict` returns.
-        device_bytes: The device's total.
-        unit: Name of the unit of memory.
-        unit_bytes: Bytes in it.
+        device_bytes: Memory of the device.
+        unit: Name of the unit.
+        unit_bytes: Bytes in the unit.
     """
     marks, slots = timeline["marks"], timeline["slots"]
     own = [mark["slot"] is None or mark["slot"] in slots for mark in marks]

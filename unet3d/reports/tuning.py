@@ -1,4 +1,4 @@
-"""What a person reads of a sweep: the table on the terminal, and time against micro-batches."""
+"""Measured steps for people: a table, and a picture of time against micro-batches."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -25,7 +25,7 @@ MARKERS = "osD^vP"
 
 
 def tuning_table(record: Mapping[str, Any]) -> Table:
-    """Return what every setting took, as a table for the terminal.
+    """Return time and memory of every setting as a table for the terminal.
 
     Args:
         record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.

@@ -90,7 +90,7 @@ class CheckpointSaver:
         if checkpoint.topology != self._experiment.topology:
             raise CheckpointError(
                 f"{path} holds another network than the settings now ask for; "
-                "resume with the settings of config.yaml, or train anew in another --output"
+                "resume with the settings of config.yaml, or start a new run in another --output"
             )
         self._module.load_state_dict(checkpoint.model)
         try:

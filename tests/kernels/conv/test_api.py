@@ -5,8 +5,9 @@ from torch import Tensor
 
 from unet3d.kernels import conv1x1x1, conv3x3x3, padding
 from unet3d.kernels.conv import api as convolution
-from unet3d.kernels.conv.api import FoldedConvolution, PaddedStridedConvolution
-from unet3d.kernels.padding import can_fold, empty_padded, mark_padded, with_padding
+from unet3d.kernels.conv import folded
+from unet3d.kernels.conv.folded import FoldedConvolution, PaddedStridedConvolution
+from unet3d.kernels.padding import can_fold, mark_padded, padded_copy, with_padding
 
 SIZE = (5, 4, 6)
 
@@ -51,9 +52,7 @@ def test_two_voxels_at_a_time_give_the_same(
 
 def padded(x: Tensor) -> Tensor:
     """Return a copy of a map that is stored with zeros around Z."""
-    made = empty_padded(x)
-    with_padding(made).zero_()
-    return mark_padded(made.copy_(x))
+    return mark_padded(padded_copy(x))
 
 
 def test_a_padded_map_shows_its_own_voxels_only() -> None:
@@ -78,9 +77,9 @@ def test_zeros_around_change_nothing(
     flipped = weight.detach().flip(2, 3, 4).transpose(0, 1)
     with torch.no_grad():
         actual = (
-            convolution._convolve(x, weight),
-            convolution._convolve(dy, flipped),
-            convolution._weight_gradient(dy, x, weight),
+            folded._convolve(x, weight, (1, 1)),
+            folded._convolve(dy, flipped, (1, 1)),
+            folded._weight_gradient(dy, x, weight, (1, 1)),
         )
     for a, b in zip(actual, (expected, *wanted), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

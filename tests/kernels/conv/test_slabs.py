@@ -18,12 +18,10 @@ from unet3d.kernels import (
     strided_conv3x3x3,
     upsample,
 )
-from unet3d.kernels import (
-    recompute as remake,
-)
+from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.conv.api import FoldedConvolution
+from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
 Shape = tuple[int, int, int]
@@ -219,9 +217,7 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch: pytest.Mon
 
 def padded(x: Tensor) -> Tensor:
     """Return a map that is stored with zeros around Z."""
-    room = padding.empty_padded(x)
-    padding.with_padding(room).zero_()
-    return padding.mark_padded(room.copy_(x))
+    return padding.mark_padded(padding.padded_copy(x))
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -268,9 +264,9 @@ def test_a_head_in_slabs_is_the_whole_one(folds: bool, monkeypatch: pytest.Monke
     assert bias.grad is not None and bias.grad.tolist() == [9 * 3 * 8] * 3
 
 
-@pytest.mark.parametrize("remade", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_a_network_in_slabs_has_the_plain_gradients(
-    remade: bool, monkeypatch: pytest.MonkeyPatch
+    recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     topology = Topology(
@@ -278,11 +274,11 @@ def test_a_network_in_slabs_has_the_plain_gradients(
     )
     model = UNet3d(topology).double()
     image, target = tensor(2, 1, 12, 8, 8), torch.randint(0, 3, (2, 12, 8, 8))
-    monkeypatch.setattr(remake, "MIN_ELEMENTS", 1)
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 1)
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
-        if remade:
+        if recomputes:
             with recomputed_in_backward():
                 loss = dice_cross_entropy(model(image), target).total
         else:

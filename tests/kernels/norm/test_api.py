@@ -2,38 +2,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d.kernels import instance_norm
-from unet3d.kernels import triton_support as triton_here
+from tests.kernels.norm.closed_form import (
+    arguments,
+    closed_form,
+    relative_error,
+    value_and_gradients,
+)
+from unet3d.kernels import instance_norm, triton_support
 from unet3d.kernels.norm import api as norm
-from unet3d.kernels.norm.api import reference
-
-
-def closed_form(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
-    space = (2, 3, 4)
-    mean = x.mean(space, keepdim=True)
-    variance = ((x - mean) ** 2).mean(space, keepdim=True)
-    shape = (1, -1, 1, 1, 1)
-    y = (x - mean) / torch.sqrt(variance + eps) * weight.view(shape) + bias.view(shape)
-    return torch.where(y > 0, y, slope * y)
-
-
-def arguments(shape: tuple[int, ...], mean: float, dtype: torch.dtype, device: str) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(shape, generator=generator) + mean).to(dtype)
-    weight, bias = torch.randn(2, shape[1], generator=generator)
-    gradient = torch.randn(shape, generator=generator).to(dtype)
-    return [value.to(device) for value in (x, weight, bias, gradient)]
-
-
-def value_and_gradients(inputs: list[Tensor], function: object, slope: float) -> list[Tensor]:
-    x, weight, bias = (value.clone().requires_grad_() for value in inputs[:3])
-    y = function(x, weight, bias, 1e-5, slope)
-    y.backward(inputs[3])
-    return [y.detach(), x.grad, weight.grad, bias.grad]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.cpu().double() - expected).norm() / expected.norm())
+from unet3d.memory.saved_tensors import handling
 
 
 @pytest.mark.parametrize("slope", [0.01, 1.0])
@@ -48,7 +25,16 @@ def test_the_reference_is_the_closed_form(slope: float) -> None:
 def test_the_reference_has_right_derivatives() -> None:
     inputs = [value.double() for value in arguments((2, 3, 2, 3, 2), 0.0, torch.float32, "cpu")]
     x, weight, bias = (value.requires_grad_() for value in inputs[:3])
-    assert torch.autograd.gradcheck(reference, (x, weight, bias, 1e-5, 0.01))
+    assert torch.autograd.gradcheck(instance_norm, (x, weight, bias, 1e-5, 0.01))
+
+
+def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
+    x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cpu")
+    kept: list[Tensor] = []
+    with handling(kept.append):
+        instance_norm(x.requires_grad_(), weight, bias, 1e-5, 0.01)
+    assert [value.numel() for value in kept] == [x.numel(), 3, 3, 2 * 3, 2 * 3]
+    assert kept[0].data_ptr() == x.data_ptr()
 
 
 @pytest.fixture
@@ -102,16 +88,6 @@ def test_low_precision_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
-    x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
-    instance_norm(x, weight, bias, 1e-5, 0.01)  # registers it
-    inputs = tuple(value.requires_grad_() for value in (x, weight, bias))
-    scalars = (1e-5, 0.01, False, False)
-    torch.library.opcheck(torch.ops.unet3d.instance_norm.default, (*inputs, *scalars))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("triton_at_any_size")
 def test_more_than_two_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
@@ -130,8 +106,16 @@ def test_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
 def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) -> None:
-    triton_here.works.cache_clear()
+    triton_support.works.cache_clear()
     x, weight, bias, _ = arguments((1, 2, 3, 4, 5), 0.0, torch.float32, "cuda")
     with torch.no_grad():
         instance_norm(x, weight, bias, 1e-5, 0.01)
     assert not caplog.records
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
+def test_where_triton_cannot_compile_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    triton_support.works.cache_clear()
+    assert [triton_support.works() for _ in range(2)] == [False, False]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("Triton cannot compile here, so training is several")

@@ -2,7 +2,7 @@
 
 cuDNN has no tensor-core kernel for one input channel. Here the 27 neighbours of a voxel are the
 rows of a matrix product that is never stored: each program gathers them for a run of voxels, which
-stay in the cache, so that what is left is to write the result once.
+stay in the cache, so almost all that remains is to write the result once.
 """
 
 import torch
@@ -15,10 +15,10 @@ WANTED_PROGRAMS = 1056
 
 
 @triton.jit
-def _offsets(voxel, k, X, Y, Z, CI: tl.constexpr):
+def _offsets(voxel, k, BEFORE, X, Y, Z, CI: tl.constexpr):
     """Return for voxels and neighbours, which broadcast, where they are and whether inside."""
     tap = k // CI
-    dx = tap // 9 - 1
+    dx = tap // 9 - BEFORE
     dy = tap // 3 % 3 - 1
     dz = tap % 3 - 1
     z = voxel % Z + dz
@@ -30,15 +30,16 @@ def _offsets(voxel, k, X, Y, Z, CI: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x, w, y, X, Y, Z, V, CO,
+    x, w, y, BEFORE, X, Y, Z, V, CO,
     CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     voxel = tl.program_id(0).to(tl.int64) * BV + tl.arange(0, BV)
     k = tl.arange(0, K)
     o = tl.arange(0, BO)
-    at, inside = _offsets(voxel[:, None], k[None, :], X, Y, Z, CI)
-    values = tl.load(x + sample * V * CI + at, mask=inside & (voxel < V)[:, None], other=0.0)
+    at, inside = _offsets(voxel[:, None], k[None, :], BEFORE, X, Y, Z, CI)
+    start = x + sample * X * Y * Z * CI
+    values = tl.load(start + at, mask=inside & (voxel < V)[:, None], other=0.0)
     known = (k < 27 * CI)[:, None] & (o < CO)[None, :]
     matrix = tl.load(w + k[:, None] * CO + o[None, :], mask=known, other=0.0)
     out = tl.dot(values, matrix)
@@ -48,7 +49,7 @@ def _forward(
 
 @triton.jit
 def _weights(
-    x, dy, partial, X, Y, Z, V, CO, RUN, S,
+    x, dy, partial, BEFORE, X, Y, Z, V, CO, RUN, S,
     CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0).to(tl.int64)
@@ -60,8 +61,10 @@ def _weights(
     last = tl.minimum(first + RUN, V)
     for start in range(first, last, BV):
         voxel = start + tl.arange(0, BV)
-        at, inside = _offsets(voxel[None, :], k[:, None], X, Y, Z, CI)
-        values = tl.load(x + sample * V * CI + at, mask=inside & (voxel < last)[None, :], other=0.0)
+        at, inside = _offsets(voxel[None, :], k[:, None], BEFORE, X, Y, Z, CI)
+        values = tl.load(
+            x + sample * X * Y * Z * CI + at, mask=inside & (voxel < last)[None, :], other=0.0
+        )
         place = (sample * V + voxel)[:, None] * CO + o[None, :]
         given = (voxel < last)[:, None] & (o < CO)[None, :]
         total += tl.dot(values, tl.load(dy + place, mask=given, other=0.0))
@@ -69,34 +72,48 @@ def _weights(
     tl.store(partial + out, total)
 
 
-def forward(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the convolution of (N, I, X, Y, Z) with (O, I, 3, 3, 3), zero-padded."""
+def forward(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
+    """Return the convolution of (N, I, X, Y, Z) with (O, I, 3, 3, 3), zero-padded.
+
+    Args:
+        x: The image.
+        weight: The kernel.
+        before: Planes of zeros before X.
+        after: Planes of zeros behind X.
+
+    Returns:
+        (N, O, X + before + after - 2, Y, Z).
+    """
     x = x.contiguous(memory_format=torch.channels_last_3d)
     n, i, *space = x.shape
     o = weight.shape[0]
     matrix = weight.permute(2, 3, 4, 1, 0).reshape(27 * i, o).contiguous()
+    planes = space[0] + before + after - 2
     y = torch.empty(
-        (n, o, *space), dtype=x.dtype, device=x.device, memory_format=torch.channels_last_3d
+        (n, o, planes, *space[1:]),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.channels_last_3d,
     )
-    voxels = space[0] * space[1] * space[2]
+    voxels = planes * space[1] * space[2]
     grid = (triton.cdiv(voxels, BLOCK_VOXELS), n)
     with torch.cuda.device(x.device):
-        _forward[grid](x, matrix, y, *space, voxels, o, **_sizes(i, o))
+        _forward[grid](x, matrix, y, before, *space, voxels, o, **_sizes(i, o))
     return y
 
 
-def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of the weights."""
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, before: int) -> Tensor:
+    """Return the gradient of the weights; the arguments are those of :func:`forward`."""
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
     n, i, *space = x.shape
     o = weight.shape[0]
     sizes = _sizes(i, o)
-    voxels = space[0] * space[1] * space[2]
+    voxels = dy.shape[2] * space[1] * space[2]
     run = triton.cdiv(triton.cdiv(voxels, WANTED_PROGRAMS), BLOCK_VOXELS) * BLOCK_VOXELS
     runs = triton.cdiv(voxels, run)
     partial = torch.empty((n * runs, sizes["K"], sizes["BO"]), device=x.device)
     with torch.cuda.device(x.device):
-        _weights[(runs, n)](x, dy, partial, *space, voxels, o, run, runs, **sizes)
+        _weights[(runs, n)](x, dy, partial, before, *space, voxels, o, run, runs, **sizes)
     matrix = partial.sum(0)[: 27 * i, :o]
     return matrix.view(3, 3, 3, i, o).permute(4, 3, 0, 1, 2).to(weight.dtype).contiguous()
 

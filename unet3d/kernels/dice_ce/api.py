@@ -1,4 +1,4 @@
-"""How far a prediction and the truth overlap: the sums over voxels that the loss is made of.
+"""The sums over voxels that the Dice and the cross-entropy of a prediction are made of.
 
 PyTorch would keep several float32 tensors of the logits' size for backward; the Triton version
 keeps the logits alone and reads them once each way.
@@ -11,11 +11,13 @@ import unet3d.kernels.dice_ce.op  # noqa: F401 - registers the operation
 from unet3d.kernels.triton_support import triton_available
 
 MAX_CLASSES = 256
-"""More do not fit into one program's registers."""
+"""More classes do not fit into one program's registers."""
+
+_FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
-    """Return what a Dice and a cross-entropy need to know, summed over the voxels.
+    """Return the sums over voxels from which Dice and cross-entropy follow.
 
     Args:
         logits: (N, K, X, Y, Z).
@@ -25,8 +27,7 @@ def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
         (4, N, K) in float32 at least. With p the softmax of the logits: the sum of -log p over the
         voxels of each class, that of p over them, that of p over all voxels, and their number.
     """
-    low = (torch.float32, torch.bfloat16, torch.float16)
-    if logits.dtype in low and logits.shape[1] <= MAX_CLASSES and triton_available(logits):
+    if logits.dtype in _FAST_TYPES and logits.shape[1] <= MAX_CLASSES and triton_available(logits):
         sums: Tensor = torch.ops.unet3d.dice_ce_sums(logits, target)
         return sums
     return reference(logits, target)

@@ -82,7 +82,7 @@ def _gradient(
 
 
 def forward(logits: Tensor, target: Tensor) -> Tensor:
-    """Return (4, N, K): surprise, intersection, prediction and truth, summed over voxels."""
+    """Return the sums (4, N, K): surprise, intersection, prediction and truth."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
@@ -97,12 +97,12 @@ def forward(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    """Return the gradient of the logits, from that of the sums."""
+    """Return the gradient of the logits, from that (4, N, K) of the sums."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
     block = _block(k)
-    out = torch.empty_like(logits)
+    out = torch.empty_like(logits, memory_format=torch.channels_last_3d)
     surprise, common, predicted, _ = gradient.float().contiguous().unbind(0)
     with torch.cuda.device(logits.device):
         _gradient[(triton.cdiv(voxels, block["BV"]), n)](

@@ -1,4 +1,4 @@
-"""The Triton sums of :mod:`unet3d.kernels.dice_ce.api` as an operation of PyTorch's."""
+"""The Triton sums of :mod:`unet3d.kernels.dice_ce.api` as a PyTorch operation, also on fakes."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ torch.library.define(
 
 @torch.library.impl("unet3d::dice_ce_sums", "cuda")
 def _forward(logits: Tensor, target: Tensor) -> Tensor:
-    from unet3d.kernels.dice_ce import kernel as overlap_triton
+    from unet3d.kernels.dice_ce import kernel
 
-    return overlap_triton.forward(logits, target)
+    return kernel.forward(logits, target)
 
 
 @torch.library.register_fake("unet3d::dice_ce_sums")  # type: ignore[untyped-decorator]
@@ -25,9 +25,9 @@ def _(logits: Tensor, target: Tensor) -> Tensor:
 
 @torch.library.impl("unet3d::dice_ce_sums_backward", "cuda")
 def _backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
-    from unet3d.kernels.dice_ce import kernel as overlap_triton
+    from unet3d.kernels.dice_ce import kernel
 
-    return overlap_triton.backward(gradient, logits, target)
+    return kernel.backward(gradient, logits, target)
 
 
 @torch.library.register_fake("unet3d::dice_ce_sums_backward")  # type: ignore[untyped-decorator]

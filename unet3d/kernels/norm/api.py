@@ -3,22 +3,26 @@
 PyTorch normalises each (sample, channel) in one thread block: a single sample of 32 channels keeps
 32 of a GPU's processors busy. Here the voxels are divided over all of them.
 
-:func:`instance_norm` picks the Triton version for large CUDA tensors of at most 32 bits, and the
-reference, PyTorch's own, for everything else. Both give the same values and gradients.
+The work is done in stages, which divide at the point where parts of a volume have something to
+exchange (:mod:`unet3d.kernels.norm.stages`). :func:`stages_for` picks Triton's version for large
+CUDA tensors of at most 32 bits, and the reference, PyTorch's own operations, for everything else.
+Both give the same values and gradients.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.kernels.norm import op, reference
+from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.recompute import offer
 from unet3d.kernels.triton_support import triton_available
+from unet3d.memory.fake_devices import is_gpu
 
 MIN_ELEMENTS = 2**21
-"""Below, launching Triton's kernels takes longer than PyTorch's two take to run."""
+"""Smaller maps take the reference: launching Triton's kernels takes longer than PyTorch's two."""
 
 _FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,74 +47,123 @@ def instance_norm(
         weight: (C,).
         bias: (C,).
         eps: Added to the variance.
-        negative_slope: Of LeakyReLU; 1 leaves the activation out.
-        pads_output: Write the result with zeros around Z, where a folded convolution reads it.
-        pads_gradient: Likewise the gradient of x, where a folded convolution made x.
+        negative_slope: Negative slope of LeakyReLU; 1 leaves the activation out.
+        pads_output: Store the result with zeros around Z, for a folded convolution that reads it.
+        pads_gradient: Store the gradient of x likewise, for a folded convolution that made x.
 
     Returns:
-        Of x's shape and type.
+        (N, C, X, Y, Z), of x's type.
+    """
+    stages = stages_for(x)
+    folds = stages is not reference and can_fold(x, x.shape[1])
+    options = _Options(
+        stages=stages,
+        eps=eps,
+        slope=negative_slope,
+        pads_output=pads_output and folds,
+        pads_gradient=pads_gradient and folds,
+    )
+    y, mean, rstd = _InstanceNorm.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
+    if options.pads_output:
+        mark_padded(y)
+    x, weight, bias = (value.detach() for value in (x, weight, bias))
+
+    def recompute() -> Tensor:
+        if options.is_fused(x):
+            return reference.fused(x, weight, bias, eps, negative_slope)[0]
+        return _normalized(x, weight, bias, mean, rstd, options=options, pads=False)
+
+    offer(y, recompute, x)
+    return y  # type: ignore[no-any-return]
+
+
+def stages_for(x: Tensor) -> Stages:
+    """Return the version of the stages that suits a map.
+
+    Args:
+        x: (N, C, X, Y, Z); for Triton's version it must be channels-last where a stage takes it.
     """
     if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
-        folds = can_fold(x, x.shape[1])
-        y, mean, rstd = torch.ops.unet3d.instance_norm(
-            x, weight, bias, eps, negative_slope, pads_output and folds, pads_gradient and folds
-        )
-        if pads_output and folds:
-            mark_padded(y)
-        kept = [value.detach() for value in (x, weight, bias, mean, rstd)]
-        offer(y, lambda: torch.ops.unet3d.normalize(*kept, negative_slope), kept[0])
-        return y  # type: ignore[no-any-return]
-    y = reference(x, weight, bias, eps, negative_slope)
-    x, weight, bias = (value.detach() for value in (x, weight, bias))
-    offer(y, lambda: _normalized(x, weight, bias, eps, negative_slope)[0], x)
-    return y
+        return op
+    return reference
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float, negative_slope: float) -> Tensor:
-    """Do as :func:`instance_norm` does, with PyTorch's own operations."""
-    y: Tensor = _Reference.apply(x, weight, bias, eps, negative_slope)  # type: ignore[no-untyped-call]
-    return y
+class _Options(NamedTuple):
+    """How a map is normalised."""
+
+    stages: Stages
+    eps: float
+    slope: float
+    pads_output: bool
+    pads_gradient: bool
+
+    def is_fused(self, x: Tensor) -> bool:
+        """Return whether one operation of PyTorch's does all stages of forward.
+
+        The time of a small map on a GPU is its launches, and the fused operation takes fewer. On a
+        CPU the stages take no longer and have the same values, and to recompute the result the last
+        one is enough.
+        """
+        return self.stages is reference and is_gpu(x.device)
 
 
-class _Reference(torch.autograd.Function):
+class _InstanceNorm(torch.autograd.Function):
     """Keeps its input and not its result, unlike PyTorch's LeakyReLU."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
-    ) -> Tensor:
-        y, mean, rstd = _normalized(x, weight, bias, eps, slope)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if options.is_fused(x):
+            y, mean, rstd = reference.fused(x, weight, bias, options.eps, options.slope)
+        else:
+            stages, laid_out = options.stages, _laid_out(x, options)
+            parts = stages.moments(laid_out)
+            mean, rstd, _ = stages.merge(parts, _num_voxels(x), options.eps)
+            y = _normalized(
+                laid_out, weight, bias, mean, rstd, options=options, pads=options.pads_output
+            )
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.eps, ctx.slope = eps, slope
-        return y
+        ctx.options = options
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # mean and rstd have none, and zeros would be launches
+        return y, mean, rstd
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, rstd = ctx.saved_tensors
-        n, c, *space = x.shape
-        rows = x.reshape(1, n * c, *space)
-        scale = weight.repeat(n)
-        g = dy.reshape(rows.shape)
-        if ctx.slope != 1:
-            shape = (1, -1, 1, 1, 1)
-            before = (rows - mean.view(shape)) * (rstd * scale).view(shape)
-            before += bias.repeat(n).view(shape)
-            g = torch.where(before > 0, g, g * ctx.slope)
-        dx, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            g, rows, scale, None, None, mean, rstd, True, ctx.eps, [True, True, True]
+    def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dy is None:
+            return None, None, None, None
+        x, *affine = ctx.saved_tensors
+        options: _Options = ctx.options
+        stages, slope = options.stages, options.slope
+        if stages is reference:  # PyTorch's own operation takes one pass over memory less
+            return *reference.fused_backward(dy, x, *affine, slope=slope), None
+        x, dy = _laid_out(x, options), _laid_out(dy, options)
+        total = stages.total(stages.sums(dy, x, *affine, slope=slope))
+        dx = stages.gradient(
+            dy,
+            x,
+            *affine,
+            total=total,
+            voxels=_num_voxels(x),
+            slope=slope,
+            pads=options.pads_gradient,
         )
-        return dx.reshape(x.shape), dweight.view(n, c).sum(0), dbias.view(n, c).sum(0), None, None
+        weight, bias = affine[:2]
+        dweight, dbias = total[1].sum(0).to(weight.dtype), total[0].sum(0).to(bias.dtype)
+        return mark_padded(dx) if options.pads_gradient else dx, dweight, dbias, None
 
 
-def _normalized(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, and mean and 1 / deviation of each channel of each sample."""
-    n, c, *space = x.shape
-    rows = x.reshape(1, n * c, *space)
-    y, mean, rstd = torch.native_batch_norm(
-        rows, weight.repeat(n), bias.repeat(n), None, None, True, 0.0, eps
-    )
-    if slope != 1:
-        F.leaky_relu_(y, slope)
-    return y.reshape(x.shape), mean, rstd
+def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Tensor:
+    return options.stages.normalize(_laid_out(x, options), *affine, slope=options.slope, pads=pads)
+
+
+def _laid_out(x: Tensor, options: _Options) -> Tensor:
+    """Return a map as the stages take it: Triton's are for channels-last memory."""
+    if options.stages is reference:
+        return x
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _num_voxels(x: Tensor) -> int:
+    return x.shape[2] * x.shape[3] * x.shape[4]

@@ -1,40 +1,33 @@
-"""The Triton version of :mod:`unet3d.kernels.norm.api`, for channels-last volumes.
+"""The stages (:mod:`unet3d.kernels.norm.stages`) in Triton, for channels-last volumes.
 
 A volume is a matrix of V voxels by C channels. Forward::
 
-    moments    each program takes a run of voxels: mean and sum of squared differences per channel
-    combine    merges the runs of a channel (Chan, Golub and LeVeque, 1979): mean, 1 / deviation
+    moments    each program takes a run of voxels: its count, variance and mean per channel
+    merge      merges the runs of a channel (Chan, Golub and LeVeque, 1979): mean, 1 / deviation
     normalize  one pass over the matrix
 
-Backward makes the normalised values again from x, so only x, mean and 1 / deviation are kept::
+Backward recomputes the normalised values from x, so only x, mean and 1 / deviation are kept::
 
     sums       per run: of g and of g * normalised, where g is the gradient before LeakyReLU
-    total      merges the runs
+    total      adds up the runs
     gradient   one pass over the matrix
 
-No atomics, so results are the same in every run. Differences are taken from the first voxel of
-each run, and the mean is kept as two float32 numbers, so a mean far from zero costs no digits.
-Offsets are 64 bits wide.
+There are no atomics, so results are the same in every run. Differences are taken from the first
+voxel of each run, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero
+costs no digits. Offsets are 64 bits wide. Maps are channels-last already.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_padded, with_padding
-
-BLOCK_ELEMENTS = 4096
-"""Of the matrix, in one program at a time: 32 values a thread with 4 warps."""
-MAX_BLOCK_CHANNELS = 64
-WANTED_PROGRAMS = 1056
-"""Eight for each of an H100's 132 processors, so that none waits long for the last."""
+from unet3d.kernels.norm.grid import Grid, grid_of
+from unet3d.kernels.padding import empty_map, with_padding
 
 
 @triton.jit
-def _moments(x, shifts, means, squares, V, C, RUN, S, BV: tl.constexpr, BC: tl.constexpr):
+def _moments(x, moments, V, C, RUN, BV: tl.constexpr, BC: tl.constexpr):
     run = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -59,48 +52,60 @@ def _moments(x, shifts, means, squares, V, C, RUN, S, BV: tl.constexpr, BC: tl.c
         square += tl.sum(difference * difference, axis=0) + step * step * (count * added / total)
         mean += step * (added / total)
         count = total
-    out = (sample * S + run) * C + channel
-    tl.store(shifts + out, shift, mask=known)
-    tl.store(means + out, mean, mask=known)
-    tl.store(squares + out, square, mask=known)
+    row = tl.num_programs(2) * C
+    out = moments + run * 4 * row + sample * C + channel
+    tl.store(out, tl.zeros((BC,), tl.float32) + count, mask=known)
+    tl.store(out + row, square / count, mask=known)
+    tl.store(out + 2 * row, shift, mask=known)
+    tl.store(out + 3 * row, mean, mask=known)
 
 
 @triton.jit
-def _combine(
-    shifts, means, squares, mean_out, rstd_out, V, C, RUN, S, eps,
-    BS: tl.constexpr, BC: tl.constexpr,
+def _merge(
+    moments, means, rstds, merged, V, C, P, eps,
+    BP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     known = channel < C
+    row = tl.num_programs(1) * C
+    column = sample * C + channel
+    # Differences from the first part's mean, so that the rounding of large counts does no harm.
+    origin = tl.load(moments + 2 * row + column, mask=known, other=0.0).to(tl.float64)
     total = tl.zeros((BC,), tl.float64)
-    for start in range(0, S, BS):
-        run = start + tl.arange(0, BS)
-        inside = (run < S)[:, None] & known[None, :]
-        count = tl.minimum(RUN, V - run.to(tl.int64) * RUN).to(tl.float64)
-        at = (sample * S + run)[:, None] * C + channel[None, :]
-        mean = tl.load(means + at, mask=inside, other=0.0).to(tl.float64)
-        mean += tl.load(shifts + at, mask=inside, other=0.0).to(tl.float64)
-        total += tl.sum(tl.where(inside, mean * count[:, None], 0.0), axis=0)
-    mean_all = total / V
+    for start in range(0, P, BP):
+        part = start + tl.arange(0, BP)
+        inside = (part < P)[:, None] & known[None, :]
+        at = moments + (part * 4 * row)[:, None] + column[None, :]
+        count = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        mean = tl.load(at + 2 * row, mask=inside, other=0.0).to(tl.float64)
+        mean += tl.load(at + 3 * row, mask=inside, other=0.0).to(tl.float64)
+        total += tl.sum((mean - origin[None, :]) * count, axis=0)
+    mean_all = origin + total / V
     square_all = tl.zeros((BC,), tl.float64)
-    for start in range(0, S, BS):
-        run = start + tl.arange(0, BS)
-        inside = (run < S)[:, None] & known[None, :]
-        count = tl.minimum(RUN, V - run.to(tl.int64) * RUN).to(tl.float64)
-        at = (sample * S + run)[:, None] * C + channel[None, :]
-        mean = tl.load(means + at, mask=inside, other=0.0).to(tl.float64)
-        mean += tl.load(shifts + at, mask=inside, other=0.0).to(tl.float64)
-        square = tl.load(squares + at, mask=inside, other=0.0).to(tl.float64)
+    for start in range(0, P, BP):
+        part = start + tl.arange(0, BP)
+        inside = (part < P)[:, None] & known[None, :]
+        at = moments + (part * 4 * row)[:, None] + column[None, :]
+        count = tl.load(at, mask=inside, other=0.0).to(tl.float64)
+        variance = tl.load(at + row, mask=inside, other=0.0).to(tl.float64)
+        mean = tl.load(at + 2 * row, mask=inside, other=0.0).to(tl.float64)
+        mean += tl.load(at + 3 * row, mask=inside, other=0.0).to(tl.float64)
         away = mean - mean_all[None, :]
-        square_all += tl.sum(tl.where(inside, square + away * away * count[:, None], 0.0), axis=0)
-    rstd = 1.0 / tl.sqrt(square_all / V + eps)
-    out = sample * C + channel
+        square_all += tl.sum((variance + away * away) * count, axis=0)
+    variance_all = square_all / V
+    rstd = 1.0 / tl.sqrt(variance_all + eps)
     # In float32 a mean of 1e4 is off by up to 5e-4; the rest is kept behind it.
     high = mean_all.to(tl.float32)
-    tl.store(mean_out + 2 * out, high, mask=known)
-    tl.store(mean_out + 2 * out + 1, (mean_all - high.to(tl.float64)).to(tl.float32), mask=known)
-    tl.store(rstd_out + out, rstd.to(tl.float32), mask=known)
+    rest = (mean_all - high.to(tl.float64)).to(tl.float32)
+    tl.store(means + 2 * column, high, mask=known)
+    tl.store(means + 2 * column + 1, rest, mask=known)
+    tl.store(rstds + column, rstd.to(tl.float32), mask=known)
+    out = merged + column
+    tl.store(out, tl.zeros((BC,), tl.float32) + V, mask=known)
+    tl.store(out + row, variance_all.to(tl.float32), mask=known)
+    tl.store(out + 2 * row, high, mask=known)
+    tl.store(out + 3 * row, rest, mask=known)
 
 
 @triton.jit
@@ -149,7 +154,7 @@ def _normalize(
 
 @triton.jit
 def _sums(
-    x, dy, weight, bias, means, rstds, sum_g, sum_gx, V, C, RUN, S, slope,
+    x, dy, weight, bias, means, rstds, sums, V, C, RUN, slope,
     BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0).to(tl.int64)
@@ -175,32 +180,34 @@ def _sums(
         g = tl.where(normal * scale[None, :] + shift[None, :] > 0, g, g * slope)
         total_g += tl.sum(g, axis=0)
         total_gx += tl.sum(g * normal, axis=0)
-    out = (sample * S + run) * C + channel
-    tl.store(sum_g + out, total_g, mask=known)
-    tl.store(sum_gx + out, total_gx, mask=known)
+    row = tl.num_programs(2) * C
+    out = sums + run * 2 * row + sample * C + channel
+    tl.store(out, total_g, mask=known)
+    tl.store(out + row, total_gx, mask=known)
 
 
 @triton.jit
-def _total(sum_g, sum_gx, out_g, out_gx, C, S, BS: tl.constexpr, BC: tl.constexpr):
+def _total(sums, totals, C, P, BP: tl.constexpr, BC: tl.constexpr):
     sample = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
     known = channel < C
+    row = tl.num_programs(1) * C
+    column = sample * C + channel
     total_g = tl.zeros((BC,), tl.float64)
     total_gx = tl.zeros((BC,), tl.float64)
-    for start in range(0, S, BS):
-        run = start + tl.arange(0, BS)
-        inside = (run < S)[:, None] & known[None, :]
-        at = (sample * S + run)[:, None] * C + channel[None, :]
-        total_g += tl.sum(tl.load(sum_g + at, mask=inside, other=0.0).to(tl.float64), axis=0)
-        total_gx += tl.sum(tl.load(sum_gx + at, mask=inside, other=0.0).to(tl.float64), axis=0)
-    out = sample * C + channel
-    tl.store(out_g + out, total_g.to(tl.float32), mask=known)
-    tl.store(out_gx + out, total_gx.to(tl.float32), mask=known)
+    for start in range(0, P, BP):
+        part = start + tl.arange(0, BP)
+        inside = (part < P)[:, None] & known[None, :]
+        at = sums + (part * 2 * row)[:, None] + column[None, :]
+        total_g += tl.sum(tl.load(at, mask=inside, other=0.0).to(tl.float64), axis=0)
+        total_gx += tl.sum(tl.load(at + row, mask=inside, other=0.0).to(tl.float64), axis=0)
+    tl.store(totals + column, total_g.to(tl.float32), mask=known)
+    tl.store(totals + row + column, total_gx.to(tl.float32), mask=known)
 
 
 @triton.jit
 def _gradient(
-    x, dy, dx, weight, bias, means, rstds, sum_g, sum_gx, V, C, Z, slope,
+    x, dy, dx, weight, bias, means, rstds, totals, COUNT, V, C, Z, slope,
     PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(2).to(tl.int64)
@@ -212,8 +219,9 @@ def _gradient(
     mean = tl.load(means + 2 * (sample * C + channel), mask=known, other=0.0)
     rest = tl.load(means + 2 * (sample * C + channel) + 1, mask=known, other=0.0)
     rstd = tl.load(rstds + sample * C + channel, mask=known, other=0.0)
-    mean_g = tl.load(sum_g + sample * C + channel, mask=known, other=0.0) / V
-    mean_gx = tl.load(sum_gx + sample * C + channel, mask=known, other=0.0) / V
+    at_g = totals + sample * C + channel
+    mean_g = tl.load(at_g, mask=known, other=0.0) / COUNT
+    mean_gx = tl.load(at_g + tl.num_programs(2) * C, mask=known, other=0.0) / COUNT
     scale = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32)
     shift = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
@@ -225,56 +233,31 @@ def _gradient(
     _store(dx, place, voxel, value, channel, inside, C, Z, PADS)
 
 
-class _Grid:
-    """How the matrix is divided among programs."""
-
-    def __init__(self, samples: int, channels: int, voxels: int) -> None:
-        self.samples, self.channels, self.voxels = samples, channels, voxels
-        self.block_channels = min(MAX_BLOCK_CHANNELS, triton.next_power_of_2(self.channels))
-        self.block_voxels = BLOCK_ELEMENTS // self.block_channels
-        self.channel_blocks = triton.cdiv(self.channels, self.block_channels)
-        blocks = triton.cdiv(self.voxels, self.block_voxels)
-        wanted = triton.cdiv(WANTED_PROGRAMS, self.samples * self.channel_blocks)
-        self.run = triton.cdiv(blocks, wanted) * self.block_voxels
-        self.runs = triton.cdiv(self.voxels, self.run)
-        self.over_runs = (self.runs, self.channel_blocks, self.samples)
-        self.over_blocks = (blocks, self.channel_blocks, self.samples)
-        self.over_channels = (self.channel_blocks, self.samples)
-        self.block = {"BV": self.block_voxels, "BC": self.block_channels}
-        self.merge = {"BS": 32, "BC": self.block_channels}
-
-    def per_run(self, x: Tensor) -> Tensor:
-        shape = (self.samples, self.runs, self.channels)
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
-    def per_channel(self, x: Tensor, numbers: int = 1) -> Tensor:
-        shape = (self.samples, self.channels * numbers)
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
+MERGED_PARTS = 32
+"""Parts that one program merges at a time."""
 
 
-_grid = functools.cache(_Grid)
-"""Its arithmetic takes longer than a launch."""
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float, pads: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return y, with zeros around Z or not, the mean as two numbers, and 1 / deviation."""
-    x = _channels_last(x)
-    grid = _grid(*x.shape[:2], x.shape[2:].numel())
-    v, c = grid.voxels, grid.channels
-    runs = (grid.per_run(x), grid.per_run(x), grid.per_run(x))
-    mean, rstd = grid.per_channel(x, 2), grid.per_channel(x)
+def moments(x: Tensor) -> Tensor:
+    """Return the moments (P, 4, N, C) of the runs of a map."""
+    grid, voxels, channels = _matrix(x)
+    out = torch.empty((grid.runs, 4, *x.shape[:2]), dtype=torch.float32, device=x.device)
     with torch.cuda.device(x.device):
-        _moments[grid.over_runs](x, *runs, v, c, grid.run, grid.runs, **grid.block)
-        _combine[grid.over_channels](
-            *runs, mean, rstd, v, c, grid.run, grid.runs, eps, **grid.merge
+        _moments[grid.over_runs](x, out, voxels, channels, grid.run, **_block(grid))
+    return out
+
+
+def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean (N, C, 2), 1 / deviation (N, C) and the merged moments (1, 4, N, C)."""
+    parts, _, n, c = moments.shape
+    grid = grid_of(n, c, 1)
+    mean, rstd, merged = (
+        moments.new_empty(shape) for shape in ((n, c, 2), (n, c), (1, *moments.shape[1:]))
+    )
+    with torch.cuda.device(moments.device):
+        _merge[grid.over_channels](
+            moments, mean, rstd, merged, voxels, c, parts, eps, **_parts(grid)
         )
-    return normalize(x, weight, bias, mean, rstd, slope, pads), mean, rstd
+    return mean, rstd, merged
 
 
 def normalize(
@@ -283,45 +266,83 @@ def normalize(
     bias: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    *,
     slope: float,
-    pads: bool = False,
+    pads: bool,
 ) -> Tensor:
-    """Return y once more, from what forward returned."""
-    x = _channels_last(x)
-    grid = _grid(*x.shape[:2], x.shape[2:].numel())
-    y = empty_padded(x) if pads else torch.empty_like(x)
-    given = (weight, bias, mean, rstd, grid.voxels, grid.channels, x.shape[-1], slope, pads)
+    """Return the normalised map, with zeros around Z or not."""
+    grid, *size = _matrix(x)
+    y = empty_map(x, pads)
+    given = (weight, bias, mean, rstd, *size, x.shape[-1], slope, pads)
     with torch.cuda.device(x.device):
-        _normalize[grid.over_blocks](x, _start(y, pads), *given, **grid.block)
+        _normalize[grid.over_blocks](x, _start(y, pads), *given, **_block(grid))
     return y
 
 
-def backward(
+def sums(
     dy: Tensor,
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
     mean: Tensor,
     rstd: Tensor,
+    *,
+    slope: float,
+) -> Tensor:
+    """Return the sums (P, 2, N, C) over the runs of a map."""
+    grid, *size = _matrix(x)
+    out = torch.empty((grid.runs, 2, *x.shape[:2]), dtype=torch.float32, device=x.device)
+    given = (weight, bias, mean, rstd, out, *size, grid.run, slope)
+    with torch.cuda.device(x.device):
+        _sums[grid.over_runs](x, dy, *given, **_block(grid))
+    return out
+
+
+def total(sums: Tensor) -> Tensor:
+    """Return the sums (2, N, C) of all parts."""
+    parts, _, n, c = sums.shape
+    grid = grid_of(n, c, 1)
+    out = sums.new_empty(sums.shape[1:])
+    with torch.cuda.device(sums.device):
+        _total[grid.over_channels](sums, out, c, parts, **_parts(grid))
+    return out
+
+
+def gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    total: Tensor,
+    voxels: int,
     slope: float,
     pads: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, with zeros around Z or not, weight and bias."""
-    x, dy = _channels_last(x), _channels_last(dy)
-    grid = _grid(*x.shape[:2], x.shape[2:].numel())
-    v, c = grid.voxels, grid.channels
-    dx = empty_padded(x) if pads else torch.empty_like(x)
-    runs_g, runs_gx = grid.per_run(x), grid.per_run(x)
-    sum_g, sum_gx = grid.per_channel(x), grid.per_channel(x)
-    given = (weight, bias, mean, rstd)
+) -> Tensor:
+    """Return the gradient of a map, with zeros around Z or not."""
+    grid, *size = _matrix(x)
+    dx = empty_map(x, pads)
+    given = (weight, bias, mean, rstd, total, voxels, *size, x.shape[-1], slope, pads)
     with torch.cuda.device(x.device):
-        _sums[grid.over_runs](
-            x, dy, *given, runs_g, runs_gx, v, c, grid.run, grid.runs, slope, **grid.block
-        )
-        _total[grid.over_channels](runs_g, runs_gx, sum_g, sum_gx, c, grid.runs, **grid.merge)
-        sums = (sum_g, sum_gx, v, c, x.shape[-1], slope, pads)
-        _gradient[grid.over_blocks](x, dy, _start(dx, pads), *given, *sums, **grid.block)
-    return dx, sum_gx.sum(0).to(weight.dtype), sum_g.sum(0).to(bias.dtype)
+        _gradient[grid.over_blocks](x, dy, _start(dx, pads), *given, **_block(grid))
+    return dx
+
+
+def _matrix(x: Tensor) -> tuple[Grid, int, int]:
+    """Return how a map is divided, and its voxels and channels."""
+    n, c, *space = x.shape
+    voxels = space[0] * space[1] * space[2]
+    return grid_of(n, c, voxels), voxels, c
+
+
+def _block(grid: Grid) -> dict[str, int]:
+    return {"BV": grid.block_voxels, "BC": grid.block_channels}
+
+
+def _parts(grid: Grid) -> dict[str, int]:
+    return {"BP": MERGED_PARTS, "BC": grid.block_channels}
 
 
 def _start(x: Tensor, pads: bool) -> Tensor:

@@ -1,8 +1,9 @@
-"""The Triton normalisation as an operation of PyTorch's: its gradient, and its shapes.
+"""Triton's stages of the normalisation as PyTorch operations with fake versions.
 
 This module needs no Triton, so the memory of a network can be predicted where there is none. The
 operations are defined one by one because ``torch.library.custom_op`` adds checks to every call that
-take longer than a small kernel.
+take longer than a small kernel. They have no gradients of their own: backward is made of the other
+three. All maps are channels-last; :mod:`unet3d.kernels.norm.stages` documents what they do.
 """
 
 from typing import Any
@@ -10,125 +11,107 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unet3d.kernels.padding import empty_padded, mark_padded
+from unet3d.kernels.norm.grid import grid_of
+from unet3d.kernels.padding import empty_map
 
-torch.library.define(
-    "unet3d::instance_norm",
-    "(Tensor x, Tensor weight, Tensor bias, float eps, float slope, bool pads_output,"
-    " bool pads_gradient) -> (Tensor, Tensor, Tensor)",
-)
-torch.library.define(
-    "unet3d::normalize",
-    "(Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope) -> Tensor",
-)
-torch.library.define(
-    "unet3d::instance_norm_backward",
-    "(Tensor dy, Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, float slope,"
-    " bool pads) -> (Tensor, Tensor, Tensor)",
-)
+_MAPS = "Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
+for _name, _signature in {
+    "norm_moments": "(Tensor x) -> Tensor",
+    "norm_merge": "(Tensor moments, int voxels, float eps) -> (Tensor, Tensor, Tensor)",
+    "norm_normalize": f"({_MAPS}, *, float slope, bool pads) -> Tensor",
+    "norm_sums": f"(Tensor dy, {_MAPS}, *, float slope) -> Tensor",
+    "norm_total": "(Tensor sums) -> Tensor",
+    "norm_gradient": f"(Tensor dy, {_MAPS}, *, Tensor total, int voxels, float slope, bool pads)"
+    " -> Tensor",
+}.items():
+    torch.library.define(f"unet3d::{_name}", _signature)
 
-@torch.library.impl("unet3d::instance_norm", "cuda")
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    slope: float,
-    pads_output: bool,
-    pads_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from unet3d.kernels.norm import kernel as norm_triton
-
-    return norm_triton.forward(x, weight, bias, eps, slope, pads_output)
+moments = torch.ops.unet3d.norm_moments.default
+merge = torch.ops.unet3d.norm_merge.default
+normalize = torch.ops.unet3d.norm_normalize.default
+sums = torch.ops.unet3d.norm_sums.default
+total = torch.ops.unet3d.norm_total.default
+gradient = torch.ops.unet3d.norm_gradient.default
 
 
-@torch.library.register_fake("unet3d::instance_norm")  # type: ignore[untyped-decorator]
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    slope: float,
-    pads_output: bool,
-    pads_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = _room(x, pads_output)
-    samples, channels = x.shape[:2]
-    mean = x.new_empty((samples, 2 * channels), dtype=torch.float32)
-    return y, mean, x.new_empty((samples, channels), dtype=torch.float32)
+@torch.library.impl("unet3d::norm_moments", "cuda")
+def _(x: Tensor) -> Tensor:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.moments(x)
 
 
-@torch.library.impl("unet3d::instance_norm_backward", "cuda")
-def _backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    slope: float,
-    pads: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from unet3d.kernels.norm import kernel as norm_triton
-
-    return norm_triton.backward(dy, x, weight, bias, mean, rstd, slope, pads)
+@torch.library.register_fake("unet3d::norm_moments")  # type: ignore[untyped-decorator]
+def _(x: Tensor) -> Tensor:
+    return _per_run(x, 4)
 
 
-@torch.library.register_fake("unet3d::instance_norm_backward")  # type: ignore[untyped-decorator]
-def _(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    slope: float,
-    pads: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _room(x, pads), torch.empty_like(weight), torch.empty_like(bias)
+@torch.library.impl("unet3d::norm_merge", "cuda")
+def _(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.merge(moments, voxels, eps)
 
 
-@torch.library.impl("unet3d::normalize", "cuda")
-def _normalize(
-    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float
-) -> Tensor:
-    from unet3d.kernels.norm import kernel as norm_triton
-
-    return norm_triton.normalize(x, weight, bias, mean, rstd, slope)
-
-
-@torch.library.register_fake("unet3d::normalize")  # type: ignore[untyped-decorator]
-def _(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, slope: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.channels_last_3d)
+@torch.library.register_fake("unet3d::norm_merge")  # type: ignore[untyped-decorator]
+def _(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    _, numbers, n, c = moments.shape
+    shapes = ((n, c, 2), (n, c), (1, numbers, n, c))
+    mean, rstd, merged = (moments.new_empty(shape) for shape in shapes)
+    return mean, rstd, merged
 
 
-def _room(x: Tensor, pads: bool) -> Tensor:
-    return empty_padded(x) if pads else torch.empty_like(x, memory_format=torch.channels_last_3d)
+@torch.library.impl("unet3d::norm_normalize", "cuda")
+def _(x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.normalize(x, *affine, **options)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, slope, _, pads_gradient = inputs
-    _, mean, rstd = output
-    ctx.save_for_backward(x, weight, bias, mean, rstd)
-    ctx.slope, ctx.pads = slope, pads_gradient
-    ctx.mark_non_differentiable(mean, rstd)
+@torch.library.register_fake("unet3d::norm_normalize")  # type: ignore[untyped-decorator]
+def _(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
+    return empty_map(x, pads)
 
 
-def _differentiate(ctx: Any, dy: Tensor, _mean: None, _rstd: None) -> tuple[Tensor | None, ...]:
-    dx, dweight, dbias = torch.ops.unet3d.instance_norm_backward(
-        dy, *ctx.saved_tensors, ctx.slope, ctx.pads
-    )
-    return mark_padded(dx) if ctx.pads else dx, dweight, dbias, None, None, None, None
+@torch.library.impl("unet3d::norm_sums", "cuda")
+def _(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.sums(dy, x, *affine, slope=slope)
 
 
-torch.library.register_autograd("unet3d::instance_norm", _differentiate, setup_context=_save)
+@torch.library.register_fake("unet3d::norm_sums")  # type: ignore[untyped-decorator]
+def _(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
+    return _per_run(x, 2)
 
 
-def probe() -> None:
-    """Compile and run once, to find out whether this machine can."""
-    with torch.enable_grad():  # the first to ask may be a prediction
-        x = torch.zeros(1, 1, 1, 1, 2, device="cuda", requires_grad=True)
-        one = torch.ones(1, device="cuda")
-        torch.ops.unet3d.instance_norm(x, one, one, 1e-5, 0.01, False, False)[0].sum().backward()
-    torch.cuda.synchronize()
+@torch.library.impl("unet3d::norm_total", "cuda")
+def _(sums: Tensor) -> Tensor:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.total(sums)
+
+
+@torch.library.register_fake("unet3d::norm_total")  # type: ignore[untyped-decorator]
+def _(sums: Tensor) -> Tensor:
+    return sums.new_empty(sums.shape[1:])
+
+
+@torch.library.impl("unet3d::norm_gradient", "cuda")
+def _(dy: Tensor, x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
+    from unet3d.kernels.norm import kernel
+
+    return kernel.gradient(dy, x, *affine, **options)
+
+
+@torch.library.register_fake("unet3d::norm_gradient")  # type: ignore[untyped-decorator]
+def _(dy: Tensor, x: Tensor, *affine: Tensor, pads: bool, **options: Any) -> Tensor:
+    return empty_map(x, pads)
+
+
+def _per_run(x: Tensor, numbers: int) -> Tensor:
+    """Return memory for so many numbers of each run, sample and channel."""
+    n, c, *space = x.shape
+    runs = grid_of(n, c, space[0] * space[1] * space[2]).runs
+    return x.new_empty((runs, numbers, n, c), dtype=torch.float32)

@@ -1,0 +1,101 @@
+"""What ranks tell one another through a store; each rank is a thread here."""
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rank_threads import in_threads, place, store_of_all
+from unet3d.distributed.group import Group
+from unet3d.distributed.rank_watch import RankWatch
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.store_exchange import StoreExchange
+from unet3d.errors import LostRankError, RankError
+
+ALONE = Group(Ranks())
+
+
+def test_a_single_rank_gets_what_it_made_itself() -> None:
+    made = object()
+    assert ALONE.from_first(lambda: made, to_plain=lambda _: 1 / 0) is made
+    assert ALONE.exchange(made)[0] is made
+    assert ALONE.object_from_first(lambda: made) is made
+    assert ALONE.in_turn(lambda: made) is made
+    assert ALONE.all_reduce_flags(15, True) == (15, True)
+    assert not ALONE.has_begun("run")
+
+
+def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values() -> None:
+    calls = []
+
+    def work(group: Group) -> Path:
+        def make() -> Path:
+            calls.append(group.ranks.rank)
+            return Path("a") / str(group.ranks.rank)
+
+        return group.from_first(make, to_plain=str, from_plain=Path)
+
+    assert in_threads(3, work) == [Path("a/0")] * 3
+    assert calls == [0]
+
+
+def test_values_come_in_the_order_of_the_ranks_however_often() -> None:
+    def work(group: Group) -> list[list[int]]:
+        return [group.exchange(10 * turn + group.ranks.rank) for turn in range(5)]
+
+    assert in_threads(3, work) == [[[10 * t, 10 * t + 1, 10 * t + 2] for t in range(5)]] * 3
+
+
+def test_sums_are_the_same_in_all_ranks() -> None:
+    values = ([0.1, 1.0], [0.2, 2.0], [0.3, 4.0])
+    found = in_threads(3, lambda group: group.sum(values[group.ranks.rank]))
+    assert found == [[0.1 + 0.2 + 0.3, 7.0]] * 3
+
+
+def test_work_in_turn_is_done_first_by_rank_0_then_once_on_each_machine() -> None:
+    lock, done = threading.Lock(), []
+
+    def work(group: Group) -> None:
+        def once() -> None:
+            time.sleep(0.05)
+            with lock:
+                done.append(group.ranks.rank)
+
+        group.in_turn(once)
+
+    in_threads(4, work, per_machine=2)
+    assert done[0] == 0
+    assert done.index(2) < done.index(3)
+    assert sorted(done) == [0, 1, 2, 3]
+
+
+def test_the_rank_that_got_least_far_hangs() -> None:
+    store, ranks = store_of_all(), place(0, 3)
+    watches = [RankWatch(store, place(rank, 3), timedelta(seconds=0.5)) for rank in range(3)]
+    watches[1].note(4, "epoch 1, step 5")
+    watches[2].note(7, "epoch 1, step 8")
+    with pytest.raises(RankError, match=r"^rank 1 \(in epoch 1, step 5\) hangs: nothing for 0.5 s"):
+        StoreExchange(store, ranks, watches[0]).exchange(None)
+
+
+def test_an_error_of_a_process_group_names_the_rank_that_misses_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("unet3d.distributed.rank_watch.GRACE_SECONDS", 0.0)
+    store = store_of_all()
+    watch = RankWatch(store, place(0, 3), timedelta(seconds=1))
+    store.set("missing/1", "")
+    with pytest.raises(LostRankError, match=r"^rank 2 \(in the start\) is gone; --resume"):
+        with watch.translate_dist_errors():
+            raise RuntimeError("[gloo/transport/tcp] Connection closed by peer")
+    with pytest.raises(RuntimeError, match="^of something else$"):
+        with watch.translate_dist_errors():
+            raise RuntimeError("of something else")
+
+
+def test_a_single_rank_has_no_group() -> None:
+    with pytest.raises(RuntimeError, match="a single rank has no other"):
+        ALONE.new_group(torch.device("cpu"))

@@ -1,0 +1,161 @@
+"""Small float32 convolutions on a CPU: as exact as PyTorch's own, and never on its slow path."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+
+from tests.kernels.conv.test_padding import tensor
+from unet3d.kernels import conv1x1x1
+from unet3d.kernels.conv import cpu, slabs
+from unet3d.memory.saved_tensors import handling
+from unet3d.model import Topology, UNet3d, dice_cross_entropy
+
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN"
+)
+pytestmark = needs_onednn
+
+Shape = tuple[int, int, int]
+
+
+def assert_as_in_float64(
+    function: Callable[[Tensor, Tensor], Tensor],
+    plain: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    weight: Tensor,
+) -> Tensor:
+    """Compare value and gradients, and what is kept for them; return the value."""
+    exact = [value.detach().double().requires_grad_() for value in (x, weight)]
+    expected = plain(*exact)
+    dy = tensor(*expected.shape, seed=9)
+    leaves = [value.detach().float().requires_grad_() for value in (x, weight)]
+    kept: list[Tensor] = []
+    with handling(kept.append):
+        y = function(*leaves)
+    assert {value.data_ptr() for value in kept} == {value.data_ptr() for value in leaves}
+    actual = (y, *torch.autograd.grad(y, leaves, dy.float()))
+    wanted = (expected, *torch.autograd.grad(expected, exact, dy))
+    for name, a, b in zip(("y", "x", "weight"), actual, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert (a.double() - b).norm() <= 2e-6 * b.norm(), name
+    return y
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 1)], ids=str)
+@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("planes", [2, 3, 7, 8])
+def test_convolutions(
+    planes: int, stride: Shape, sides: tuple[int, int], layout: torch.memory_format
+) -> None:
+    x = tensor(1, 3, planes, 5, 4).contiguous(memory_format=layout)
+    weight = tensor(4, 3, 3, 3, 3, seed=1).contiguous(memory_format=layout)
+    assert cpu.is_slow(x.float(), weight, stride)
+    y = assert_as_in_float64(
+        lambda x, w: slabs.convolve(x, w, stride, (sides, 1, 1)),
+        lambda x, w: F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), w, None, stride, (0, 1, 1)),
+        x,
+        weight,
+    )
+    assert y.shape[2] == 1 or y.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
+@pytest.mark.parametrize("planes", [1, 2, 3, 6])
+def test_transposed_convolutions(planes: int, stride: Shape) -> None:
+    x, weight = tensor(1, 4, planes, 3, 2), tensor(4, 3, *stride, seed=1)
+    assert_as_in_float64(
+        lambda x, w: slabs.upsample(x, w, stride),
+        lambda x, w: F.conv_transpose3d(x, w, stride=stride),
+        x,
+        weight,
+    )
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_points(samples: int, layout: torch.memory_format) -> None:
+    x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
+    weight, bias = tensor(3, 5, 1, 1, 1, seed=1), tensor(3, seed=2)
+    y = assert_as_in_float64(
+        lambda x, w: conv1x1x1(x, w, bias.float()),
+        lambda x, w: F.conv3d(x, w, bias),
+        x,
+        weight,
+    )
+    assert y.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_gradients_that_are_wanted_are_computed(wanted: int) -> None:
+    values = [tensor(1, 2, 5, 4, 3).float(), tensor(3, 2, 3, 3, 3).float()]
+    values[wanted].requires_grad_()
+    slabs.convolve(*values, (1, 1, 1), (1, 1, 1)).sum().backward()
+    assert [value.grad is not None for value in values] == [wanted == 0, wanted == 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "dtype", "slow"),
+    [
+        ((1, 4, 8, 8, 64), 3, 1, torch.float32, True),
+        ((2, 4, 8, 8, 64), 3, 1, torch.float32, False),  # a batch
+        ((1, 80, 16, 16, 2), 3, 1, torch.float32, True),  # N * C * X * Y is 20,480
+        ((1, 81, 16, 16, 2), 3, 1, torch.float32, False),
+        ((1, 4, 8, 8, 8), 5, 1, torch.float32, False),  # a large kernel
+        ((1, 4, 8, 8, 8), 3, 2, torch.float32, True),
+        ((1, 4, 8, 8, 8), 3, 1, torch.float64, False),  # has no other path
+        ((1, 4, 8, 8, 8), 3, 1, torch.bfloat16, False),  # never takes this one
+    ],
+    ids=str,
+)
+def test_the_rule_is_pytorchs(
+    shape: tuple[int, ...], kernel: int, stride: int, dtype: torch.dtype, slow: bool
+) -> None:
+    x, weight = torch.zeros(shape, dtype=dtype), torch.zeros(2, shape[1], *(kernel,) * 3)
+    assert cpu.is_slow(x, weight, (stride,) * 3) == slow
+    if dtype == torch.float32:
+        backend = torch._C._select_conv_backend(
+            x, weight, None, (stride,) * 3, (1,) * 3, (1,) * 3, False, (0,) * 3, 1
+        )
+        assert ("Slow" in str(backend)) == slow, backend
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.backends.mkldnn")
+def test_without_onednn_nothing_is_divided() -> None:
+    x, weight = torch.zeros(1, 2, 4, 4, 4), torch.zeros(2, 2, 3, 3, 3)
+    assert cpu.is_slow(x, weight, (1, 1, 1))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not cpu.is_slow(x, weight, (1, 1, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu:0", "cpu:1", "meta"])
+def test_fake_gpus_have_no_slow_path(device: str) -> None:
+    with FakeTensorMode():
+        x, weight = (torch.zeros(2, 2, 3, 3, 3, device=device) for _ in range(2))
+        assert not cpu.is_slow(x[:1], weight, (1, 1, 1))
+        assert cpu.is_slow(torch.zeros(1, 2, 3, 3, 3), weight, (1, 1, 1))
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_a_training_step_of_a_small_network_never_takes_the_slow_path(encoder: str) -> None:
+    torch.manual_seed(0)
+    topology = Topology(
+        in_channels=1,
+        num_classes=3,
+        channels=(4, 8, 8),
+        strides=((1, 1, 1), (2, 2, 2), (1, 2, 2)),
+        encoder=encoder,
+        deep_supervision=True,
+    )
+    model = UNet3d(topology)
+    image, target = torch.randn(1, 1, 16, 16, 16), torch.randint(0, 3, (1, 16, 16, 16))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        dice_cross_entropy(model(image), target).total.backward()
+    names = {event.key for event in profiled.key_averages()}
+    assert "aten::mkldnn_convolution" in names
+    assert not {name for name in names if "slow_conv" in name}

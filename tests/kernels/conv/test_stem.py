@@ -1,0 +1,121 @@
+"""The first convolution in Triton, against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.conv.test_padding import tensor
+from unet3d.kernels import conv3x3x3
+from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
+
+SHAPES = [
+    # samples, channels of the image and of the result, size
+    (1, 1, 32, (40, 48, 56)),
+    (2, 1, 8, (5, 7, 9)),
+    (3, 2, 20, (3, 5, 7)),
+    (1, 4, 64, (6, 6, 6)),
+    (2, 3, 33, (1, 1, 1)),
+]
+
+
+def arguments(
+    samples: int, inputs: int, outputs: int, size: tuple[int, int, int]
+) -> tuple[Tensor, Tensor]:
+    return tensor(samples, inputs, *size), tensor(outputs, inputs, 3, 3, 3, seed=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_low_precision_on_a_gpu_against_float64(
+    shape: tuple[int, int, int, tuple[int, int, int]],
+    sides: tuple[int, int],
+    dtype: torch.dtype,
+    tolerance: float,
+) -> None:
+    image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
+    if image.shape[2] + sum(sides) < 3:
+        sides = (1, 1)
+    exact = weight.double().requires_grad_()
+    padded = F.pad(image.double(), (0, 0, 0, 0, *sides))
+    expected = F.conv3d(padded, exact, None, 1, (0, 1, 1))
+    weight.requires_grad_()
+    y = conv3x3x3(image, weight, x_padding=sides)
+    assert y.grad_fn is not None and "stem" in y.grad_fn.name()
+    assert y.dtype == dtype
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    dy = tensor(*y.shape, seed=9).cuda().to(dtype)
+    (dweight,) = torch.autograd.grad(y, weight, dy)
+    (wanted,) = torch.autograd.grad(expected, exact, dy.double())
+    for name, a, b in (("y", y, expected), ("weight", dweight, wanted)):
+        assert (a.double() - b).norm() <= tolerance * b.norm(), name
+    (again,) = torch.autograd.grad(conv3x3x3(image, weight, x_padding=sides), weight, dy)
+    assert torch.equal(again, dweight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("sides", [(1, 1), (0, 1)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_fakes_are_laid_out_as_on_a_gpu(
+    shape: tuple[int, int, int, tuple[int, int, int]],
+    sides: tuple[int, int],
+    layout: torch.memory_format,
+) -> None:
+    image, weight = (
+        value.cuda().bfloat16().contiguous(memory_format=layout) for value in arguments(*shape)
+    )
+
+    def layouts(image: Tensor, weight: Tensor) -> list[tuple[object, ...]]:
+        y = torch.ops.unet3d.stem(image, weight, *sides)
+        dweight = torch.ops.unet3d.stem_backward(y, image, weight, sides[0])
+        return [(v.shape, v.stride(), v.dtype, v.device) for v in (y, dweight)]
+
+    real = layouts(image, weight)
+    with FakeTensorMode() as mode:
+        assert layouts(mode.from_tensor(image), mode.from_tensor(weight)) == real
+
+
+@pytest.mark.gpu
+def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
+    image, weight = (value.cuda().bfloat16() for value in arguments(2, 1, 8, (5, 7, 9)))
+    options = (weight.requires_grad_(), 1, 1)
+    torch.library.opcheck(torch.ops.unet3d.stem.default, (image, *options))
+
+
+@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 0), (2, 1)], ids=str)
+def test_a_fake_gpu_takes_it_for_images(sides: tuple[int, int]) -> None:
+    with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        image = torch.empty(2, 1, 8, 6, 5, device="cpu:0")
+        weight = torch.empty(16, 1, 3, 3, 3, device="cpu:0", requires_grad=True)
+        y = conv3x3x3(image, weight, x_padding=sides)
+        assert y.shape == (2, 16, 6 + sum(sides), 6, 5)
+        assert y.dtype == torch.bfloat16
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+        assert y.grad_fn is not None and "stem" in y.grad_fn.name()
+        y.sum().backward()
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+        assert weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "dtype", "needs_gradient"),
+    [
+        (MAX_STEM_ROWS // 27 + 1, 16, torch.bfloat16, False),
+        (1, MAX_STEM_CHANNELS + 1, torch.bfloat16, False),
+        (1, 16, torch.float32, False),
+        (1, 16, torch.bfloat16, True),
+    ],
+)
+def test_other_maps_do_not_take_it(
+    channels: int, outputs: int, dtype: torch.dtype, needs_gradient: bool
+) -> None:
+    with FakeTensorMode():
+        image = torch.empty(1, channels, 4, 4, 4, dtype=dtype, device="cpu:0")
+        image.requires_grad_(needs_gradient)
+        weight = torch.empty(outputs, channels, 3, 3, 3, dtype=dtype, device="cpu:0")
+        y = conv3x3x3(image, weight.requires_grad_())
+        assert y.grad_fn is not None and "stem" not in y.grad_fn.name()

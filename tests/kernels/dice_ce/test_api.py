@@ -1,0 +1,157 @@
+"""Sums over voxels of the loss, and their gradients, against float64 and counting."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from unet3d.kernels import dice_ce_sums
+from unet3d.kernels.dice_ce.api import MAX_CLASSES, reference
+
+
+def arguments(
+    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, target and the gradient of the sums."""
+    generator = torch.Generator().manual_seed(0)
+    n, k, *space = shape
+    logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+    target = torch.randint(0, k, (n, *space), generator=generator)
+    gradient = torch.randn(4, n, k, generator=generator, dtype=torch.float64)
+    return logits.to(device), target.to(device), gradient.to(device)
+
+
+def sums_and_gradient(logits: Tensor, target: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.detach().requires_grad_()
+    sums = dice_ce_sums(logits, target)
+    (found,) = torch.autograd.grad(sums, logits, gradient.to(sums.dtype))
+    return sums.detach(), found
+
+
+def test_sums_are_those_of_a_loop_over_voxels() -> None:
+    logits, target, _ = arguments((2, 3, 2, 3, 2))
+    expected = torch.zeros(4, 2, 3, dtype=torch.float64)
+    for sample in range(2):
+        for voxel in torch.cartesian_prod(*(torch.arange(n) for n in (2, 3, 2))).tolist():
+            values = logits[(sample, slice(None), *voxel)]
+            chances = values.exp() / values.exp().sum()
+            label = int(target[(sample, *voxel)])
+            expected[0, sample, label] -= chances[label].log()
+            expected[1, sample, label] += chances[label]
+            expected[2, sample] += chances
+            expected[3, sample, label] += 1
+    torch.testing.assert_close(dice_ce_sums(logits, target), expected, rtol=1e-13, atol=1e-13)
+
+
+def test_derivatives_are_right() -> None:
+    logits, target, _ = arguments((2, 3, 2, 3, 2))
+    assert torch.autograd.gradcheck(lambda x: reference(x, target)[:3], logits.requires_grad_())
+
+
+@pytest.mark.parametrize("sizes", [(6,), (3, 3), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("axis", [1, 2, 3])
+def test_sums_of_parts_add_up_to_the_wholes(sizes: tuple[int, ...], axis: int) -> None:
+    logits, target, gradient = arguments((2, 4, 6, 6, 6))
+    expected, dlogits = sums_and_gradient(logits, target, gradient)
+    parts = [
+        sums_and_gradient(some, labels, gradient)
+        for some, labels in zip(
+            logits.split(sizes, axis + 1), target.split(sizes, axis), strict=True
+        )
+    ]
+    total = torch.stack([sums for sums, _ in parts]).sum(0)
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=0)
+    assert total[3].sum() == target.numel()
+    found = torch.cat([some for _, some in parts], axis + 1)
+    torch.testing.assert_close(found, dlogits, rtol=1e-12, atol=1e-14)
+
+
+def test_sums_of_samples_are_their_own() -> None:
+    logits, target, _ = arguments((3, 4, 6, 5, 2))
+    each = [dice_ce_sums(logits[i : i + 1], target[i : i + 1]) for i in range(3)]
+    torch.testing.assert_close(torch.cat(each, 1), dice_ce_sums(logits, target), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fake_gpu_takes_the_operation(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        logits = torch.empty(2, 5, 4, 3, 2, dtype=dtype, device="cpu:0", requires_grad=True)
+        target = torch.empty(2, 4, 3, 2, dtype=torch.uint8, device="cpu:0")
+        sums = dice_ce_sums(logits, target)
+        assert (sums.shape, sums.dtype) == ((4, 2, 5), torch.float32)
+        assert sums.grad_fn is not None and "dice_ce_sums" in sums.grad_fn.name()
+        (found,) = torch.autograd.grad(sums.sum(), logits)
+        assert (found.shape, found.dtype) == (logits.shape, dtype)
+        assert found.is_contiguous(memory_format=torch.channels_last_3d)
+        many = torch.empty(1, MAX_CLASSES + 1, 2, 2, 2, device="cpu:0", requires_grad=True)
+        plain = dice_ce_sums(many, torch.zeros(1, 2, 2, 2, device="cpu:0", dtype=torch.long))
+        assert plain.grad_fn is not None and "dice_ce_sums" not in plain.grad_fn.name()
+
+
+SHAPES = [
+    (1, 3, 40, 48, 56),
+    (2, 2, 7, 9, 11),
+    (3, 5, 3, 5, 7),
+    (1, 16, 6, 6, 6),
+    (2, 33, 8, 8, 8),
+    (1, MAX_CLASSES, 9, 9, 9),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_and_gradients_on_a_gpu_against_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+) -> None:
+    logits, target, gradient = arguments(shape, dtype, "cuda")
+    sums, found = sums_and_gradient(logits, target, gradient)
+    expected, wanted = sums_and_gradient(logits.double(), target, gradient)
+    assert (sums.dtype, found.dtype) == (torch.float32, dtype)
+    for row, other in zip(sums, expected, strict=True):  # summed in float32 at any precision
+        assert (row.double() - other).norm() <= 1e-6 * other.norm()
+    assert torch.equal(sums[3].double(), expected[3])
+    assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+    again = sums_and_gradient(logits, target, gradient)
+    assert all(torch.equal(a, b) for a, b in zip((sums, found), again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_any_integer_type_and_layout_on_a_gpu(
+    dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    logits, target, gradient = arguments((2, 3, 6, 5, 7), torch.float32, "cuda")
+    expected = sums_and_gradient(logits, target, gradient)
+    # Every second voxel of a larger target, as deep supervision takes it.
+    large = target.repeat_interleave(2, 1).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    strided = large.to(dtype)[:, ::2, ::2, ::2]
+    actual = sums_and_gradient(logits.contiguous(memory_format=layout), strided, gradient)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_fakes_are_laid_out_as_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    logits, target, _ = arguments(shape, dtype, "cuda")
+
+    def layouts(logits: Tensor, target: Tensor) -> list[tuple[object, ...]]:
+        sums = torch.ops.unet3d.dice_ce_sums(logits, target)
+        found = torch.ops.unet3d.dice_ce_sums_backward(sums, logits, target)
+        return [(v.shape, v.stride(), v.dtype, v.device) for v in (sums, found)]
+
+    real = layouts(logits, target)
+    with FakeTensorMode() as mode:
+        assert layouts(mode.from_tensor(logits), mode.from_tensor(target)) == real
+
+
+@pytest.mark.gpu
+def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
+    logits, target, _ = arguments((2, 3, 4, 5, 6), torch.float32, "cuda")
+    given = (logits.requires_grad_(), target)
+    torch.library.opcheck(torch.ops.unet3d.dice_ce_sums.default, given)

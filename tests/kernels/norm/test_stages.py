@@ -1,0 +1,230 @@
+"""The stages of a normalisation: parts of a volume give what the whole gives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.norm.closed_form import (
+    EPS,
+    arguments,
+    closed_form,
+    relative_error,
+    value_and_gradients,
+)
+from unet3d.kernels.norm import op, reference
+from unet3d.kernels.norm.grid import WANTED_PROGRAMS, grid_of
+from unet3d.kernels.norm.stages import Stages
+from unet3d.kernels.padding import with_padding
+
+SHAPE = (2, 3, 7, 4, 5)
+SLOPE = 0.01
+
+
+def in_parts(
+    stages: Stages, inputs: list[Tensor], sizes: tuple[int, ...], exchanges_runs: bool
+) -> list[Tensor]:
+    """Return value and gradients, computed as if each slab along X were on another device."""
+    x, weight, bias, dy = inputs
+    voxels = x[0, 0].numel()
+    slabs = [slab.contiguous(memory_format=torch.channels_last_3d) for slab in x.split(sizes, 2)]
+    gradients = [g.contiguous(memory_format=torch.channels_last_3d) for g in dy.split(sizes, 2)]
+    moments = [stages.moments(slab) for slab in slabs]
+    if not exchanges_runs:  # but what they come to
+        moments = [
+            stages.merge(part, slab[0, 0].numel(), EPS)[2]
+            for part, slab in zip(moments, slabs, strict=True)
+        ]
+    mean, rstd, _ = stages.merge(torch.cat(moments), voxels, EPS)
+    affine = (weight, bias, mean, rstd)
+    y = [stages.normalize(slab, *affine, slope=SLOPE, pads=False) for slab in slabs]
+    sums = [
+        stages.sums(g, slab, *affine, slope=SLOPE) for g, slab in zip(gradients, slabs, strict=True)
+    ]
+    total = stages.total(torch.cat(sums))
+    dx = [
+        stages.gradient(g, slab, *affine, total=total, voxels=voxels, slope=SLOPE, pads=False)
+        for g, slab in zip(gradients, slabs, strict=True)
+    ]
+    return [torch.cat(y, 2), torch.cat(dx, 2), total[1].sum(0), total[0].sum(0)]
+
+
+@pytest.mark.parametrize("exchanges_runs", [False, True])
+@pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 4, 2)], ids=str)
+def test_parts_of_a_volume_give_what_the_whole_gives(
+    sizes: tuple[int, ...], exchanges_runs: bool
+) -> None:
+    inputs = [value.double() for value in arguments(SHAPE, 2.0, torch.float32, "cpu")]
+    # Slabs that differ, so that none of their means is the volume's.
+    inputs[0][:, :, :2] += 5
+    expected = value_and_gradients(inputs, closed_form, SLOPE)
+    actual = in_parts(reference, inputs, sizes, exchanges_runs)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("slope", [SLOPE, 1.0])
+def test_the_fused_operations_are_the_stages_of_one_part(slope: float) -> None:
+    x, *affine, dy = (v.double() for v in arguments(SHAPE, 2.0, torch.float32, "cpu"))
+    voxels = x[0, 0].numel()
+    y, mean, rstd = reference.fused(x, *affine, EPS, slope)
+    given = reference.merge(reference.moments(x), voxels, EPS)[:2]
+    for a, b in zip(given, (mean, rstd), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+    affine += [mean, rstd]
+    torch.testing.assert_close(reference.normalize(x, *affine, slope=slope), y, rtol=0, atol=1e-13)
+    total = reference.total(reference.sums(dy, x, *affine, slope=slope))
+    dx = reference.gradient(dy, x, *affine, total=total, voxels=voxels, slope=slope)
+    expected = reference.fused_backward(dy, x, *affine, slope=slope)
+    for a, b in zip((dx, total[1].sum(0), total[0].sum(0)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_the_reference_stores_zeros_around_too() -> None:
+    x, *affine, dy = arguments((2, 8, 3, 4, 6), 0.0, torch.float32, "cpu")
+    mean, rstd, _ = reference.merge(reference.moments(x), 72, EPS)
+    affine += [mean, rstd]
+    total = reference.total(reference.sums(dy, x, *affine, slope=SLOPE))
+    options = {"total": total, "voxels": 72, "slope": SLOPE}
+    for stage, given in (
+        (reference.normalize, {"slope": SLOPE}),
+        (lambda *values, **named: reference.gradient(dy, *values, **named), options),
+    ):
+        plain, padded = (stage(x, *affine, **given, pads=pads) for pads in (False, True))
+        assert torch.equal(padded, plain)
+        assert torch.equal(with_padding(padded), F.pad(plain, (1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_statistics_have_32_bits_at_least(dtype: torch.dtype) -> None:
+    exact = torch.promote_types(dtype, torch.float32)
+    x = arguments(SHAPE, 0.0, dtype, "cpu")[0]
+    moments = reference.moments(x)
+    assert moments.dtype == exact
+    assert {value.dtype for value in reference.merge(moments, 140, EPS)} == {exact}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_references_fake_statistics_take_no_memory(device: str) -> None:
+    real = reference.moments(torch.randn(SHAPE))
+    with FakeTensorMode():
+        fake = reference.moments(torch.empty(SHAPE, device=device))
+        huge = reference.moments(torch.empty(1, 32, 2048, 2048, 2048, device=device))
+    assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+    assert huge.shape == (1, 3, 1, 32)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7])
+@pytest.mark.parametrize("channels", [1, 5, 32, 33, 64, 70, 320])
+@pytest.mark.parametrize("voxels", [1, 63, 64, 65, 4097, 96**3, 640**3])
+def test_a_grid_covers_every_voxel_and_channel(samples: int, channels: int, voxels: int) -> None:
+    grid = grid_of(samples, channels, voxels)
+    blocks, channel_blocks, _ = grid.over_blocks
+    assert grid.block_channels & (grid.block_channels - 1) == 0
+    assert channel_blocks * grid.block_channels >= channels
+    assert (channel_blocks - 1) * grid.block_channels < channels
+    assert blocks * grid.block_voxels >= voxels > (blocks - 1) * grid.block_voxels
+    assert grid.runs * grid.run >= voxels > (grid.runs - 1) * grid.run
+    assert grid.run % grid.block_voxels == 0
+    assert grid.runs * samples * channel_blocks <= WANTED_PROGRAMS + samples * channel_blocks
+
+
+FAKE_GPU = torch.device("cpu", 0)
+
+
+def all_stages(stages: Stages, x: Tensor, dy: Tensor, affine: list[Tensor]) -> list[Tensor]:
+    moments = stages.moments(x)
+    mean, rstd, merged = stages.merge(moments, 10, EPS)
+    affine = [*affine, mean, rstd]
+    results = [moments, mean, rstd, merged]
+    sums = stages.sums(dy, x, *affine, slope=SLOPE)
+    total = stages.total(sums)
+    results += [sums, total]
+    for pads in (False, True):
+        results.append(stages.normalize(x, *affine, slope=SLOPE, pads=pads))
+        options = {"total": total, "voxels": 10, "slope": SLOPE, "pads": pads}
+        results.append(stages.gradient(dy, x, *affine, **options))
+    return results
+
+
+def layouts(results: list[Tensor]) -> list[tuple[object, ...]]:
+    return [(r.shape, r.stride(), r.dtype, r.storage_offset()) for r in results]
+
+
+def fakes(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    x, dy = (
+        torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last_3d)
+        for _ in range(2)
+    )
+    return x, dy, [torch.empty(shape[1], device=device) for _ in range(2)]
+
+
+def test_fake_stages_pass_on_what_the_next_one_takes() -> None:
+    with FakeTensorMode():
+        moments, mean, rstd, merged, sums, total, *maps = all_stages(
+            op, *fakes((2, 32, 16, 16, 16), torch.bfloat16, FAKE_GPU)
+        )
+    runs = grid_of(2, 32, 16**3).runs
+    assert moments.shape == (runs, 4, 2, 32) and merged.shape == (1, 4, 2, 32)
+    assert (mean.shape, rstd.shape) == ((2, 32, 2), (2, 32))
+    assert (sums.shape, total.shape) == ((runs, 2, 2, 32), (2, 2, 32))
+    assert {value.dtype for value in (moments, mean, rstd, merged, sums, total)} == {torch.float32}
+    assert {(y.shape, y.dtype, y.device) for y in maps} == {
+        ((2, 32, 16, 16, 16), torch.bfloat16, FAKE_GPU)
+    }
+    assert [y.untyped_storage().nbytes() // 2**10 for y in maps] == [512, 512, 576, 576]
+
+
+SHAPES = [(1, 32, 40, 48, 56), (2, 5, 7, 9, 11), (3, 70, 3, 5, 7), (1, 320, 6, 6, 6)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fakes_are_laid_out_as_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias, dy = arguments(shape, 0.0, dtype, "cuda")
+    x, dy = (v.contiguous(memory_format=torch.channels_last_3d) for v in (x, dy))
+    real = layouts(all_stages(op, x, dy, [weight, bias]))
+    with FakeTensorMode():
+        assert layouts(all_stages(op, *fakes(shape, dtype, torch.device("cuda")))) == real
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exchanges_runs", [False, True])
+@pytest.mark.parametrize("mean", [0.0, 1e4])
+@pytest.mark.parametrize("sizes", [(40,), (20, 20), (3, 30, 7)], ids=str)
+def test_parts_on_a_gpu_against_float64(
+    sizes: tuple[int, ...], mean: float, exchanges_runs: bool
+) -> None:
+    inputs = arguments((1, 32, 40, 24, 28), mean, torch.float32, "cuda")
+    inputs[0][:, :, :2] += 5
+    expected = value_and_gradients([v.cpu().double() for v in inputs], closed_form, SLOPE)
+    actual = in_parts(op, inputs, sizes, exchanges_runs)
+    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
+        assert relative_error(a, b) <= 2e-6, name
+
+
+def called(function: Callable[..., Tensor], *args: object, **named: object) -> None:
+    torch.library.opcheck(function, args, named)
+
+
+@pytest.mark.gpu
+def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
+    x, weight, bias, dy = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
+    x, dy = (v.contiguous(memory_format=torch.channels_last_3d) for v in (x, dy))
+    moments = op.moments(x)
+    mean, rstd, _ = op.merge(moments, 120, EPS)
+    affine = (weight, bias, mean, rstd)
+    sums = op.sums(dy, x, *affine, slope=SLOPE)
+    called(op.moments, x)
+    called(op.merge, moments, 120, EPS)
+    called(op.normalize, x, *affine, slope=SLOPE, pads=False)
+    called(op.sums, dy, x, *affine, slope=SLOPE)
+    called(op.total, sums)
+    total = op.total(sums)
+    called(op.gradient, dy, x, *affine, total=total, voxels=120, slope=SLOPE, pads=False)

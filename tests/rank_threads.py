@@ -1,0 +1,64 @@
+"""Ranks as threads of the tests' process, for what they tell one another through a store."""
+
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+
+Result = TypeVar("Result")
+
+LIMIT_SECONDS = 30
+
+
+def place(rank: int, num_ranks: int, per_machine: int | None = None) -> Ranks:
+    """Return the place of a rank, on one machine or several."""
+    per_machine = per_machine or num_ranks
+    return Ranks(
+        rank=rank,
+        world_size=num_ranks,
+        local_rank=rank % per_machine,
+        local_world_size=per_machine,
+    )
+
+
+def store_of_all() -> dist.Store:
+    """Return a store for all ranks of a test."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=LIMIT_SECONDS))
+    return store
+
+
+class _StoreUntilError:
+    """A store that fails in every rank once one of them has failed, so that none waits for it."""
+
+    def __init__(self) -> None:
+        self.store = store_of_all()
+        self.failed = False
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if self.failed:
+            raise dist.DistError("another rank of the test has failed")
+        self.store.wait(keys, timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def in_threads(
+    num_ranks: int, work: Callable[[Group], Result], per_machine: int | None = None
+) -> list[Result]:
+    """Return what work returns in each rank; the error of the first rank that fails is raised."""
+    store: Any = _StoreUntilError()
+    groups = [Group(place(rank, num_ranks, per_machine), store) for rank in range(num_ranks)]
+    with ThreadPoolExecutor(num_ranks) as threads:
+        ranks = [threads.submit(work, group) for group in groups]
+        done, late = wait(ranks, LIMIT_SECONDS, FIRST_EXCEPTION)
+        store.failed = bool(late) or any(rank.exception() for rank in done)
+        for rank in done:
+            rank.result()
+        return [rank.result() for rank in ranks]

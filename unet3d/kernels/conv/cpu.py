@@ -1,0 +1,150 @@
+"""Small float32 convolutions on a CPU, without PyTorch's slow path.
+
+PyTorch leaves a float32 convolution to oneDNN only where N > 1 or N * C * X * Y > 20,480, or where
+the kernel is larger than 3 along Y and Z, a rule that was made for 2-D images; of kernels 1x1x1
+only with several threads. Everything else it unfolds in memory (``slow_conv3d``), forward and
+backward: from 4 to 4 channels at 60^3 that takes 39.9 ms instead of 2.4. A batch of one that is cut
+into two overlapping slabs along X *is* a batch of two, with the same values and gradients; and a
+1x1x1 convolution is a matrix product.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.kernels.conv.geometry import Axis, halves
+from unet3d.kernels.conv.planes import (
+    Padding,
+    axis_of,
+    channels_last,
+    gradients,
+    padding_in_plane,
+    samples,
+    some_planes,
+)
+
+SLOW_ELEMENTS = 20480
+"""Of N * C * X * Y: at most so many are slow."""
+SLOW_SAMPLES = 16
+"""With fewer samples and one thread, a 1x1x1 convolution is slow at any size."""
+
+_CPU = torch.device("cpu")
+_POINT = (1, 1, 1)
+
+
+def is_slow(x: Tensor, weight: Tensor, stride: Sequence[int]) -> bool:
+    """Return whether PyTorch would unfold the input, and there is a way around it.
+
+    Args:
+        x: (N, I, X, Y, Z), of the type in which it will be convolved.
+        weight: The kernel along X, Y, Z behind two dimensions of channels.
+        stride: Along X, Y, Z; of a transposed convolution too.
+    """
+    if x.dtype != torch.float32 or x.device != _CPU:
+        return False
+    if not (torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available()):  # type: ignore[no-untyped-call]
+        return False
+    n, c, i, j, _ = x.shape
+    is_small = n == 1 and c * i * j <= SLOW_ELEMENTS and min(weight.shape[3:]) <= 3
+    if _is_point(weight, stride):
+        return is_small or (n < SLOW_SAMPLES and torch.get_num_threads() == 1)
+    return is_small
+
+
+def convolve(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
+    """Convolve (1, I, X, Y, Z) with (O, I, kernel); points also where N is not 1."""
+    if _is_point(weight, stride):
+        return _product(weight.flatten(1), x)
+    axis = axis_of(x.shape[2], weight, stride, padding)
+    both = _two_slabs(x, axis)
+    y = F.conv3d(both, weight, None, tuple(stride), (0, *padding_in_plane(padding)))
+    return _joined(y, axis.result)
+
+
+def convolve_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Padding,
+    *,
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and weight, or None where one is not wanted."""
+    dx = dweight = None
+    if _is_point(weight, stride):
+        if wanted[0]:
+            dx = _product(weight.flatten(1).t(), dy)
+        if wanted[1]:
+            products = torch.bmm(dy.flatten(2), x.flatten(2).transpose(1, 2))
+            dweight = products.sum(0).view(weight.shape)
+        return dx, dweight
+    axis = axis_of(x.shape[2], weight, stride, padding)
+    both = _two_slabs(x, axis)
+    given = (_divided_gradient(dy), both, weight, stride, (0, *padding_in_plane(padding)))
+    dboth, dweight = gradients(*given, wanted=wanted)
+    if wanted[0]:
+        dx = torch.zeros_like(x)
+        for part, run in zip(samples(dboth), halves(axis.result), strict=True):
+            planes = axis.read_by(run)
+            first, stop = max(planes.start, 0), min(planes.stop, axis.size)
+            dx[:, :, first:stop] += part.narrow(2, first - planes.start, stop - first)
+    return dx, dweight if wanted[1] else None
+
+
+def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
+    """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride), whose kernel is its stride."""
+    both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
+    y = F.conv_transpose3d(both, weight, stride=tuple(stride))
+    return _joined(y, x.shape[2] * stride[0])
+
+
+def upsample_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], *, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of x and weight, or None where one is not wanted."""
+    both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
+    given = (_divided_gradient(dy, stride[0]), both, weight, stride, (0, 0, 0))
+    dboth, dweight = gradients(*given, wanted=wanted, transposed=True)
+    dx = _joined(dboth, x.shape[2]) if wanted[0] else None
+    return dx, dweight if wanted[1] else None
+
+
+def _is_point(weight: Tensor, stride: Sequence[int]) -> bool:
+    return tuple(weight.shape[2:]) == _POINT and tuple(stride) == _POINT
+
+
+def _two_slabs(x: Tensor, axis: Axis) -> Tensor:
+    """Return what each half of the result's planes reads, as a batch of two."""
+    return torch.cat([some_planes(x, axis.read_by(run)) for run in halves(axis.result)])
+
+
+def _divided_gradient(dy: Tensor, step: int = 1) -> Tensor:
+    """Return both halves of a gradient as a batch of two; what they share is zero in the second.
+
+    Args:
+        dy: (1, O, X', Y', Z').
+        step: X' is divided at a multiple of this.
+    """
+    first, second = (range(r.start * step, r.stop * step) for r in halves(dy.shape[2] // step))
+    rest = some_planes(dy, range(first.stop, second.stop))
+    return torch.cat(
+        (some_planes(dy, first), F.pad(rest, (0, 0, 0, 0, len(first) - rest.shape[2], 0)))
+    )
+
+
+def _joined(both: Tensor, planes: int) -> Tensor:
+    """Return so many planes of one map from its first and second half; inverse of the division."""
+    shared = 2 * both.shape[2] - planes
+    return torch.cat((both[:1], both[1:, :, shared:]), 2)
+
+
+def _product(matrix: Tensor, x: Tensor) -> Tensor:
+    """Multiply the channels of each voxel of (N, I, X, Y, Z) with (O, I), in x's memory layout."""
+    n, _, *space = x.shape
+    y = x.new_empty((n, len(matrix), *space))
+    torch.bmm(matrix.expand(n, -1, -1), x.flatten(2), out=y.flatten(2))
+    is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+    return channels_last(y) if is_last else y

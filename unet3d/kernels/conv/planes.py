@@ -1,0 +1,147 @@
+"""Planes of tensors along X, and the calls that convolve them."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.kernels.conv.geometry import Axis
+
+Padding = tuple[int | tuple[int, int], int, int]
+"""Planes of zeros on either side of X, Y, Z; that of X may be a pair, before and behind."""
+
+
+def axis_of(size: int, weight: Tensor, stride: Sequence[int], padding: Padding) -> Axis:
+    """Return a convolution along X.
+
+    Args:
+        size: Planes of its input.
+        weight: (O, I, kernel).
+        stride: Along X, Y, Z.
+        padding: Of X, Y, Z.
+    """
+    along_x = padding[0]
+    before, after = (along_x, along_x) if isinstance(along_x, int) else along_x
+    return Axis(size, weight.shape[2], stride[0], before, after)
+
+
+def padding_in_plane(padding: Padding) -> tuple[int, int]:
+    """Return the padding along Y and Z.
+
+    Args:
+        padding: Of X, Y, Z.
+    """
+    return padding[1], padding[2]
+
+
+def result_shape(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
+) -> tuple[int, ...]:
+    """Return the shape (N, O, X', Y', Z') of a convolution's result.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (O, I, kernel).
+        stride: Along X, Y, Z.
+        padding: Of X, Y, Z.
+    """
+    sizes = [
+        (size + (2 * pad if isinstance(pad, int) else sum(pad)) - kernel) // step + 1
+        for size, kernel, step, pad in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, strict=True
+        )
+    ]
+    return x.shape[0], weight.shape[0], *sizes
+
+
+def upsampled_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    """Return the shape (N, O, X', Y', Z') of a map in which each voxel is a block.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (I, O, *stride).
+    """
+    along = zip(x.shape[2:], weight.shape[2:], strict=True)
+    return x.shape[0], weight.shape[1], *(size * step for size, step in along)
+
+
+def empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return channels-last memory of a tensor's type and device."""
+    layout = torch.channels_last_3d
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device, memory_format=layout)
+
+
+def samples(x: Tensor) -> list[Tensor]:
+    """Return views (1, C, X, Y, Z) of the samples."""
+    return [x.narrow(0, index, 1) for index in range(x.shape[0])]
+
+
+def plane_elements(x: Tensor) -> int:
+    """Return the number of elements of one plane of one sample."""
+    return x.shape[1] * math.prod(x.shape[3:])
+
+
+def some_planes(x: Tensor, planes: range) -> Tensor:
+    """Return some planes of a map: a view, or a copy where some are outside and so are zeros."""
+    first, stop = max(planes.start, 0), min(planes.stop, x.shape[2])
+    inside = x.narrow(2, first, stop - first)
+    missing = (first - planes.start, planes.stop - stop)
+    return F.pad(inside, (0, 0, 0, 0, *missing)) if any(missing) else inside
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return a tensor in channels-last memory: itself where it is."""
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
+    """Copy the wanted planes of computed ones to their place.
+
+    Args:
+        computed: (N, C, planes, Y, Z).
+        planes: Which planes were computed.
+        x: (N, C, X, Y, Z), written.
+        wanted: Some of the planes.
+    """
+    offset = wanted.start - planes.start
+    place = x.narrow(2, wanted.start, len(wanted))
+    place.copy_(computed.narrow(2, offset, len(wanted)))
+
+
+def gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    *,
+    wanted: tuple[bool, bool],
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a convolution's input and weights, from one call.
+
+    Args:
+        dy: Gradient of the result (N, O, X', Y', Z').
+        x: (N, I, X, Y, Z).
+        weight: (O, I, kernel), of a transposed convolution (I, O, kernel).
+        stride: Along X, Y, Z.
+        padding: Along X, Y, Z, the same on both sides.
+        wanted: Of the gradients; in place of one that is not wanted there is no tensor.
+        transposed: Whether it is a transposed convolution.
+    """
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        dy,
+        x,
+        weight,
+        None,
+        stride,
+        padding,
+        (1, 1, 1),
+        transposed,
+        (0, 0, 0),
+        1,
+        [*wanted, False],
+    )
+    return dx, dweight

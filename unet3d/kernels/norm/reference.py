@@ -1,0 +1,197 @@
+"""The stages (:mod:`unet3d.kernels.norm.stages`) in PyTorch's own operations, for any device.
+
+A sample's channel is treated as a channel of a batch normalisation: a map (N, C, X, Y, Z) is rows
+(1, N * C, X, Y, Z). The mean is one number: M is 1.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.kernels.padding import padded_copy
+
+_ALONG_CHANNELS = (1, -1, 1, 1, 1)
+
+
+# PyTorch's own operation has no fake version; without one, memory would be taken to predict memory.
+torch.library.define("unet3d::channel_statistics", "(Tensor rows) -> (Tensor, Tensor)")
+
+
+@torch.library.impl("unet3d::channel_statistics", ("cpu", "cuda"))
+def _(rows: Tensor) -> tuple[Tensor, Tensor]:
+    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    unused = torch.zeros(2, rows.shape[1], dtype=_exact(rows), device=rows.device)
+    mean, variance = torch.batch_norm_update_stats(rows, unused[0], unused[1], 0.0)
+    return mean, variance
+
+
+@torch.library.register_fake("unet3d::channel_statistics")  # type: ignore[untyped-decorator]
+def _(rows: Tensor) -> tuple[Tensor, Tensor]:
+    mean, variance = (rows.new_empty(rows.shape[1], dtype=_exact(rows)) for _ in range(2))
+    return mean, variance
+
+
+def moments(x: Tensor) -> Tensor:
+    """Return the moments (1, 3, N, C) of a map, which is one part."""
+    n, c, *space = x.shape
+    mean, variance = torch.ops.unet3d.channel_statistics.default(_rows(x))
+    count = torch.full_like(mean, space[0] * space[1] * space[2])
+    return torch.stack((count, variance, mean)).view(1, 3, n, c)
+
+
+def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean (N, C, 1), 1 / deviation (N, C) and the merged moments (1, 3, N, C)."""
+    counts, variances, means = moments.double().unbind(1)
+    # As differences from the first part's: so one part alone keeps its moments to the bit.
+    mean = means[0] + (counts * (means - means[0])).sum(0) / voxels
+    spread = variances - variances[0] + (means - mean).square()
+    variance = variances[0] + (counts * spread).sum(0) / voxels
+    rstd = (variance + eps).rsqrt()
+    merged = torch.stack((torch.full_like(mean, voxels), variance, mean)).unsqueeze(0)
+    dtype = moments.dtype
+    return mean.to(dtype).unsqueeze(-1), rstd.to(dtype), merged.to(dtype)
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+    pads: bool = False,
+) -> Tensor:
+    """Return the normalised map, in one pass."""
+    n = len(x)
+    scale = rstd.flatten() * weight.repeat(n)
+    shift = torch.addcmul(bias.repeat(n), mean.flatten(), scale, value=-1)
+    nothing, one = torch.zeros_like(scale), torch.ones_like(scale)
+    given = (scale, shift, nothing, one, False, 0.0, 0.0)
+    y = _activated(torch.native_batch_norm(_rows(x), *given)[0], slope).reshape(x.shape)
+    return padded_copy(y) if pads else y
+
+
+def sums(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+) -> Tensor:
+    """Return the sums (1, 2, N, C) of a map, which is one part."""
+    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
+    _, sum_gx, sum_g = _batch_norm_backward(g, x, weight, mean, rstd, [False, True, True])
+    return torch.stack((sum_g, sum_gx)).view(1, 2, *x.shape[:2])
+
+
+def total(sums: Tensor) -> Tensor:
+    """Return the sums (2, N, C) of all parts."""
+    return sums.sum(0)
+
+
+def gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    total: Tensor,
+    voxels: int,
+    slope: float,
+    pads: bool = False,
+) -> Tensor:
+    """Return the gradient of a map, from the sums over the volume."""
+    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
+    mean_g, mean_gx = (value.view(_ALONG_CHANNELS) for value in (total / voxels).unbind(0))
+    scale = (rstd.flatten() * weight.repeat(len(x))).view(_ALONG_CHANNELS)
+    normal = (_rows(x) - mean.view(_ALONG_CHANNELS)) * rstd.view(_ALONG_CHANNELS)
+    dx = (g - mean_g).addcmul_(normal, mean_gx, value=-1).mul_(scale)
+    dx = dx.to(x.dtype).reshape(x.shape)
+    return padded_copy(dx) if pads else dx
+
+
+def fused(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the three stages of forward on a whole volume at once.
+
+    Returns:
+        The result, the mean (N, C, 1) and 1 / deviation (N, C).
+    """
+    n, c = x.shape[:2]
+    given = (weight.repeat(n), bias.repeat(n), None, None, True, 0.0, eps)
+    y, mean, rstd = torch.native_batch_norm(_rows(x), *given)
+    return _activated(y, slope).reshape(x.shape), mean.view(n, c, 1), rstd.view(n, c)
+
+
+def fused_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the three stages of backward on a whole volume at once.
+
+    Returns:
+        The gradients of x, weight and bias.
+    """
+    n, c = x.shape[:2]
+    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
+    dx, sum_gx, sum_g = _batch_norm_backward(g, x, weight, mean, rstd, [True] * 3)
+    return dx.reshape(x.shape), sum_gx.view(n, c).sum(0), sum_g.view(n, c).sum(0)
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View (N, C, X, Y, Z) as (1, N * C, X, Y, Z)."""
+    n, c, *space = x.shape
+    return x.reshape(1, n * c, *space)
+
+
+def _activated(y: Tensor, slope: float) -> Tensor:
+    return y if slope == 1 else F.leaky_relu_(y, slope)
+
+
+def _before_activation(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+) -> Tensor:
+    """Return the gradient before LeakyReLU, (1, N * C, X, Y, Z)."""
+    rows = _rows(x)
+    g = dy.reshape(rows.shape)
+    if slope == 1:
+        return g
+    n = len(x)
+    scale = rstd.flatten() * weight.repeat(n)
+    before = (rows - mean.view(_ALONG_CHANNELS)) * scale.view(_ALONG_CHANNELS)
+    before += bias.repeat(n).view(_ALONG_CHANNELS)
+    return torch.where(before > 0, g, g * slope)
+
+
+def _batch_norm_backward(
+    g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = (None, None, mean.flatten(), rstd.flatten())
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
+        g, _rows(x), weight.repeat(len(x)), *statistics, True, 0.0, wanted
+    )
+    return gradients

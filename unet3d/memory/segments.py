@@ -1,0 +1,106 @@
+"""How CUDA's caching allocator lays tensors out: what it reserves for what is allocated.
+
+The allocator keeps freed memory and hands it out again. Where a request fits into no gap it takes
+more from the device, so it reserves more than is ever allocated at once. This follows its rules
+with expandable segments, which unet3d asks for: one range of addresses for small requests and one
+for large ones, which grow at their end; the smallest gap that is large enough is taken, and what is
+left of it stays a gap (``c10/cuda/CUDACachingAllocator.cpp`` of PyTorch).
+"""
+
+import bisect
+
+ROUNDING_BYTES = 512
+"""Requests are rounded up to a multiple of this."""
+MAX_SMALL_BYTES = 1024**2
+"""Larger requests come from the range of large ones."""
+SMALL_PAGE_BYTES = 2 * 1024**2
+"""By which the range of small requests grows."""
+LARGE_PAGE_BYTES = 20 * 1024**2
+"""By which the range of large requests grows."""
+
+
+def rounded(num_bytes: int) -> int:
+    """Return what the allocator hands out for a request.
+
+    Args:
+        num_bytes: What is asked for.
+    """
+    return -(-num_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
+class Segments:
+    """The memory that the allocator has reserved on one device, for one stream."""
+
+    def __init__(self) -> None:
+        self._small = _Range(SMALL_PAGE_BYTES)
+        self._large = _Range(LARGE_PAGE_BYTES)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What has been taken from the device."""
+        return self._small.reserved_bytes + self._large.reserved_bytes
+
+    def allocate(self, num_bytes: int) -> tuple[bool, int]:
+        """Find memory for a request.
+
+        Args:
+            num_bytes: Rounded, above 0.
+
+        Returns:
+            What :meth:`free` wants.
+        """
+        is_large = num_bytes > MAX_SMALL_BYTES
+        return is_large, (self._large if is_large else self._small).allocate(num_bytes)
+
+    def free(self, place: tuple[bool, int], num_bytes: int) -> None:
+        """Take memory back.
+
+        Args:
+            place: Where it is.
+            num_bytes: As it was allocated.
+        """
+        is_large, address = place
+        (self._large if is_large else self._small).free(address, num_bytes)
+
+
+class _Range:
+    """Addresses from 0 to what is reserved, with gaps; a gap at the end can grow."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self.reserved_bytes = 0
+        self._page_bytes = page_bytes
+        self._gaps: list[tuple[int, int]] = []
+        """Address and size, in the order of addresses; no two of them touch."""
+
+    def allocate(self, num_bytes: int) -> int:
+        fitting = [gap for gap in self._gaps if gap[1] >= num_bytes and not self._is_last(gap)]
+        if fitting:
+            gap = min(fitting, key=lambda gap: (gap[1], gap[0]))
+            self._gaps.remove(gap)
+        else:
+            gap = self._grown(num_bytes)
+        address, size = gap
+        if size > num_bytes:
+            bisect.insort(self._gaps, (address + num_bytes, size - num_bytes))
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        index = bisect.bisect(self._gaps, (address, 0))
+        if index < len(self._gaps) and self._gaps[index][0] == address + num_bytes:
+            num_bytes += self._gaps.pop(index)[1]
+        if index and sum(self._gaps[index - 1]) == address:
+            before, size = self._gaps.pop(index - 1)
+            address, num_bytes = before, size + num_bytes
+        bisect.insort(self._gaps, (address, num_bytes))
+
+    def _is_last(self, gap: tuple[int, int]) -> bool:
+        return sum(gap) == self.reserved_bytes
+
+    def _grown(self, num_bytes: int) -> tuple[int, int]:
+        """Return the gap at the end, large enough now."""
+        address = self.reserved_bytes
+        if self._gaps and self._is_last(self._gaps[-1]):
+            address, _ = self._gaps.pop()
+        pages = -(-max(0, address + num_bytes - self.reserved_bytes) // self._page_bytes)
+        self.reserved_bytes += pages * self._page_bytes
+        return address, self.reserved_bytes - address
