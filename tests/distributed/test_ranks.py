@@ -15,6 +15,8 @@ from tests.trainings import losses, run, settings, weights
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
+pytestmark = pytest.mark.trains
+
 
 @pytest.fixture(scope="module")
 def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

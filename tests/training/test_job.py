@@ -26,6 +26,8 @@ from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.patches import Batch
 
+pytestmark = pytest.mark.trains
+
 
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
