@@ -16,7 +16,12 @@ from unet3d.memory.allocator import use_expandable_segments
 use_expandable_segments()  # as the command line does
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING_WORDS = {"train", "torch.distributed.run", "tests.distributed.rank_training"}
+TRAINING_WORDS = {
+    "train",
+    "torch.distributed.run",
+    "tests.distributed.rank_training",
+    "tests.parallel.rank_gradients",
+}
 """Words of a command that starts a training."""
 
 

@@ -1,5 +1,7 @@
 """The plain network on one device, with which every way of spreading it is compared."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,15 @@ def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Te
     return image, target.to(torch.uint8)
 
 
+@functools.lru_cache(maxsize=64)
 def plain_gradients(
-    topology: Topology, image: Tensor, target: Tensor
+    topology: Topology, num_samples: int
 ) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
-    """Return loss, gradients and network of a step in float64, with the weights of seed 1."""
+    """Return loss, gradients and network of a step in float64, with the weights of seed 1.
+
+    All that ask for the same get the same, so none may change it.
+    """
+    image, target = make_batch(num_samples)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     loss = dice_cross_entropy(model(image), target).total

@@ -34,15 +34,21 @@ def sweep(cache: Path, *overrides: str) -> Tuning:
     return tune(config, plan_without_data(config))
 
 
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave garbage alone, which takes longer than all steps and frees nothing but GPUs' memory."""
+    monkeypatch.setattr(tuning.gc, "collect", lambda: 0)
+
+
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
-    return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=4")
+    return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=2")
 
 
 def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning) -> None:
     found = [(row.layout.cuts, row.layout.num_micro_batches) for row in swept.rows]
     cuts = list(dict.fromkeys(cuts for cuts, _ in found))
-    assert found == list(product(cuts, (1, 2, 4)))
+    assert found == list(product(cuts, (1, 2)))
     assert cuts[0] is None and len(swept.rows[0].layout.devices) == 1
     assert cuts[1] == (4,)  # encoder and decoder
     assert (2,) in cuts  # which is set
@@ -67,12 +73,12 @@ def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
 
 def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
     here = swept.tuning_key
-    for row in swept.rows[::4]:  # each number of micro-batches, on one device and on two
+    for row in swept.rows[::3]:  # each number of micro-batches, on one device and on two
         step = Step(
             topology=here.topology,
             layout=row.layout,
             size=here.size,
-            batch_size=4,
+            batch_size=2,
             settings=here.config.training,
             precision="float32",
         )

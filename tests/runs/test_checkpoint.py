@@ -143,7 +143,7 @@ def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
     assert content["unet3d"] == __version__
     with zipfile.ZipFile(saved) as archive:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        assert b"cuda" not in archive.read(name)
+        assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
 
 
 @pytest.mark.gpu
@@ -159,7 +159,7 @@ def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
     save_checkpoint(replace(checkpoint, model=model.state_dict(), training=training), path)
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        assert b"cuda" not in archive.read(name)
+        assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
     on_cpu = load_checkpoint(path).build_model()
     optimization = Optimization(on_cpu, TrainingSettings(), "float16")
     optimization.load_state_dict(load_checkpoint(path).training)

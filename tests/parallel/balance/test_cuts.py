@@ -24,7 +24,7 @@ SIZE = (32, 32, 32)
 
 
 def make_model(**options: object) -> UNet3d:
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(**{"base_channels": 4, "num_levels": 3, **options})
     return UNet3d(plan_topology(settings, SIZE, (1.0, 1.0, 1.0), 1, 2))
 
 
@@ -139,8 +139,8 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
     [
         (2, 1, 1, {}),
         (2, 5, 2, {"deep_supervision": True}),
-        (3, 4, 4, {}),
-        (4, 4, 4, {}),
+        (3, 4, 4, {"num_levels": 2}),
+        (4, 4, 4, {"num_levels": 2}),
         (4, 5, 2, {"deep_supervision": True}),
     ],
     ids=str,
@@ -200,15 +200,15 @@ def test_balancing_memory_lowers_the_largest_peak(tmp_path: Path) -> None:
     assert max(chosen) / min(chosen) < max(default) / min(default)
 
 
-@pytest.mark.parametrize("recompute", ["norm", "level", "off"])
 @pytest.mark.parametrize(
-    ("cuts", "num_micro_batches", "schedule"),
+    ("cuts", "num_micro_batches", "schedule", "recompute"),
     [
-        ((), 1, "1f1b"),
-        ((1,), 1, "1f1b"),
-        ((6,), 4, "1f1b"),
-        ((9,), 4, "all-forward"),
-        ((4, 8), 4, "1f1b"),
+        *(((6,), 4, "1f1b", recompute) for recompute in ("norm", "level", "off")),
+        *(((4, 8), 4, "1f1b", recompute) for recompute in ("norm", "level", "off")),
+        ((), 1, "1f1b", "level"),
+        ((1,), 1, "1f1b", "norm"),
+        ((9,), 4, "all-forward", "off"),
+        ((9,), 4, "all-forward", "norm"),
     ],
 )
 def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
@@ -299,7 +299,7 @@ def test_the_default_looks_at_neither(num_devices: int, tmp_path: Path) -> None:
 def test_more_devices_than_blocks_are_refused(
     how: Balance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_model()
+    model = make_model(num_levels=2)
     num_blocks = len(model.blocks())
     fake_times(monkeypatch, {CPU: [1.0] * (num_blocks + 1)})
     most = Layout(devices=(CPU,) * num_blocks)
