@@ -111,7 +111,7 @@ def test_gradients_are_the_same_to_the_bit(
         num_micro_batches=num_micro_batches,
         autocast=None,
         schedule=schedule,
-        recompute="skips",
+        offload="skips",
     )
     assert_equal(step(topology, offloader, num_samples=3), step(topology, layout, num_samples=3))
 

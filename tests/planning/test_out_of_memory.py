@@ -5,12 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.steps import GPUS, make_step
-from unet3d.config import ModelSettings
+from tests.steps import GPUS, WIDE, make_step
 from unet3d.planning.memory_estimate import predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
-
-MODEL = ModelSettings(channels=(32, 64, 128))
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
@@ -31,7 +28,7 @@ def peaks_of(advice: str) -> list[float]:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
-    step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", MODEL)
+    step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", WIDE)
     message = explain_out_of_memory(torch.OutOfMemoryError(OUT_OF_MEMORY), step)
     assert "\n" not in message
     assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
@@ -47,7 +44,7 @@ def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", MODEL, recompute="off")
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, recompute="off")
     error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
     message = explain_out_of_memory(error, step)
     assert "--parallel model --devices 0,1 (predicted peak " in message
@@ -58,7 +55,7 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
 def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", MODEL, offload=offload)
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, offload=offload)
     error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
     message = explain_out_of_memory(error, step)
     assert ("--offload skips (predicted peak " in message) == is_offered
