@@ -29,9 +29,9 @@ from common import devices_named, parse_shape, synchronize, tuning_key
 from torch import Tensor
 
 from unet3d.config import Balance, ModelSettings
-from unet3d.model import LossTerms, UNet3d, dice_cross_entropy, plan_topology, run_blocks
-from unet3d.parallel import Layout, Slot, choose_cuts, parallelize, resolve_precision
-from unet3d.parallel.executor import LossFunction, NoObserver
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology, run_blocks
+from unet3d.parallel import Layout, Loss, Slot, choose_cuts, parallelize, resolve_precision
+from unet3d.parallel.executor import LossFunction, NoObserver, as_loss
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +57,7 @@ class ForwardOnlyPipeline:
         self.module, self.slots = placed.module, placed.slots
         self.input_device, self.output_device = placed.input_device, placed.output_device
 
-    def forward_backward(self, image: Tensor, target: Tensor, loss_fn: LossFunction) -> LossTerms:
+    def forward_backward(self, image: Tensor, target: Tensor, loss_fn: LossFunction) -> Loss:
         """Add one batch's gradients to the module's."""
         stages = self.placed.stages
         alive = [{"image": portion} for portion in image.tensor_split(self.num_micro_batches)]
@@ -66,7 +66,7 @@ class ForwardOnlyPipeline:
             for number in reversed(range(len(stages))):
                 if 0 <= step - number < len(alive):
                     alive[step - number] = self._forward(number, alive[step - number])
-        terms: LossTerms = loss_fn(torch.cat([made["head"] for made in alive]), target)
+        terms = as_loss(loss_fn(torch.cat([made["head"] for made in alive]), target))
         torch.autograd.backward(terms.total)
         return terms.detached()
 

@@ -115,6 +115,7 @@ class MemoryMeter:
         self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
         self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
         """Of the step that began last, per GPU, or on a CPU per slot."""
+        self._saw_action = False
 
     def start(self) -> None:
         """Forget earlier peaks."""
@@ -136,6 +137,7 @@ class MemoryMeter:
         """
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
+        self._saw_action = True
         with nullcontext() if kind == "backward" else self._counting(slot):
             yield
         self._mark(slot.index, kind, micro_batch)
@@ -150,8 +152,13 @@ class MemoryMeter:
             kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
 
     def end_step(self) -> None:
-        """Mark the end of the optimizer's step; call it before the gradients are cleared."""
-        self._mark(None, "optimizer", None)
+        """Mark the end of the optimizer's step; call it before the gradients are cleared.
+
+        Of a step that was replayed nothing else is known, so nothing is marked either.
+        """
+        if self._saw_action:
+            self._mark(None, "optimizer", None)
+        self._saw_action = False
 
     @contextmanager
     def _counting(self, slot: SlotLike) -> Iterator[None]:

@@ -159,7 +159,8 @@ def _second_pass(level: Sequence[Block]) -> Iterator[None]:
         (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
         for block in level
         for module in block.module.modules()
-        if isinstance(module, nn.BatchNorm3d) and module.num_batches_tracked is not None
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.num_batches_tracked is not None
     ]
     for norm, *_ in norms:
         norm.momentum = 0.0

@@ -1,12 +1,13 @@
 """Networks that are lists of blocks, and making one of any chain of modules."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import VolumeError
+from unet3d.errors import ConfigError, VolumeError
 from unet3d.model.blocks import Block, run_blocks
 
 _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
@@ -62,7 +63,15 @@ class BlockNetwork(Protocol):
         ...
 
     def example_input(self) -> Tensor:
-        """Return a small input (1, ...) on the meta device, for counting operations."""
+        """Return a small input (N, ...) on the meta device, for counting operations."""
+        ...
+
+    def __call__(self, image: Tensor) -> Any:
+        """Map a batch to its result, on one device, without any executor."""
+        ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move the parameters and buffers; see :class:`torch.nn.Module`."""
         ...
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -102,22 +111,48 @@ class BlockNetwork(Protocol):
         ...
 
 
-def sequential_blocks(chain: nn.Sequential, path: str = "chain") -> tuple[Block, ...]:
-    """Return one block for each module of a chain.
+def sequential_blocks(
+    chain: nn.Sequential, path: str = "chain", source: str = "image"
+) -> tuple[Block, ...]:
+    """Return the modules of a chain as blocks, each of which reads the one before.
+
+    A plain ``nn.Sequential`` within the chain is taken apart, so that a cut may fall inside it; its
+    blocks have one level. A module that works in place, such as ``nn.ReLU(inplace=True)``, belongs
+    to the block of the module before it, because a stage must not overwrite what it receives.
 
     Args:
-        chain: Modules, each of which reads the result of the one before.
-        path: The part of the network that the blocks belong to.
+        chain: Modules with one input and one output. Hooks of the chain and of chains within it are
+            not called; hooks of the other modules are.
+        path: The part of the network that the blocks belong to. Their names begin with it.
+        source: Name of the tensor that the first module reads.
 
     Returns:
-        Blocks with the names of the modules, each at a level of its own.
+        Blocks such as ``chain.layer1.0``.
     """
     blocks: list[Block] = []
-    source = "image"
-    for level, (name, module) in enumerate(chain.named_children()):
-        blocks.append(Block(name=name, module=module, inputs=(source,), path=path, level=level))
-        source = name
+    for level, (top, module) in enumerate(_children(chain)):
+        for name, part in _parts(module, f"{path}.{top}"):
+            if blocks and getattr(part, "inplace", False):
+                joined = nn.Sequential(blocks[-1].module, part)
+                blocks[-1] = replace(blocks[-1], module=joined)
+                continue
+            blocks.append(Block(name=name, module=part, inputs=(source,), path=path, level=level))
+            source = name
     return tuple(blocks)
+
+
+def _children(chain: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
+    """Return a chain's modules by name; ``named_children`` leaves out one that comes again."""
+    return zip(chain._modules, chain, strict=True)
+
+
+def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Return a module by its name, or the parts of a chain; a subclass may run them otherwise."""
+    if type(module) is not nn.Sequential:
+        yield name, module
+        return
+    for child, part in _children(module):
+        yield from _parts(part, f"{name}.{child}")
 
 
 class SequentialNetwork(nn.Module):
@@ -127,16 +162,25 @@ class SequentialNetwork(nn.Module):
         """Take over a chain.
 
         Args:
-            chain: Its modules are the blocks; a module that needs more than one input is not
-                possible.
-            sample_shape: Of one input without the batch, such as ``(1, 64, 64, 64)``.
+            chain: Modules with one input and one output; see :func:`sequential_blocks`.
+            sample_shape: Shape of one input without the batch, such as ``(1, 64, 64, 64)``. Inputs
+                must have its rank and channels; its other axes only serve to find a cut.
+
+        Raises:
+            ConfigError: The chain or the shape is empty, or two modules share a parameter.
         """
         super().__init__()
         self.chain = chain
         self.sample_shape = tuple(sample_shape)
+        if not self.blocks() or not self.sample_shape:
+            raise ConfigError(
+                f"a chain of {len(self.blocks())} modules for samples of shape "
+                f"{self.sample_shape} cannot be run; give at least one module and one axis"
+            )
+        _refuse_shared(self.blocks())
 
     def blocks(self) -> tuple[Block, ...]:
-        """Return one block for each module of the chain."""
+        """Return the modules of the chain; see :func:`sequential_blocks`."""
         return sequential_blocks(self.chain)
 
     def outputs(self) -> tuple[str, ...]:
@@ -173,11 +217,24 @@ class SequentialNetwork(nn.Module):
         return None
 
     def example_input(self) -> Tensor:
-        """Return one sample of the announced shape on the meta device."""
-        return torch.empty(1, *self.sample_shape, device="meta")
+        """Return two samples on the meta device: batch normalisation may refuse a single one."""
+        return torch.empty(2, *self.sample_shape, device="meta")
 
     def forward(self, image: Tensor) -> Tensor:
         """Map a batch (N, C, ...) to the result of the last module."""
         self.check_shape(image)
         (output,) = self.outputs()
         return run_blocks(self.blocks(), {"image": image}, [output])[output]
+
+
+def _refuse_shared(blocks: Sequence[Block]) -> None:
+    """Refuse blocks that share parameters or buffers, because each stage owns its own."""
+    owners: dict[Tensor, str] = {}
+    for block in blocks:
+        for tensor in (*block.module.parameters(), *block.module.buffers()):
+            owner = owners.setdefault(tensor, block.name)
+            if owner != block.name:
+                raise ConfigError(
+                    f"{owner} and {block.name} share a parameter of shape {tuple(tensor.shape)}, "
+                    "but may be on different devices; give each a module of its own"
+                )

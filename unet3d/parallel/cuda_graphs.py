@@ -205,9 +205,10 @@ class StepCapture:
     def _has_room(self) -> bool:
         for device in self._devices:
             if device.type == "cuda":
-                free, _ = torch.cuda.mem_get_info(device)
+                free, total = torch.cuda.mem_get_info(device)
                 reserved = torch.cuda.memory_reserved(device)
-                if reserved > MAX_SHARE * (free + reserved):
+                allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+                if reserved > MAX_SHARE * min(free + reserved, allowed):
                     return False
         return True
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.errors import ConfigError
-from unet3d.model import UNet3d
-from unet3d.parallel.executor import LossFunction, NoObserver, Observer
+from unet3d.model import BlockNetwork
+from unet3d.parallel.executor import LossFunction, NoObserver, Observer, as_loss
 from unet3d.parallel.placement import Slot, check_thread_devices
 
 
@@ -26,7 +26,7 @@ class DataParallelExecutor:
 
     def __init__(
         self,
-        module: UNet3d,
+        module: BlockNetwork,
         devices: Sequence[torch.device],
         output_device: torch.device | None,
         autocast: torch.dtype | None,
@@ -52,7 +52,7 @@ class DataParallelExecutor:
         torch.backends.cudnn.benchmark = False
         self.module = module.to(devices[0])
         if autocast is not None:
-            module.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+            module.to(memory_format=torch.channels_last_3d)
         self.input_device = devices[0]
         self.output_device = output_device or devices[0]
         names = tuple(block.name for block in module.blocks())
@@ -73,7 +73,7 @@ class DataParallelExecutor:
         logits = self._replicated(image)
         first = self.slots[0]
         with self.observer.during(first, "loss", 0):
-            terms = loss_fn(logits, target)
+            terms = as_loss(loss_fn(logits, target))
         with self.observer.during(first, "backward", 0):
             torch.autograd.backward(terms.total * scale)
         return terms.detached()

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
 from unet3d.parallel.placement import Slot
 
@@ -14,7 +16,7 @@ ActionKind = Literal["forward", "loss", "backward"]
 
 
 class Loss(Protocol):
-    """What a loss function returns: a scalar to minimise, and perhaps what it is made of."""
+    """A scalar to minimise, and perhaps what it is made of."""
 
     @property
     def total(self) -> Tensor:
@@ -32,9 +34,50 @@ class Loss(Protocol):
     def __add__(self, other: Any) -> Self: ...
 
 
-LossFunction = Callable[[Any, Tensor], Any]
-"""From logits (with several results, a sequence of them) and target to a :class:`Loss`: a mean over
-the samples."""
+@dataclass(frozen=True, kw_only=True)
+class ScalarLoss:
+    """A :class:`Loss` that is made of nothing else."""
+
+    total: Tensor
+    """What is minimised, a scalar."""
+
+    def weighted(self, weight: float) -> "ScalarLoss":
+        """Return it times a weight."""
+        return ScalarLoss(total=self.total * weight)
+
+    def detached(self) -> "ScalarLoss":
+        """Return the value without its graph."""
+        return ScalarLoss(total=self.total.detach())
+
+    def __add__(self, other: "ScalarLoss") -> "ScalarLoss":
+        return ScalarLoss(total=self.total + other.total)
+
+
+LossFunction = Callable[[Any, Tensor], Loss | Tensor]
+"""From logits (with several results, a sequence of them) and target to a mean over the samples.
+
+It returns a :class:`Loss`, or a plain scalar as :func:`torch.nn.functional.cross_entropy` does.
+Steps are only captured as CUDA graphs if it is the same object in each of them.
+"""
+
+
+def as_loss(returned: Loss | Tensor) -> Loss:
+    """Return a :class:`Loss`, whichever of both a loss function returns.
+
+    Args:
+        returned: By a :data:`LossFunction`.
+
+    Raises:
+        ConfigError: A tensor that is no scalar.
+    """
+    if not isinstance(returned, Tensor):
+        return returned
+    if returned.dim() != 0:
+        raise ConfigError(
+            f"the loss function returned a tensor of shape {tuple(returned.shape)}; return a "
+            "scalar, the mean over the samples"
+        )
+    return ScalarLoss(total=returned)
 
 
 class Observer(Protocol):
@@ -102,20 +145,24 @@ class Executor(Protocol):
         """Add the gradients of one batch to the module's.
 
         Args:
-            image: (N, C, X, Y, Z) on the input device.
-            target: Class indices (N, X, Y, Z) on the output device.
+            image: (N, C, X, Y, Z), or what else the network takes, on the input device.
+            target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
             loss_fn: A mean over samples; called where the logits are.
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
 
         Returns:
-            The batch's :class:`Loss`, detached, on the output device. Nothing waits for it.
+            The batch's :class:`Loss`, detached, on the output device: a plain scalar is its
+            ``total``. Nothing waits for it.
         """
         ...
 
     def predict(self, image: Tensor) -> Tensor:
-        """Return logits (N, K, X, Y, Z) on the output device, without gradients.
+        """Return logits (N, K, ...) on the output device, without gradients.
+
+        Whoever asks calls ``executor.module.eval()`` first, as for any module, where there is
+        batch normalisation or dropout.
 
         Args:
-            image: (N, C, X, Y, Z) on the input device.
+            image: (N, C, X, Y, Z), or what else the network takes, on the input device.
         """
         ...

@@ -27,7 +27,7 @@ from unet3d.config import Recompute
 from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, run_blocks, run_levels
-from unet3d.parallel.executor import Loss, LossFunction
+from unet3d.parallel.executor import Loss, LossFunction, as_loss
 from unet3d.parallel.offload import SkipOffloader, StepOffload
 from unet3d.parallel.partition import Stage
 
@@ -134,7 +134,8 @@ class EagerStage:
         device = stage.slot.device
         self.autocast = autocast if is_gpu(device) else None
         parameters = [value for block in stage.blocks for value in block.module.parameters()]
-        self._dtype = next((value.dtype for value in parameters), torch.get_default_dtype())
+        # A stage may have none, such as one that pools: it takes what comes.
+        self._dtype = parameters[0].dtype if parameters else None
         for block in stage.blocks:
             if self.autocast is not None:  # the layout that tensor cores want
                 block.module.to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -169,7 +170,7 @@ class EagerStage:
         """Take the loss; its gradients with respect to the logits start the way back."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in logits.items()}
         values = list(leaves.values())
-        terms: Loss = objective.loss_fn(values if len(values) > 1 else values[0], target)
+        terms = as_loss(objective.loss_fn(values if len(values) > 1 else values[0], target))
         torch.autograd.backward(terms.total * (objective.weight * objective.scale))
         for name, leaf in leaves.items():
             if leaf.grad is not None:
@@ -219,7 +220,9 @@ class EagerStage:
             received: On the stage's device.
         """
         # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
-        return received if self.autocast is not None else received.to(self._dtype)
+        if self.autocast is not None or self._dtype is None:
+            return received
+        return received.to(self._dtype)
 
     def _compute(self, leaves: dict[str, Tensor], sending: "_Sending") -> dict[str, Tensor]:
         """Run the blocks forward, with all that backward will need."""

@@ -1,0 +1,250 @@
+"""Networks that are not ours: MONAI's 3-D ResNet-50 on executors, against MONAI's own forward."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from monai.networks.nets.resnet import resnet50
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unet3d.errors import ConfigError, DeviceError, VolumeError
+from unet3d.model import SequentialNetwork, sequential_blocks
+from unet3d.parallel import Layout, cuda_graphs, parallelize
+from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS
+from unet3d.parallel.partition import block_flops, default_cuts
+
+from ..parallel.cpu_graphs import CpuGraphPool
+
+TOLERANCE = 1e-10
+CPU = torch.device("cpu")
+SHAPE = (1, 32, 32, 16)
+PARTS = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool")
+
+
+def make_resnet(norm: str = "batch") -> nn.Module:
+    """Return MONAI's network, narrow; MONAI itself hands ``norm`` to the stem only."""
+    torch.manual_seed(3)
+    network: nn.Module = resnet50(
+        spatial_dims=3, n_input_channels=1, num_classes=4, widen_factor=1 / 16, conv1_t_size=3
+    )
+    if norm == "instance":
+        for parent in list(network.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.BatchNorm3d):
+                    setattr(parent, name, nn.InstanceNorm3d(child.num_features, affine=True))
+    return network.double()
+
+
+def as_network(resnet: nn.Module) -> SequentialNetwork:
+    parts = [(name, getattr(resnet, name)) for name in PARTS]
+    chain = nn.Sequential(OrderedDict([*parts, ("flatten", nn.Flatten()), ("fc", resnet.fc)]))
+    return SequentialNetwork(chain, SHAPE)
+
+
+def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_samples)
+    image = torch.randn(num_samples, *SHAPE, generator=generator, dtype=torch.float64)
+    return image, torch.randint(4, (num_samples,), generator=generator)
+
+
+def assert_close(actual: Tensor | None, expected: Tensor, name: str) -> None:
+    assert actual is not None, name
+    error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
+    assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
+
+
+def check_step(norm: str, num_samples: int, **options: Any) -> None:
+    """Compare one step and a prediction with MONAI's module, parameter by parameter."""
+    plain, placed = make_resnet(norm), make_resnet(norm)
+    image, target = make_batch(num_samples)
+    loss = functional.cross_entropy(plain(image), target)
+    loss.backward()
+    executor = parallelize(as_network(placed), Layout(**{"devices": (CPU, CPU), **options}))
+
+    terms = executor.forward_backward(image, target, functional.cross_entropy)
+
+    assert_close(terms.total, loss.detach(), "loss")
+    for (name, actual), expected in zip(placed.named_parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
+        if expected.grad.norm() > 1e-12:
+            assert_close(actual.grad, expected.grad, name)
+    for (name, actual), expected in zip(placed.named_buffers(), plain.buffers(), strict=True):
+        assert_close(actual.double(), expected.double(), name)
+    executor.module.eval()
+    assert_close(executor.predict(image), plain.eval()(image).detach(), "logits")
+
+
+@pytest.mark.parametrize("cuts", [None, (1,)], ids=str)
+def test_resnet50_on_two_devices_is_transparent_with_batch_norm(
+    cuts: tuple[int, ...] | None,
+) -> None:
+    check_step("batch", 3, cuts=cuts)
+
+
+@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(5, 3), (2, 4)])
+def test_resnet50_in_micro_batches_is_transparent_with_instance_norm(
+    num_samples: int, num_micro_batches: int
+) -> None:
+    check_step("instance", num_samples, num_micro_batches=num_micro_batches)
+
+
+def test_resnet50_in_three_stages_is_transparent_with_recomputed_levels() -> None:
+    check_step("batch", 2, devices=(CPU,) * 3, recompute="level")
+
+
+def test_batch_norm_is_refused_with_micro_batches() -> None:
+    network = as_network(make_resnet())
+    assert not network.samples_are_independent
+    with pytest.raises(ConfigError, match="batch normalisation with 2 micro-batches"):
+        parallelize(network, Layout(devices=(CPU, CPU), num_micro_batches=2))
+    assert as_network(make_resnet("instance")).samples_are_independent
+
+
+def test_default_cuts_halve_the_operations() -> None:
+    network = as_network(make_resnet())
+    flops = block_flops(network, network.example_input())
+    (cut,) = default_cuts(network, 2)
+
+    def dearest(cut: int) -> int:
+        return max(sum(flops[:cut]), sum(flops[cut:]))
+
+    assert dearest(cut) == min(dearest(other) for other in range(1, len(flops)))
+    assert all(parameter.device == CPU for parameter in network.parameters())
+
+
+def test_the_chain_is_taken_apart_down_to_the_bottlenecks() -> None:
+    resnet = make_resnet()
+    blocks = as_network(resnet).blocks()
+    names = [block.name for block in blocks]
+    bottlenecks = [f"chain.layer{i + 1}.{j}" for i, n in enumerate((3, 4, 6, 3)) for j in range(n)]
+    ends = ["chain.avgpool", "chain.flatten", "chain.fc"]
+    # The stem's activation works in place, so it cannot be parted from its normalisation.
+    assert names == ["chain.conv1", "chain.bn1", "chain.maxpool", *bottlenecks, *ends]
+    assert len({block.level for block in blocks if "layer3" in block.name}) == 1
+    assert [block.inputs for block in blocks] == [("image",), *((name,) for name in names[:-1])]
+    network = as_network(resnet)
+    assert list(network.chain.state_dict()) == list(resnet.state_dict())
+
+
+def test_blocks_of_a_chain_can_follow_another() -> None:
+    encoder, head = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 1))
+    first = sequential_blocks(encoder, "encoder")
+    second = sequential_blocks(head, "head", first[-1].name)
+    assert [(block.name, block.inputs, block.path) for block in (*first, *second)] == [
+        ("encoder.0", ("image",), "encoder"),
+        ("head.0", ("encoder.0",), "head"),
+    ]
+
+
+class Doubled(nn.Sequential):
+    """A chain that does not only run its modules."""
+
+    def forward(self, image: Tensor) -> Tensor:
+        return 2 * super().forward(image)
+
+
+def check_chain(chain: nn.Sequential, cuts: tuple[int, ...], inputs: Tensor) -> None:
+    expected = chain(inputs)
+    loss = expected.square().mean()
+    gradients = torch.autograd.grad(loss, list(chain.parameters()))
+    network = SequentialNetwork(chain, inputs.shape[1:])
+    assert torch.equal(network(inputs), expected)
+    layout = Layout(devices=(CPU,) * (len(cuts) + 1), cuts=cuts, num_micro_batches=2)
+    executor = parallelize(network, layout)
+    terms = executor.forward_backward(inputs, expected, lambda made, _: made.square().mean())
+    assert_close(terms.total, loss.detach(), "loss")
+    for (name, actual), gradient in zip(chain.named_parameters(), gradients, strict=True):
+        assert_close(actual.grad, gradient, name)
+    assert_close(executor.predict(inputs), expected.detach(), "result")
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)], ids=str)
+def test_a_module_in_place_or_used_again_runs_in_every_cut(cuts: tuple[int, ...]) -> None:
+    relu = nn.ReLU(inplace=True)
+    chain = nn.Sequential(
+        nn.Linear(3, 8), relu, Doubled(nn.Linear(8, 8), nn.Tanh()), relu, nn.Linear(8, 8),
+        nn.Sequential(relu, nn.Sequential(), nn.Linear(8, 2)),
+    ).double()  # fmt: skip
+    blocks = sequential_blocks(chain)
+    assert [block.name for block in blocks] == ["chain.0", "chain.2", "chain.4", "chain.5.2"]
+    torch.manual_seed(0)
+    check_chain(chain, cuts, torch.randn(5, 3, dtype=torch.float64))
+
+
+def test_a_stage_without_parameters_keeps_the_precision() -> None:
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    check_chain(chain, (1,), torch.randn(4, 1, 9, 9, dtype=torch.float64))
+
+
+def test_a_shared_parameter_is_refused() -> None:
+    linear = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"chain\.0 and chain\.2 share a parameter"):
+        SequentialNetwork(nn.Sequential(linear, nn.Tanh(), linear), (2,))
+    with pytest.raises(ConfigError, match="a chain of 0 modules"):
+        SequentialNetwork(nn.Sequential(), (2,))
+
+
+def test_other_shapes_and_too_many_stages_are_refused() -> None:
+    network = SequentialNetwork(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Tanh()), (2, 8, 8, 8))
+    executor = parallelize(network, Layout(devices=(CPU, CPU)))
+    assert executor.predict(torch.zeros(1, 2, 9, 7, 5)).shape == (1, 4, 7, 5, 3)
+    for shape in ((1, 3, 8, 8, 8), (2, 8, 8, 8)):
+        with pytest.raises(VolumeError, match=r"samples of shape \(2, 8, 8, 8\)"):
+            executor.predict(torch.zeros(shape))
+    with pytest.raises(DeviceError, match="3 devices for a network of 2 blocks"):
+        parallelize(network, Layout(devices=(CPU,) * 3))
+
+
+def test_batch_norms_of_any_rank_count_a_batch_once_where_levels_are_recomputed() -> None:
+    torch.manual_seed(0)
+    chain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2)).double()
+    plain = copy.deepcopy(chain)
+    image = torch.randn(5, 4, dtype=torch.float64)
+    plain(image)
+    layout = Layout(devices=(CPU, CPU), cuts=(2,), recompute="level")
+    executor = parallelize(SequentialNetwork(chain, (4,)), layout)
+    executor.forward_backward(image, image[:, :2], functional.mse_loss)
+    for actual, expected in zip(chain.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_cuts_are_found_with_batch_norm_over_single_features() -> None:
+    chain = nn.Sequential(nn.Flatten(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    assert default_cuts(SequentialNetwork(chain, (2, 2, 2)), 2) == (2,)
+
+
+def test_a_captured_step_takes_a_plain_scalar_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+    monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
+    losses, predictions = [], []
+    image, labels = make_batch(2)
+    target = functional.one_hot(labels, 4).double()
+    for graphs in ("auto", "off"):
+        network = as_network(make_resnet("instance"))
+        optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+        layout = Layout(devices=(CPU, CPU), num_micro_batches=2, cuda_graphs=graphs)
+        executor = parallelize(network, layout)
+        for _ in range(NUM_WARM_UP_STEPS + 3):
+            losses.append(executor.forward_backward(image, target, functional.mse_loss).total)
+            optimizer.step()
+            optimizer.zero_grad()
+        predictions.append(executor.predict(image))
+    assert CpuGraphPool.num_captured == 2 * (2 * 2 + 1)
+    steps = len(losses) // 2
+    for replayed, launched in zip(losses[:steps], losses[steps:], strict=True):
+        assert_close(replayed, launched, "loss")
+    assert len({loss.item() for loss in losses[:steps]}) == steps  # none was overwritten
+    assert_close(*predictions, "logits")
+
+
+def test_a_loss_of_one_value_a_sample_is_refused() -> None:
+    executor = parallelize(as_network(make_resnet()), Layout(devices=(CPU,)))
+    loss_fn: Callable[..., Tensor] = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(ConfigError, match=r"returned a tensor of shape \(2,\); return a scalar"):
+        executor.forward_backward(*make_batch(2), loss_fn)
