@@ -1,6 +1,6 @@
 # make demo: install into .venv, then train, predict and evaluate on the built-in phantom data.
 # make test: install into .venv, then everything that CI checks.
-# make check: the same without slow tests: what to run while working.
+# make check: the same without slow tests and without trainings: what to run while working.
 # make docs: build the site in site/; look at it with python -m http.server --directory site.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
@@ -16,7 +16,7 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow and not trains"
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -1,7 +1,12 @@
+import gc
 import logging
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +16,13 @@ from unet3d.memory.allocator import use_expandable_segments
 use_expandable_segments()  # as the command line does
 
 ROOT = Path(__file__).resolve().parent.parent
+TRAINING_WORDS = {
+    "train",
+    "torch.distributed.run",
+    "tests.distributed.rank_training",
+    "tests.parallel.rank_gradients",
+}
+"""Words of a command that starts a training."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,6 +35,42 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let no test train, itself or in its fixtures, that is not marked with ``trains``."""
+    if item.get_closest_marker("trains") is not None:
+        return (yield)
+    with trainings_refused():
+        return (yield)
+
+
+@contextmanager
+def trainings_refused() -> Iterator[None]:
+    from unet3d.training.loop import TrainingLoop
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("this test trains: mark it with pytest.mark.trains")
+
+    start = subprocess.Popen.__init__
+
+    def start_other(self: Any, args: str | Sequence[object], *rest: Any, **options: Any) -> None:
+        if not isinstance(args, str) and TRAINING_WORDS & set(map(str, args)):
+            refuse()
+        start(self, args, *rest, **options)
+
+    with (
+        mock.patch.object(TrainingLoop, "run", refuse),
+        mock.patch.object(subprocess.Popen, "__init__", start_other),
+    ):
+        yield
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what the imports have made, half a million objects, out of every later collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +89,9 @@ def log_level() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cache folder that trainings on the same phantoms share."""
+    return tmp_path_factory.mktemp("cache")

@@ -1,11 +1,12 @@
-"""Small checkpoints with random weights: what they segment is noise, but always the same noise."""
+"""Small networks with random weights: what they segment is noise, but always the same noise."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from unet3d.config import load_config
+from unet3d.config import InferenceSettings, ParallelSettings, load_config
+from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.volumes.transform import ChannelNormalization, Preprocessing
@@ -23,8 +24,9 @@ def random_checkpoint(
     topology = Topology(
         in_channels=num_channels, num_classes=len(label_values), channels=(4, 8), strides=strides
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
+    # Not torch.manual_seed, which seeds every GPU too; and a fork of their states must name them.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(7)
         model = UNet3d(topology).to(dtype)
     with torch.no_grad():
         # No class is favoured where all features are alike, so that every class occurs.
@@ -52,3 +54,12 @@ def write_checkpoint(path: Path, **choices: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_checkpoint(random_checkpoint(**choices), path)
     return path
+
+
+def place(
+    checkpoint: Checkpoint, *devices: str, inference: InferenceSettings | None = None, **more: Any
+) -> Predictor:
+    """Return a predictor of a checkpoint's network, on one device or cut over several."""
+    mode = "model" if len(devices) > 1 else "none"
+    parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
+    return Predictor(checkpoint, parallel, inference or InferenceSettings())

@@ -23,11 +23,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "resnet50_two_stages.py"), *arguments]
     paths = os.pathsep.join([str(ROOT), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "80",
-    }
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 

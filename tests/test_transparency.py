@@ -6,42 +6,19 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
 
-from unet3d.config import Balance, ModelSettings, Recompute
+from tests.plain_network import (
+    TOLERANCE,
+    assert_close,
+    assert_gradients,
+    make_batch,
+    make_topology,
+    plain_gradients,
+)
+from unet3d.config import Balance, Recompute
 from unet3d.kernels import recompute as remake
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, choose_cuts, parallelize
-
-TOLERANCE = 1e-10
-
-
-def make_topology(**options: object) -> Topology:
-    settings = ModelSettings(base_channels=4, max_channels=16, num_levels=3, **options)
-    return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
-
-
-def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(num_samples)
-    image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
-    target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
-    return image, target.to(torch.uint8)
-
-
-def plain_gradients(
-    topology: Topology, image: Tensor, target: Tensor
-) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
-    loss = dice_cross_entropy(model(image), target).total
-    loss.backward()
-    gradients = {name: value.grad for name, value in model.named_parameters()}
-    return loss.detach(), gradients, model
-
-
-def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
-    error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
-    assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +41,7 @@ def test_spreading_is_transparent(
 ) -> None:
     topology = make_topology(**options)
     image, target = make_batch(num_samples)
-    loss, gradients, plain = plain_gradients(topology, image, target)
+    loss, gradients, plain = plain_gradients(topology, num_samples)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     devices = (torch.device("cpu"),) * num_devices
@@ -82,11 +59,7 @@ def test_spreading_is_transparent(
     terms = executor.forward_backward(image, target, dice_cross_entropy)
 
     assert_close(terms.total, loss, "loss")
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
-        if gradients[name].norm() > 1e-12:
-            assert_close(parameter.grad, gradients[name], name)
+    assert_gradients(model, gradients)
     assert_close(executor.predict(image), plain.eval()(image), "logits")
 
 
@@ -106,7 +79,7 @@ def test_what_is_made_again_is_transparent(
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = make_topology(**options)
     image, target = make_batch(3)
-    loss, gradients, plain = plain_gradients(topology, image, target)
+    loss, gradients, plain = plain_gradients(topology, 3)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     num_micro_batches = 1 if topology.norm == "batch" else 2
@@ -116,9 +89,7 @@ def test_what_is_made_again_is_transparent(
     )
     terms = parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
     assert_close(terms.total, loss, "loss")
-    for name, parameter in model.named_parameters():
-        if gradients[name].norm() > 1e-12:
-            assert_close(parameter.grad, gradients[name], name)
+    assert_gradients(model, gradients)
     for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
 
@@ -130,7 +101,7 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
 ) -> None:
     topology = make_topology()
     image, target = make_batch(5)
-    loss, gradients, plain = plain_gradients(topology, image, target)
+    loss, gradients, plain = plain_gradients(topology, 5)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
@@ -146,9 +117,7 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
     executor = parallelize(model, replace(layout, cuts=cuts))
     terms = executor.forward_backward(image, target, dice_cross_entropy)
     assert_close(terms.total, loss, "loss")
-    for name, parameter in model.named_parameters():
-        if gradients[name].norm() > 1e-12:
-            assert_close(parameter.grad, gradients[name], name)
+    assert_gradients(model, gradients)
     expected = plain.state_dict()
     assert list(model.state_dict()) == list(expected)
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
@@ -157,19 +126,17 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
 def test_batch_norm_is_transparent_on_two_devices() -> None:
     topology = make_topology(norm="batch")
     image, target = make_batch(3)
-    loss, gradients, _ = plain_gradients(topology, image, target)
+    loss, gradients, _ = plain_gradients(topology, 3)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
     assert_close(executor.forward_backward(image, target, dice_cross_entropy).total, loss, "loss")
-    for name, parameter in model.named_parameters():
-        if gradients[name].norm() > 1e-12:
-            assert_close(parameter.grad, gradients[name], name)
+    assert_gradients(model, gradients)
 
 
 def test_a_scale_changes_gradients_but_not_the_reported_loss() -> None:
     image, target = make_batch(2)
-    loss, gradients, _ = plain_gradients(make_topology(), image, target)
+    loss, gradients, _ = plain_gradients(make_topology(), 2)
     torch.manual_seed(1)
     model = UNet3d(make_topology()).double()
     executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
@@ -181,7 +148,7 @@ def test_a_scale_changes_gradients_but_not_the_reported_loss() -> None:
 
 def _on_gpus(devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float) -> None:
     image, target = make_batch(3)
-    loss, gradients, _ = plain_gradients(make_topology(), image, target)
+    loss, gradients, _ = plain_gradients(make_topology(), 3)
     torch.manual_seed(1)
     model = UNet3d(make_topology()).double()
     if autocast is not None:

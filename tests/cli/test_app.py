@@ -176,6 +176,7 @@ def write_nnunet(root: Path, num_cases: int = 4) -> Path:
     return root
 
 
+@pytest.mark.trains
 def test_train_predict_and_evaluate_two_channels(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

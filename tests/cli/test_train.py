@@ -55,6 +55,7 @@ def test_a_configuration_that_cannot_be_read_is_named(
     assert "epohcs" in line and "batch_size" in line  # every fault at once
 
 
+@pytest.mark.trains
 def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     write_msd(folder / "data set", num_cases=5)
     status = run(
@@ -73,6 +74,7 @@ def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     assert settings["data"]["dataset"] == str(folder / "data set")
 
 
+@pytest.mark.trains
 def test_train_on_the_folds_of_a_datalist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_msd(folder / "data")
     tree = json.loads((root / "dataset.json").read_text())
@@ -89,6 +91,7 @@ def test_train_on_the_folds_of_a_datalist(folder: Path, capsys: pytest.CaptureFi
     assert load_checkpoint(Path("run/checkpoint-latest.pt")).preprocessing.label_values == (0, 1, 2)
 
 
+@pytest.mark.trains
 def test_the_seed_decides_the_weights(folder: Path) -> None:
     write_msd(folder / "data")
     weights = []
@@ -101,6 +104,7 @@ def test_the_seed_decides_the_weights(folder: Path) -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.trains
 def test_quiet_prints_nothing(folder: Path) -> None:
     write_msd(folder / "data set", num_cases=5)
     done = in_a_process("train", "data set", *SMALL, "--quiet", "--output", "my run")
@@ -108,6 +112,7 @@ def test_quiet_prints_nothing(folder: Path) -> None:
     assert Path("my run/summary.json").is_file()
 
 
+@pytest.mark.trains
 def test_without_a_terminal_there_is_a_line_for_each_epoch(folder: Path) -> None:
     write_msd(folder / "data")
     done = in_a_process("train", "data", *SMALL, "--epochs", 3, "--output", "run")
@@ -118,6 +123,7 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(folder: Path) -> None
     assert done.stdout.splitlines()[-1].endswith("Checkpoints, metrics and pictures: run")
 
 
+@pytest.mark.trains
 def test_resume_continues_the_newest_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     assert "no run to resume in x" in refusal(capsys, "train", "--resume", "--output", "x")
@@ -141,6 +147,7 @@ def test_an_output_folder_that_takes_no_files_is_refused_at_once(
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
 
 
+@pytest.mark.trains
 def test_a_disk_that_fills_up_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +163,7 @@ def test_a_disk_that_fills_up_is_one_line(
         run("--debug", *arguments)
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ctrl_c_while_data_are_prepared_stops_at_once(folder: Path, num_workers: int) -> None:

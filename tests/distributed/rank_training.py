@@ -10,7 +10,7 @@ import torch._dynamo  # which DDP imports, and the forks need not
 from rich.console import Console
 
 from tests.ranks import ends_of, in_ranks, start_ranks
-from tests.training.test_job import settings
+from tests.trainings import settings
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks

@@ -14,18 +14,13 @@ import pytest
 import torch
 
 from tests.ranks import environment, free_port
-from tests.training.test_job import SMALL, losses, run, settings, start, wait_for, weights
+from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
 from unet3d.distributed.launcher import _reason, launch
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
 
 SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 def children_of(parent: int) -> list[int]:
@@ -69,12 +64,6 @@ def assert_all_end(processes: list[int], within_seconds: float) -> None:
     while left := [process for process in processes if is_running(process)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def words(folder: Path, cache: Path, *more: str) -> list[str]:
-    """Return a command of ours that trains a small network."""
-    overrides = [*SMALL, f"data.cache={cache}", *more]
-    return ["train", "--output", str(folder), *(w for o in overrides for w in ("--set", o))]
 
 
 def kill_second_rank(folder: Path, killed: list[int]) -> None:
@@ -146,6 +135,7 @@ def test_processes_of_the_tests_import_what_the_tests_can(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -169,6 +159,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     assert actual["best_dice"] == pytest.approx(expected["best_dice"], abs=0.02)
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) -> None:
     long = (
@@ -231,6 +222,7 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert_all_end(family, 10)
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_the_reason_of_a_failing_rank_is_one_line(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -244,6 +236,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(
     assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
 
 
+@pytest.mark.trains
 @pytest.mark.multigpu
 def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -264,6 +257,7 @@ def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
     assert [loss < 10 for _, loss in losses(folder)] == [True, True]
 
 
+@pytest.mark.trains
 @pytest.mark.multigpu
 def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) -> None:
     more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
@@ -288,6 +282,7 @@ def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) 
         assert torch.equal(second[key], value), key
 
 
+@pytest.mark.trains
 @pytest.mark.multigpu
 def test_nn_data_parallel_trains_in_one_process(cache: Path, tmp_path: Path) -> None:
     threads = (
@@ -313,6 +308,7 @@ def can_make_networks() -> bool:
     return bool(tools) and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_two_machines_train_one_network(cache: Path, tmp_path: Path) -> None:
     names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]

@@ -11,14 +11,11 @@ import torch
 
 from tests.distributed.rank_training import EXACT
 from tests.ranks import environment
-from tests.training.test_job import losses, run, settings, weights
+from tests.trainings import losses, run, settings, weights
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+pytestmark = pytest.mark.trains
 
 
 @pytest.fixture(scope="module")

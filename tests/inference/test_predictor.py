@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.networks import random_checkpoint
-from tests.volumes.samples import write_volume
-from unet3d.config import InferenceSettings, ParallelSettings, Shape, Spacing
+from tests.networks import place, random_checkpoint
+from tests.volumes.samples import SPACING_MM, noise, write_volume
+from unet3d.config import InferenceSettings, Shape, Spacing
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import predictor as prediction
 from unet3d.inference.predictor import Predictor
@@ -25,7 +25,6 @@ ORIENTATIONS = [
     for axes in itertools.permutations(("RL", "AP", "SI"))
     for codes in itertools.product(*axes)
 ]
-SPACING_MM = (0.9765625, 0.8, 3.3)
 
 
 def oblique(spacing_mm: Spacing = SPACING_MM) -> np.ndarray:
@@ -41,27 +40,10 @@ def oblique(spacing_mm: Spacing = SPACING_MM) -> np.ndarray:
 AFFINES = {"straight": np.diag([*SPACING_MM, 1.0]), "oblique": oblique()}
 
 
-def head(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
-    """Blurred noise around 100, so that no two voxels, and no two corners, are alike."""
-    rng = np.random.default_rng(seed)
-    waves = sum(
-        np.sin(np.indices(shape)[axis] / (2.0 + axis) + seed) * 20 for axis in range(len(shape))
-    )
-    return (100 + waves + rng.normal(0, 15, shape)).astype(np.float32)
-
-
 def volume_of(array: np.ndarray, folder: Path) -> Volume:
     return read_scan(
         Scan(images=(write_volume(folder / "volume.nii", array),), output=folder / "unused.nii")
     )
-
-
-def place(
-    checkpoint: Checkpoint, *devices: str, inference: InferenceSettings | None = None, **more: Any
-) -> Predictor:
-    mode = "model" if len(devices) > 1 else "none"
-    parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
-    return Predictor(checkpoint, parallel, inference or InferenceSettings())
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +70,7 @@ def test_all_orientations_of_a_scan_are_segmented_alike(
     tmp_path: Path, affine: str, target_mm: Spacing | None
 ) -> None:
     predictor = place(random_checkpoint(spacing_mm=target_mm))
-    original = nib.Nifti1Image(head(), AFFINES[affine])
+    original = nib.Nifti1Image(noise(), AFFINES[affine])
     as_it_is = nib.io_orientation(original.affine)
     reference = None
     assert len(set(ORIENTATIONS)) == 48
@@ -111,7 +93,7 @@ def test_the_segmentation_has_the_geometry_of_the_scan(
     predictor: Predictor, tmp_path: Path, codes: tuple[int, int]
 ) -> None:
     # Axes stored as posterior, superior, left; qform and sform lie apart.
-    image = nib.Nifti1Image(head((17, 13, 20)), None)
+    image = nib.Nifti1Image(noise((17, 13, 20)), None)
     image.set_qform(oblique() @ np.eye(4)[[2, 0, 1, 3]].T, code=codes[0])
     image.set_sform(oblique() @ np.diag([1, -1, 1, 1]), code=codes[1])
     image.header.set_xyzt_units("mm", "sec")
@@ -128,7 +110,7 @@ def test_the_segmentation_has_the_geometry_of_the_scan(
 
 def test_label_values_are_those_of_the_data_set(tmp_path: Path) -> None:
     """Classes 0, 1, 2 stand for the labels 0, 7 and 300, which needs 16 bits."""
-    path = write_volume(tmp_path / "scan.nii", head())
+    path = write_volume(tmp_path / "scan.nii", noise())
     classes = np.asarray(segment_file(place(random_checkpoint()), path).dataobj)
     predictor = place(random_checkpoint(label_values=(0, 7, 300)))
     segmentation = segment_file(predictor, path, tmp_path / "values.nii")
@@ -138,7 +120,7 @@ def test_label_values_are_those_of_the_data_set(tmp_path: Path) -> None:
 
 def test_a_whole_volume_is_segmented_as_the_plain_network_does(tmp_path: Path) -> None:
     checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64)
-    array = head((12, 14, 10))
+    array = noise((12, 14, 10))
     with torch.no_grad():
         image = torch.from_numpy((array - array.mean()) / array.std()).double()
         expected = checkpoint.build_model().eval()(image[None, None])[0].argmax(0)
@@ -164,7 +146,7 @@ def test_every_placement_gives_the_same_labels(
     devices: tuple[str, ...],
     more: dict[str, Any],
 ) -> None:
-    image = volume_of(head((30, 25, 19)), tmp_path)
+    image = volume_of(noise((30, 25, 19)), tmp_path)
     np.testing.assert_array_equal(
         place(checkpoint, *devices, **more).segment(image), predictor.segment(image)
     )
@@ -175,14 +157,14 @@ def test_every_placement_gives_the_same_labels(
 def test_a_gpu_gives_nearly_the_same_labels(
     checkpoint: Checkpoint, predictor: Predictor, tmp_path: Path, devices: tuple[str, ...]
 ) -> None:
-    image = volume_of(head((30, 25, 19)), tmp_path)
+    image = volume_of(noise((30, 25, 19)), tmp_path)
     agreement = place(checkpoint, *devices).segment(image) == predictor.segment(image)
     assert agreement.mean() > 0.9  # logits of random weights lie close, and bfloat16 is coarse
 
 
 def test_the_last_batch_of_windows_is_predicted(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """18 windows: in batches of 4 and 5 the last holds 2 and 3."""
-    image = volume_of(head((40, 24, 32)), tmp_path)
+    image = volume_of(noise((40, 24, 32)), tmp_path)
     logits = {}
     for batch_size in (1, 4, 5, 18, 50):
         settings = InferenceSettings(batch_size=batch_size)
@@ -199,7 +181,7 @@ def test_the_last_batch_of_windows_is_predicted(checkpoint: Checkpoint, tmp_path
     [(5, 6, 7), (1, 1, 1), (40, 33, 1), (1, 20, 20), (17, 31, 23), (16, 16, 16), (90, 3, 2)],
 )
 def test_every_shape_is_segmented(predictor: Predictor, tmp_path: Path, shape: Shape) -> None:
-    path = write_volume(tmp_path / "scan.nii.gz", head(shape))
+    path = write_volume(tmp_path / "scan.nii.gz", noise(shape))
     segmentation = segment_file(predictor, path)
     assert segmentation.shape == nib.load(path).shape
     assert set(np.unique(segmentation.dataobj)) <= {0, 1, 2}
@@ -207,7 +189,7 @@ def test_every_shape_is_segmented(predictor: Predictor, tmp_path: Path, shape: S
 
 def test_a_coarser_network_grid_comes_back_to_the_grid_of_the_scan(tmp_path: Path) -> None:
     predictor = place(random_checkpoint(spacing_mm=(2.0, 2.0, 4.0)))
-    path = write_volume(tmp_path / "scan.nii", head((33, 41, 29)), (0.7, 0.9, 1.3))
+    path = write_volume(tmp_path / "scan.nii", noise((33, 41, 29)), (0.7, 0.9, 1.3))
     segmentation = segment_file(predictor, path)
     assert segmentation.shape == (33, 41, 29)
     assert len(np.unique(segmentation.dataobj)) == 3
@@ -216,10 +198,10 @@ def test_a_coarser_network_grid_comes_back_to_the_grid_of_the_scan(tmp_path: Pat
 def test_channels_that_do_not_suit_the_network_are_refused(
     predictor: Predictor, tmp_path: Path
 ) -> None:
-    two = volume_of(head((6, 7, 8, 2)), tmp_path)
+    two = volume_of(noise((6, 7, 8, 2)), tmp_path)
     with pytest.raises(VolumeError, match=r"volume.nii has 2 channel\(s\) but .* on 1 \(channel 0"):
         predictor.segment(two)
-    one = volume_of(head((6, 7, 8)), tmp_path)
+    one = volume_of(noise((6, 7, 8)), tmp_path)
     with pytest.raises(VolumeError, match="has 1 channel.* trained on 2 .*case_0000, case_0001"):
         place(random_checkpoint(num_channels=2)).segment(one)
 
@@ -242,7 +224,7 @@ def test_a_network_of_whole_volumes_falls_back_to_windows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = random_checkpoint(patch_size=None)
-    image = volume_of(head((32, 24, 20)), tmp_path)
+    image = volume_of(noise((32, 24, 20)), tmp_path)
     # 32x24x20 does not fit, nor does 16x24x20; 16x12x20 does.
     small = place(checkpoint)
     limit_memory(monkeypatch, small, 16 * 12 * 20)
@@ -259,7 +241,7 @@ def test_memory_too_small_for_any_window_is_explained(
     predictor = place(random_checkpoint(patch_size=None))
     limit_memory(monkeypatch, predictor, 0)
     with pytest.raises(DoesNotFitError, match="do not fit on cpu .*inference.window"):
-        predictor.segment(volume_of(head(), tmp_path))
+        predictor.segment(volume_of(noise(), tmp_path))
 
 
 def test_whole_volumes_that_were_asked_for_are_not_cut_up(
@@ -268,13 +250,13 @@ def test_whole_volumes_that_were_asked_for_are_not_cut_up(
     predictor = place(random_checkpoint(), inference=InferenceSettings(window="whole"))
     limit_memory(monkeypatch, predictor, 16**3)
     with pytest.raises(DoesNotFitError, match="20x18x14"):
-        predictor.segment(volume_of(head(), tmp_path))
+        predictor.segment(volume_of(noise(), tmp_path))
 
 
 def test_logits_on_a_fine_grid_leave_a_full_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = volume_of(head(), tmp_path)
+    image = volume_of(noise(), tmp_path)
     predictor = place(random_checkpoint(spacing_mm=(2.0, 2.0, 2.0)))
     expected = predictor.segment(image)
     restore, calls = prediction.restore_logits, []

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 
+from tests.plain_network import make_batch, make_topology
 from tests.ranks import in_ranks
-from tests.test_transparency import make_batch, make_topology
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy

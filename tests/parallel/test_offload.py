@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.steps import measure
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as remake
 from unet3d.memory.meter import MemoryMeter
@@ -110,7 +111,7 @@ def test_gradients_are_the_same_to_the_bit(
         num_micro_batches=num_micro_batches,
         autocast=None,
         schedule=schedule,
-        recompute="skips",
+        offload="skips",
     )
     assert_equal(step(topology, offloader, num_samples=3), step(topology, layout, num_samples=3))
 
@@ -197,8 +198,6 @@ def test_nothing_of_a_parked_skip_is_left_behind() -> None:
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
-    from tests.planning.test_memory_estimate import measure
-
     topology = topology_of()
     predicted = []
     for choice in ("none", "skips"):
@@ -310,8 +309,6 @@ def test_no_memory_is_reused_or_read_too_early(
 
 @pytest.mark.gpu
 def test_a_gpu_needs_less_by_what_was_predicted() -> None:
-    from tests.planning.test_memory_estimate import measure
-
     model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)
     predicted, measured = [], []

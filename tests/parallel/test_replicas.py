@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.parallel.rank_gradients import CASES, STEPS, WORLD_SIZES
+from tests.plain_network import assert_close, make_batch, make_topology, plain_gradients
 from tests.ranks import environment
-from tests.test_transparency import assert_close, make_batch, make_topology, plain_gradients
 from unet3d.errors import ConfigError
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
@@ -30,12 +30,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
     num_samples, _, _, options = CASES[case]
-    image, target = make_batch(num_samples)
-    expected_loss, expected, _ = plain_gradients(make_topology(**options), image, target)
+    expected_loss, expected, _ = plain_gradients(make_topology(**options), num_samples)
     for step in range(STEPS):
         by_rank = [
             torch.load(answers / f"{num_ranks}-{case}-{step}-{rank}.pt")
@@ -50,6 +50,7 @@ def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> N
                     assert_close(value, expected[name], f"step {step}, {name}")
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: int) -> None:

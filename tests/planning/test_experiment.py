@@ -219,6 +219,7 @@ BRIEF = (
 )
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.max_voxels=40000")
@@ -236,6 +237,7 @@ def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path
     assert 0 <= summary["best_dice"] <= 1
 
 
+@pytest.mark.trains
 @pytest.mark.slow
 def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
     root = tmp_path / "few"

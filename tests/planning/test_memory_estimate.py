@@ -1,29 +1,19 @@
 """Memory known beforehand: compared with what the same steps are measured to take."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from unet3d.cli.app import main
-from unet3d.config import ModelSettings, Shape, TrainingSettings, load_config
+from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure
+from unet3d.config import Shape, load_config
 from unet3d.errors import VolumeError
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
-from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import (
-    Optimization,
-)
-from unet3d.parallel import Layout, parallelize
-from unet3d.parallel.precision import (
-    autocast_dtype,
-    image_dtype,
-)
+from unet3d.memory.meter import SlotMemory
+from unet3d.model import UNet3d
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
@@ -32,58 +22,6 @@ from unet3d.planning.memory_estimate import (
     largest_size,
     predict_memory,
 )
-from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
-
-CPU = torch.device("cpu")
-GPUS = tuple(torch.device("cuda", index) for index in range(4))
-SMALL = ModelSettings(base_channels=4, num_levels=3)
-LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
-
-
-def make_step(
-    devices: tuple[torch.device, ...],
-    size: Shape = (16, 16, 16),
-    batch_size: int = 2,
-    num_micro_batches: int = 1,
-    precision: str = "float32",
-    model: ModelSettings = SMALL,
-    optimizer: str = "sgd",
-    **layout: object,
-) -> Step:
-    topology = plan_topology(model, size, (1.0, 1.0, 1.0), 2, 3)
-    autocast = autocast_dtype(precision)
-    return Step(
-        topology=topology,
-        layout=Layout(
-            devices=devices, num_micro_batches=num_micro_batches, autocast=autocast, **layout
-        ),
-        size=size,
-        batch_size=batch_size,
-        settings=TrainingSettings(optimizer=optimizer),
-        precision=precision,
-    )
-
-
-def measure(step: Step) -> dict[int, SlotMemory]:
-    """Take two steps as training does, and measure the second."""
-    model = UNet3d(step.topology)
-    if step.precision == "float64":
-        model.double()
-    executor = parallelize(model, step.layout)
-    optimization = Optimization(model, step.settings, step.precision)
-    shape = (step.batch_size, step.topology.in_channels, *step.size)
-    image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
-    target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
-    target = target.to(executor.output_device)
-    meter = MemoryMeter(executor.slots, model)
-    for number in range(2):
-        if number == 1:
-            meter.start()
-            executor.observer = meter
-        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
-        meter.note_gradients()
-        optimization.step(0.01)
-    return meter.read(optimization.optimizer)
 
 
 def activations(step: Step) -> list[int]:
@@ -207,10 +145,25 @@ def test_autocast_is_predicted_as_gpus_do_it(
     lowered, for the next convolution: 10 bytes for 8. A skip is lowered once for each of its two
     readers: 42 bytes for the 32 of a level's four units. Lowered weights come on top.
     """
-    step = make_step(GPUS[:1], (128, 128, 128), 1, 1, "bfloat16", LARGE.model_copy(update=model))
+    step = make_step(GPUS[:1], (128, 128, 128), 1, 1, "bfloat16", WIDE.model_copy(update=model))
     (lowered,) = activations(step)
     (full,) = activations(replace(step, layout=replace(step.layout, autocast=None)))
     assert lowest < lowered / full < highest
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+@pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2], (CPU, GPUS[0])], ids=str)
+def test_every_parameter_and_buffer_is_on_its_device(
+    devices: tuple[torch.device, ...], norm: str
+) -> None:
+    model = SMALL.model_copy(update={"norm": norm})
+    step = make_step(devices, model=model, precision="bfloat16")
+    found = predict_memory(step)
+    modules = {block.name: block.module for block in UNet3d(step.topology).blocks()}
+    for slot in found.slots:
+        own = [modules[name] for name in slot.blocks]
+        sizes = [value.nbytes for one in own for value in (*one.parameters(), *one.buffers())]
+        assert found.memory[slot.index].parameters_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]], ids=str)
@@ -263,7 +216,7 @@ def test_the_slots_of_a_cpu_add_up() -> None:
 @pytest.mark.parametrize("devices", [(CPU,), GPUS[:2]], ids=str)
 def test_more_voxels_take_more(devices: tuple[torch.device, ...]) -> None:
     step = make_step(devices)
-    sizes: list[Shape] = [(16, 16, 16), (16, 16, 20), (24, 24, 20), (32, 32, 32), (64, 64, 64)]
+    sizes: list[Shape] = [(16, 16, 16), (16, 16, 20), (24, 24, 20), (64, 64, 64)]
     peaks = [
         sum(m.peak_bytes for m in predict_memory(replace(step, size=size)).memory.values())
         for size in sizes
@@ -271,8 +224,9 @@ def test_more_voxels_take_more(devices: tuple[torch.device, ...]) -> None:
     assert peaks == sorted(set(peaks))
 
 
-@pytest.mark.parametrize("mib", [3, 100])
-@pytest.mark.parametrize("size", [(16, 16, 16), (64, 64, 32), (8, 16, 48)], ids=str)
+@pytest.mark.parametrize(
+    ("size", "mib"), [((16, 16, 16), 100), ((64, 64, 32), 3), ((8, 16, 48), 100)], ids=str
+)
 def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> None:
     step = make_step((CPU, CPU), size=size)
     memory = {CPU: mib * 1024**2}
@@ -321,221 +275,6 @@ def test_the_network_of_a_plan_is_that_of_the_training(tmp_path: Path) -> None:
     (source,) = (path.parent for path in tmp_path.glob("*/dataset.json"))
     named = plan_without_data(config.with_values({"data.dataset": source}))
     assert named == planned
-
-
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ending:
-        main(["plan", *arguments])
-    out, err = capsys.readouterr()
-    return ending.value.code or 0, out, err
-
-
-TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=3")
-
-
-def test_the_command_shows_every_way_side_by_side(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "plan.json"
-    status, out, err = plan(
-        capsys,
-        *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "4", "--micro-batches", "4"),
-        *("--device-memory", "1.2", "--json", str(path), *TINY),
-    )
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
-    assert (record["shape"], record["batch_size"]) == ([64, 64, 32], 4)
-    ways = [(way["parallel"], way["num_micro_batches"], way["asked"]) for way in record["ways"]]
-    assert ways == [
-        ("none", 1, False),
-        ("none", 4, False),
-        ("model", 1, False),
-        ("model", 4, True),
-    ]
-    for way in record["ways"]:
-        assert way["fits"] == (
-            max(slot["predicted"]["peak_bytes"] for slot in way["slots"]) <= 0.2 * 1024**3
-        )
-        x, y, z = way["largest_shape"]
-        assert x == y and z in (x // 2 // 4 * 4, x // 2 // 4 * 4 + 4)
-        assert f"up to {x}x{y}x{z} voxels" in out
-        for slot in way["slots"]:
-            assert slot["device_bytes"] == int(1.2 * 1024**3)
-    largest = [math.prod(way["largest_shape"]) for way in record["ways"]]
-    assert largest[0] < largest[2] < largest[3]
-    assert "none, 1 " in out and "model, 4*" in out
-    table = out[: out.index("--parallel")]
-    assert max(map(len, table.splitlines())) <= 80
-    assert table.count("yes") + table.count("NO") == 4
-
-
-def ways_of(
-    capsys: pytest.CaptureFixture[str], path: Path, *arguments: str
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return the ways of a plan, by name, and what the command printed."""
-    status, out, err = plan(capsys, "--shape", "32,32,32", "--json", str(path), *arguments, *TINY)
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
-    return {f"{way['parallel']} {way['num_micro_batches']}": way for way in record["ways"]}, out
-
-
-def test_a_replica_takes_what_its_share_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    memory = ("--device-memory", "2")
-    ways, out = ways_of(
-        capsys,
-        tmp_path / "data.json",
-        *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
-    )
-    assert list(ways) == ["none 1", "data 1", "model 1"]
-    data = ways["data 1"]
-    assert data["asked"] and data["replicas"] == 3
-    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
-        (index, index, f"cuda:{index}") for index in range(3)
-    ]
-    # Each holds the whole network, and the largest share is of two patches.
-    alone, _ = ways_of(
-        capsys, tmp_path / "one.json", "--devices", "0", "--batch-size", "2", *memory
-    )
-    (one,) = alone["none 1"]["slots"]
-    for slot in data["slots"]:
-        assert slot["blocks"] == one["blocks"]
-        for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
-            assert slot["predicted"][kind] == one["predicted"][kind] > 0
-        # Gradients stay where they are exchanged, and are there in forward too.
-        assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
-    assert math.prod(data["largest_shape"]) > math.prod(ways["none 1"]["largest_shape"])
-    assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
-
-
-def test_replicas_of_stages_share_the_batch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    spread = ("--parallel", "model", "--micro-batches", "2")
-    ways, out = ways_of(
-        capsys,
-        tmp_path / "two.json",
-        *("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread),
-    )
-    alone, _ = ways_of(
-        capsys, tmp_path / "one.json", "--devices", "cpu,cpu", "--batch-size", "2", *spread
-    )
-    two, one = ways["model 2"], alone["model 2"]
-    assert two["asked"] and two["replicas"] == 2
-    assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
-    for slot, wanted in zip(two["slots"], one["slots"] * 2, strict=True):
-        assert slot["predicted"] == wanted["predicted"]
-    # They share the memory of the machine.
-    assert math.prod(two["largest_shape"]) < math.prod(one["largest_shape"])
-    assert "2 x model, 2*" in out
-    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
-
-
-def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
-    _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")
-    assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
-
-
-def test_without_a_gpu_the_command_says_whose_memory_it_took(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    status, out, _ = plan(capsys, "--shape", "16,16,16", *TINY)
-    assert status == 0
-    assert "This machine has no GPU, so its CPU is meant" in " ".join(out.split())
-    assert "--parallel model --devices cpu,cpu" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--devices", "0"], "cuda:0 is not on this machine, so its memory is unknown"),
-        (["--devices", "gpu"], "device 'gpu' is unknown"),
-        (["--parallel", "none", "--devices", "cpu,cpu"], "parallel mode none uses one"),
-        (["--micro-batches", "3", "--batch-size", "2"], "training.micro_batches is 3"),
-        (["--shape", "4,4,4"], "voxels"),
-        (["--shape", "64,64"], "patches.size"),
-        (["no-such-folder"], "no-such-folder"),
-    ],
-    ids=str,
-)
-def test_the_command_explains_itself_in_one_line(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    reason: str,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    status, out, err = plan(capsys, *arguments)
-    assert (status, out) == (1, "")
-    assert err.startswith("Error: ") and err.count("\n") == 1
-    assert reason in err
-
-
-OUT_OF_MEMORY = (
-    "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
-    "which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.11 GiB in use."
-)
-
-
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 1024**3, 80 * 1024**3))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
-
-
-def peaks_of(advice: str) -> list[float]:
-    return [float(text.split()[0]) for text in advice.split("predicted peak ")[1].split(", ")]
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
-    step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", LARGE)
-    message = explain_out_of_memory(torch.OutOfMemoryError(OUT_OF_MEMORY), step)
-    assert "\n" not in message
-    assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
-    assert "slot 1 (decoder.4.skip to head)" in message
-    _, *advice = message.split("what would fit: ")[1].split("--")
-    assert advice[0].startswith("micro-batches 4 (predicted peak ")
-    assert max(peaks_of(advice[0])) < 10
-    assert advice[1].startswith("set patches.size=")
-    x, y, z = map(int, advice[1].split("=")[1].split(" ")[0].split(","))
-    assert x == y == z < 192
-    assert all(voxels % 32 == 0 for voxels in (x, y, z))
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute="off")
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
-    message = explain_out_of_memory(error, step)
-    assert "--parallel model --devices 0,1 (predicted peak " in message
-    assert "--set memory.recompute=level (predicted peak " in message
-    assert "--micro-batches" not in message  # of a single sample
-
-
-@pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
-def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", LARGE, offload=offload)
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
-    message = explain_out_of_memory(error, step)
-    assert ("--offload skips (predicted peak " in message) == is_offered
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
-    warn_if_too_large(fitting)
-    assert not caplog.records
-    much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
-    warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")
 
 
 def assert_close(predicted: MemoryEstimate, measured: dict[int, SlotMemory]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from unet3d.memory.meter import SlotMemory, memory_record
+from unet3d.memory.timeline import Mark, Timeline
 from unet3d.parallel import Slot
 
 MIB = 1024**2
@@ -71,3 +72,26 @@ def assert_is_picture(path: Path) -> None:
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     pixels = matplotlib.image.imread(path)
     assert pixels.min() < pixels.max()
+
+
+def timeline(
+    num_micro_batches: int,
+    device: str = "cuda:0",
+    slots: tuple[int, ...] = (0,),
+    peak_mib: int = 100,
+) -> dict[str, Any]:
+    """Return a step: forward on slot 0, loss and backward on slot 1, for each micro-batch."""
+    actions: list[tuple[int | None, str, int | None]] = [(None, "optimizer", None)]
+    for number in reversed(range(num_micro_batches)):
+        actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
+    marks = tuple(
+        Mark(
+            slot=slot,
+            kind=kind,
+            micro_batch=number,
+            bytes=(50 + index) * MIB,
+            peak_bytes=(peak_mib - index) * MIB,
+        )
+        for index, (slot, kind, number) in enumerate(actions)
+    )
+    return Timeline(device=device, slots=slots, marks=marks).to_dict()

@@ -11,8 +11,8 @@ from tests.reports.records import (
     memory_of,
     printed,
     record_of,
+    timeline,
 )
-from tests.reports.test_timeline import timeline
 from unet3d.reports.memory import memory_figure, memory_table, write_memory_picture
 from unet3d.reports.slots import REST
 

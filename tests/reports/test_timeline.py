@@ -4,32 +4,8 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.reports.records import MIB
-from unet3d.memory.timeline import Mark, Timeline
+from tests.reports.records import MIB, timeline
 from unet3d.reports.timeline import ELSEWHERE, draw_timeline
-
-
-def timeline(
-    num_micro_batches: int,
-    device: str = "cuda:0",
-    slots: tuple[int, ...] = (0,),
-    peak_mib: int = 100,
-) -> dict[str, Any]:
-    """Return a step: forward on slot 0, loss and backward on slot 1, for each micro-batch."""
-    actions: list[tuple[int | None, str, int | None]] = [(None, "optimizer", None)]
-    for number in reversed(range(num_micro_batches)):
-        actions = [(0, "forward", number), (1, "loss", number), (1, "backward", number), *actions]
-    marks = tuple(
-        Mark(
-            slot=slot,
-            kind=kind,
-            micro_batch=number,
-            bytes=(50 + index) * MIB,
-            peak_bytes=(peak_mib - index) * MIB,
-        )
-        for index, (slot, kind, number) in enumerate(actions)
-    )
-    return Timeline(device=device, slots=slots, marks=marks).to_dict()
 
 
 def drawn(line: dict[str, Any], device_mib: int = 80 * 1024) -> Axes:

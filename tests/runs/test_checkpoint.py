@@ -1,7 +1,6 @@
 import os
 import pickle
 import random
-import re
 import resource
 import signal
 import subprocess
@@ -126,6 +125,7 @@ def test_whole_volumes_and_native_spacing_have_no_numbers(tmp_path: Path) -> Non
     assert loaded.preprocessing.spacing_mm is None
 
 
+@pytest.mark.trains
 def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
     # Where it is put is decided by the reader: no tensor remembers a device but the CPU.
     content = torch.load(saved, weights_only=True)
@@ -143,7 +143,7 @@ def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
     assert content["unet3d"] == __version__
     with zipfile.ZipFile(saved) as archive:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        assert not re.search(rb"cuda(?!_graphs)", archive.read(name))
+        assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
 
 
 @pytest.mark.gpu
@@ -159,7 +159,7 @@ def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
     save_checkpoint(replace(checkpoint, model=model.state_dict(), training=training), path)
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-        assert not re.search(rb"cuda(?!_graphs)", archive.read(name))
+        assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
     on_cpu = load_checkpoint(path).build_model()
     optimization = Optimization(on_cpu, TrainingSettings(), "float16")
     optimization.load_state_dict(load_checkpoint(path).training)

@@ -3,69 +3,30 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from unet3d.config import Config, load_config
-from unet3d.distributed.launcher import import_variables
+from tests.trainings import (
+    assert_same_weights,
+    contents,
+    losses,
+    run,
+    settings,
+    start,
+    wait_for,
+    weights,
+)
+from unet3d.config import load_config
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import LossTerms
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.runs.run_folder import RunFolder
-from unet3d.training.job import train
-from unet3d.training.loop import TrainingLoop, TrainingResult
+from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.patches import Batch
 
-SMALL = (
-    "data.phantom.num_cases=5",
-    "data.phantom.shape=24,24,24",
-    "data.num_workers=0",
-    "patches.size=16,16,16",
-    "patches.per_case=2",
-    "model.base_channels=4",
-    "model.num_levels=2",
-    "training.epochs=3",
-    "training.validate_every=2",
-    "training.learning_rate=0.05",
-)
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-def settings(cache: Path, *overrides: str) -> Config:
-    return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
-
-
-def run(config: Config, folder: Path, resume: bool = False) -> TrainingResult:
-    return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_checkpoint(folder / "checkpoint-latest.pt").model
-
-
-def assert_same_weights(a: Path, b: Path) -> None:
-    expected = weights(b)
-    for name, value in weights(a).items():
-        assert torch.equal(value, expected[name]), name
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def losses(folder: Path) -> list[tuple[int, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [(line["epoch"], line["loss"]) for line in map(json.loads, lines)]
+pytestmark = pytest.mark.trains
 
 
 @pytest.fixture(scope="module")
@@ -270,25 +231,6 @@ def test_divergence_stops_with_a_reason(cache: Path, tmp_path: Path) -> None:
     config = settings(cache, "training.learning_rate=1e30", "training.gradient_clip=1e30")
     with pytest.raises(ConfigError, match="not finite"):
         run(config, tmp_path / "run")
-
-
-def start(folder: Path, cache: Path, *more: str) -> subprocess.Popen[str]:
-    overrides = [*SMALL, f"data.cache={cache}", "training.save_every_seconds=0", *more]
-    command = [sys.executable, "-m", "unet3d", "train", "--output", str(folder), "--resume"]
-    if not (folder / "checkpoint-latest.pt").exists():
-        command.pop()
-    for override in overrides:
-        command += ["--set", override]
-    environment = {**os.environ, **import_variables(), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
-def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -65,3 +65,15 @@ def write_msd(
     }
     write_json(root / "dataset.json", {**tree, **changes})
     return root
+
+
+SPACING_MM = (0.9765625, 0.8, 3.3)
+
+
+def noise(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
+    """Blurred noise around 100, so that no two voxels, and no two corners, are alike."""
+    rng = np.random.default_rng(seed)
+    waves = sum(
+        np.sin(np.indices(shape)[axis] / (2.0 + axis) + seed) * 20 for axis in range(len(shape))
+    )
+    return (100 + waves + rng.normal(0, 15, shape)).astype(np.float32)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.volumes.test_patches import LIVELY, PLAIN, Shape, known_volume, make_cases
-from unet3d.config import PatchSettings
+from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases
+from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.loader import PatchLoader

@@ -1,40 +1,15 @@
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tests.volumes.known_cases import PLAIN, known_volume, make_cases
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.patches import PatchSampler
-
-PLAIN = AugmentationSettings(enabled=False)
-LIVELY = AugmentationSettings(
-    rotation_probability=0.7, scaling_probability=0.7, noise_probability=0.7, mirror_axes=("x",)
-)
-
-
-def known_volume(shape: Shape) -> npt.NDArray[np.float32]:
-    """Every voxel holds its own place, counted from 1, so that a patch shows where it is from."""
-    return (1 + np.arange(np.prod(shape), dtype=np.float32)).reshape(1, *shape)
-
-
-def make_cases(
-    folder: Path, shapes: Sequence[Shape], labels: Sequence[npt.NDArray[Any]] = ()
-) -> list[PreparedCase]:
-    store = Cache(folder)
-    cases = []
-    for number, shape in enumerate(shapes):
-        label = labels[number] if labels else np.zeros(shape, np.uint8)
-        store.save_case(f"key{number}", known_volume(shape), label, (1.0, 1.0, 1.0), 4)
-        case = store.load_case(f"key{number}", f"case_{number}")
-        assert case is not None
-        cases.append(case)
-    return cases
 
 
 def places(patch: torch.Tensor, shape: Shape) -> tuple[npt.NDArray[np.intp], ...]:

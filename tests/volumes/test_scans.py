@@ -4,9 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.inference.test_predictor import SPACING_MM, head, place
-from tests.networks import random_checkpoint
-from tests.volumes.samples import write_volume
+from tests.networks import place, random_checkpoint
+from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.errors import ConfigError, VolumeError
 from unet3d.volumes.nifti import read_header
 from unet3d.volumes.scans import (
@@ -82,7 +81,7 @@ def test_channels_that_are_not_the_right_ones_are_refused(
 
 
 def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
-    arrays = [head(seed=1), head(seed=2)]
+    arrays = [noise(seed=1), noise(seed=2)]
     files = [
         write_volume(tmp_path / f"x_{channel:04d}.nii", array, SPACING_MM)
         for channel, array in enumerate(arrays)
@@ -114,8 +113,8 @@ def test_output_is_a_file_or_a_folder(tmp_path: Path, given: str, written: str) 
     (path,) = touch(tmp_path, "scan.nii.gz")
     (scan,) = find_scans([path], tmp_path / given, 1, False)
     assert scan.output == tmp_path / written
-    write_volume(path, head())
-    labels = np.ones(head().shape, np.uint8)
+    write_volume(path, noise())
+    labels = np.ones(noise().shape, np.uint8)
     write_segmentation(scan, labels, read_header(path))
     assert scan.output.is_file()
 
@@ -151,7 +150,7 @@ def test_nothing_is_overwritten_unless_asked(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
-    path = write_volume(tmp_path / "scan.nii", head((4, 4, 4)))
+    path = write_volume(tmp_path / "scan.nii", noise((4, 4, 4)))
     (tmp_path / "file").touch()
     scan = Scan(images=(path,), output=tmp_path / "file" / "scan_seg.nii.gz")
     header = read_header(path)
@@ -165,7 +164,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
 
 
 def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
-    array = head((6, 5, 4, 2))
+    array = noise((6, 5, 4, 2))
     path = write_volume(tmp_path / "scan.nii.gz", array, (0.5, 2, 3))
     image = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
     labels = np.zeros((6, 5, 4), np.uint16)

@@ -112,6 +112,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         )
         executor = parallelize(model, placed)
         make_parameters_fake(model)
+        _move_counters(executor.slots, model)
         # A scaler looks at values, which fakes have not; what it holds itself is a few numbers.
         with_replicas = layout.num_replicas > 1
         optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
@@ -152,6 +153,22 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
     return MemoryEstimate(step=step, slots=slots, memory=memory)
+
+
+def _move_counters(slots: Sequence[Slot], model: UNet3d) -> None:
+    """Move buffers of a single number, such as the counters of batch norms, to their slots.
+
+    PyTorch knows the value of such a tensor, and computes what is made from it for real: so the
+    copy that was moved to a fake device is on the CPU that this device is.
+    """
+    modules = {block.name: block.module for block in model.blocks()}
+    for slot in slots:
+        for part in (part for name in slot.blocks for part in modules[name].modules()):
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.device != slot.device:
+                    part._buffers[name] = torch.empty(
+                        buffer.shape, dtype=buffer.dtype, device=slot.device
+                    )
 
 
 class _Meter(MemoryMeter):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.kernels.conv.test_padding import tensor
+from tests.kernels.conv.maps import tensor
 from unet3d.kernels import conv1x1x1
 from unet3d.kernels.conv import cpu, slabs
 from unet3d.memory.saved_tensors import handling

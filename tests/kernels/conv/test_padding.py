@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.kernels.conv.maps import tensor
 from unet3d.kernels import conv3x3x3, strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
@@ -15,12 +16,6 @@ from unet3d.kernels.padding import mark_padded, padded_copy
 
 Sides = tuple[int, int]
 SIDES = [(1, 0), (0, 1), (0, 0), (1, 1), (2, 0), (2, 1)]
-
-
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return x.contiguous(memory_format=torch.channels_last_3d) if len(shape) == 5 else x
 
 
 def value_and_gradients(

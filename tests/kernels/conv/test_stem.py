@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.conv.test_padding import tensor
+from tests.kernels.conv.maps import tensor
 from unet3d.kernels import conv3x3x3
 from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
 

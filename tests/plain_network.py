@@ -1,0 +1,54 @@
+"""The plain network on one device, with which every way of spreading it is compared."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from unet3d.config import ModelSettings
+from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+
+TOLERANCE = 1e-10
+
+
+def make_topology(**options: object) -> Topology:
+    settings = ModelSettings(base_channels=4, max_channels=16, num_levels=3, **options)
+    return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
+
+
+def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(num_samples)
+    image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
+    target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
+    return image, target.to(torch.uint8)
+
+
+@functools.lru_cache(maxsize=64)
+def plain_gradients(
+    topology: Topology, num_samples: int
+) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
+    """Return loss, gradients and network of a step in float64, with the weights of seed 1.
+
+    All that ask for the same get the same, so none may change it.
+    """
+    image, target = make_batch(num_samples)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    loss = dice_cross_entropy(model(image), target).total
+    loss.backward()
+    gradients = {name: value.grad for name, value in model.named_parameters()}
+    return loss.detach(), gradients, model
+
+
+def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
+    error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
+    assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
+
+
+def assert_gradients(model: UNet3d, expected: dict[str, Tensor]) -> None:
+    """See that a network has the gradients that :func:`plain_gradients` returned."""
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        # A bias before a normalisation has no effect: its gradient is rounding error around 0.
+        if expected[name].norm() > 1e-12:
+            assert_close(parameter.grad, expected[name], name)

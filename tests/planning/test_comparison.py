@@ -1,0 +1,178 @@
+"""``unet3d plan``: what is compared, what it prints and writes, and how it says no."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command_line import error_line, run
+from unet3d.config import Shape
+from unet3d.planning import comparison
+from unet3d.planning.memory_estimate import Step
+
+TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = run("plan", *arguments)
+    return status, *capsys.readouterr()
+
+
+@pytest.fixture
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of searching for the largest volume, tell how many MiB there are for a patch."""
+
+    def mib_for_a_patch(step: Step, memory: Mapping[torch.device, int]) -> Shape:
+        mib = min(memory.values()) // 1024**2 // step.batch_size
+        return mib, mib, mib
+
+    monkeypatch.setattr(comparison, "largest_size", mib_for_a_patch)
+
+
+def test_the_command_shows_every_way_side_by_side(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "plan.json"
+    status, out, err = plan(
+        capsys,
+        *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "4", "--micro-batches", "4"),
+        *("--device-memory", "1.2", "--json", str(path), *TINY),
+    )
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    assert (record["shape"], record["batch_size"]) == ([64, 64, 32], 4)
+    ways = [(way["parallel"], way["num_micro_batches"], way["asked"]) for way in record["ways"]]
+    assert ways == [
+        ("none", 1, False),
+        ("none", 4, False),
+        ("model", 1, False),
+        ("model", 4, True),
+    ]
+    for way in record["ways"]:
+        assert way["fits"] == (
+            max(slot["predicted"]["peak_bytes"] for slot in way["slots"]) <= 0.2 * 1024**3
+        )
+        x, y, z = way["largest_shape"]
+        assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride
+        assert f"up to {x}x{y}x{z} voxels" in out
+        for slot in way["slots"]:
+            assert slot["device_bytes"] == int(1.2 * 1024**3)
+    largest = [math.prod(way["largest_shape"]) for way in record["ways"]]
+    assert largest[0] < largest[2] < largest[3]
+    assert "none, 1" in out and "model, 4*" in out
+    table = out[: out.index("--parallel")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert table.count("yes") + table.count("NO") == 4
+
+
+def ways_of(
+    capsys: pytest.CaptureFixture[str], path: Path, *arguments: str
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the ways of a plan, by name, and what the command printed."""
+    status, out, err = plan(capsys, "--shape", "32,32,32", "--json", str(path), *arguments, *TINY)
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    return {f"{way['parallel']} {way['num_micro_batches']}": way for way in record["ways"]}, out
+
+
+@pytest.mark.usefixtures("no_search")
+def test_a_replica_takes_what_its_share_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = ("--device-memory", "2")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "data.json",
+        *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
+    )
+    assert list(ways) == ["none 1", "data 1", "model 1"]
+    data = ways["data 1"]
+    assert data["asked"] and data["replicas"] == 3
+    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
+        (index, index, f"cuda:{index}") for index in range(3)
+    ]
+    # Each holds the whole network, and the largest share is of two patches.
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "0", "--batch-size", "2", *memory
+    )
+    (one,) = alone["none 1"]["slots"]
+    for slot in data["slots"]:
+        assert slot["blocks"] == one["blocks"]
+        for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
+            assert slot["predicted"][kind] == one["predicted"][kind] > 0
+        # Gradients stay where they are exchanged, and are there in forward too.
+        assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
+    assert (ways["none 1"]["largest_shape"][0], data["largest_shape"][0]) == (2048 // 5, 1024)
+    assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
+
+
+@pytest.mark.usefixtures("no_search")
+def test_replicas_of_stages_share_the_batch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    spread = ("--parallel", "model", "--micro-batches", "2", "--device-memory", "1")
+    ways, out = ways_of(
+        capsys,
+        tmp_path / "two.json",
+        *("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread),
+    )
+    alone, _ = ways_of(
+        capsys, tmp_path / "one.json", "--devices", "cpu,cpu", "--batch-size", "2", *spread
+    )
+    two, one = ways["model 2"], alone["model 2"]
+    assert two["asked"] and two["replicas"] == 2
+    assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
+    for slot, wanted in zip(two["slots"], one["slots"] * 2, strict=True):
+        assert slot["predicted"] == wanted["predicted"]
+    # They share the memory of the machine.
+    assert (one["largest_shape"][0], two["largest_shape"][0]) == (512, 256)
+    assert "2 x model, 2*" in out
+    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
+
+
+@pytest.mark.usefixtures("no_search")
+def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
+    _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")
+    assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
+
+
+@pytest.mark.usefixtures("no_search")
+def test_without_a_gpu_the_command_says_whose_memory_it_took(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status, out, _ = plan(capsys, "--shape", "16,16,16", *TINY)
+    assert status == 0
+    assert "This machine has no GPU, so its CPU is meant" in " ".join(out.split())
+    assert "--parallel model --devices cpu,cpu" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--devices", "0"], "cuda:0 is not on this machine, so its memory is unknown"),
+        (["--devices", "gpu"], "device 'gpu' is unknown"),
+        (["--parallel", "none", "--devices", "cpu,cpu"], "parallel mode none uses one"),
+        (["--micro-batches", "3", "--batch-size", "2"], "training.micro_batches is 3"),
+        (["--shape", "4,4,4"], "voxels"),
+        (["--shape", "64,64"], "patches.size"),
+        (["no-such-folder"], "no-such-folder"),
+    ],
+    ids=str,
+)
+def test_the_command_explains_itself_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    status, out, err = plan(capsys, *arguments)
+    assert (status, out) == (1, "")
+    assert reason in error_line(err)

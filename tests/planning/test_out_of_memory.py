@@ -1,0 +1,72 @@
+"""What is said when a GPU runs out of memory, or will."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.steps import GPUS, WIDE, make_step
+from unet3d.planning.memory_estimate import predict_memory
+from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
+
+OUT_OF_MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
+    "which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.11 GiB in use."
+)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 1024**3, 80 * 1024**3))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+
+
+def peaks_of(advice: str) -> list[float]:
+    return [float(text.split()[0]) for text in advice.split("predicted peak ")[1].split(", ")]
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
+    step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", WIDE)
+    message = explain_out_of_memory(torch.OutOfMemoryError(OUT_OF_MEMORY), step)
+    assert "\n" not in message
+    assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
+    assert "slot 1 (decoder.1.skip to head)" in message
+    _, *advice = message.split("what would fit: ")[1].split("--")
+    assert advice[0].startswith("micro-batches 4 (predicted peak ")
+    assert max(peaks_of(advice[0])) < 10
+    assert advice[1].startswith("set patches.size=")
+    x, y, z = map(int, advice[1].split("=")[1].split(" ")[0].split(","))
+    assert x == y == z < 192
+    assert all(voxels % 4 == 0 for voxels in (x, y, z))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, recompute="off")
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert "--parallel model --devices 0,1 (predicted peak " in message
+    assert "--set memory.recompute=level (predicted peak " in message
+    assert "--micro-batches" not in message  # of a single sample
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
+def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
+    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, offload=offload)
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert ("--offload skips (predicted peak " in message) == is_offered
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
+    warn_if_too_large(fitting)
+    assert not caplog.records
+    much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
+    warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")

@@ -1,0 +1,64 @@
+"""Training steps whose memory is predicted, and measured."""
+
+import torch
+
+from unet3d.config import ModelSettings, Shape, TrainingSettings
+from unet3d.memory.meter import MemoryMeter, SlotMemory
+from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model.optimizer import Optimization
+from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.precision import autocast_dtype, image_dtype
+from unet3d.planning.memory_estimate import Step
+
+CPU = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(4))
+SMALL = ModelSettings(base_channels=4, num_levels=3)
+WIDE = ModelSettings(channels=(32, 64, 128))
+LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+
+
+def make_step(
+    devices: tuple[torch.device, ...],
+    size: Shape = (16, 16, 16),
+    batch_size: int = 2,
+    num_micro_batches: int = 1,
+    precision: str = "float32",
+    model: ModelSettings = SMALL,
+    optimizer: str = "sgd",
+    **layout: object,
+) -> Step:
+    """Return a step of a network with two channels and three classes."""
+    topology = plan_topology(model, size, (1.0, 1.0, 1.0), 2, 3)
+    autocast = autocast_dtype(precision)
+    return Step(
+        topology=topology,
+        layout=Layout(
+            devices=devices, num_micro_batches=num_micro_batches, autocast=autocast, **layout
+        ),
+        size=size,
+        batch_size=batch_size,
+        settings=TrainingSettings(optimizer=optimizer),
+        precision=precision,
+    )
+
+
+def measure(step: Step) -> dict[int, SlotMemory]:
+    """Take two steps as training does, and measure the second."""
+    model = UNet3d(step.topology)
+    if step.precision == "float64":
+        model.double()
+    executor = parallelize(model, step.layout)
+    optimization = Optimization(model, step.settings, step.precision)
+    shape = (step.batch_size, step.topology.in_channels, *step.size)
+    image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
+    target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
+    target = target.to(executor.output_device)
+    meter = MemoryMeter(executor.slots, model)
+    for number in range(2):
+        if number == 1:
+            meter.start()
+            executor.observer = meter
+        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+        meter.note_gradients()
+        optimization.step(0.01)
+    return meter.read(optimization.optimizer)

@@ -1,0 +1,39 @@
+"""Rules that the tests themselves keep."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unet3d.training.loop import TrainingLoop
+
+TESTS = Path(__file__).resolve().parent
+
+
+def test_a_test_without_the_mark_cannot_train() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"pytest\.mark\.trains"):
+        TrainingLoop.run(None, None, True)  # type: ignore[arg-type]
+    with pytest.raises(pytest.fail.Exception, match=r"pytest\.mark\.trains"):
+        subprocess.run([sys.executable, "-m", "unet3d", "train"], check=False)
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several of them use is in helper modules."""
+    found = []
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+                names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                continue
+            found += [
+                f"{path.relative_to(TESTS)}: {name}"
+                for name in names
+                if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+            ]
+    assert found == []

@@ -1,0 +1,90 @@
+"""Short trainings on phantoms, in this process or in one of their own, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from unet3d.config import Config, load_config
+from unet3d.distributed.launcher import import_variables
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.job import train
+from unet3d.training.loop import TrainingResult
+
+SMALL = (
+    "data.phantom.num_cases=5",
+    "data.phantom.shape=24,24,24",
+    "data.num_workers=0",
+    "patches.size=16,16,16",
+    "patches.per_case=2",
+    "model.base_channels=4",
+    "model.num_levels=2",
+    "training.epochs=3",
+    "training.validate_every=2",
+    "training.learning_rate=0.05",
+)
+
+
+def settings(cache: Path, *overrides: str) -> Config:
+    """Return the settings of a small training; the cache keeps its phantoms."""
+    return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
+
+
+def run(config: Config, folder: Path, resume: bool = False) -> TrainingResult:
+    """Train in this process."""
+    return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights that a run has saved last."""
+    return load_checkpoint(folder / "checkpoint-latest.pt").model
+
+
+def assert_same_weights(a: Path, b: Path) -> None:
+    expected = weights(b)
+    for name, value in weights(a).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Return every file below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """Return the epochs that a run has finished, and the mean loss of each."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [(line["epoch"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def words(folder: Path, cache: Path, *overrides: str) -> list[str]:
+    """Return the arguments of ``unet3d`` that train a small network in a folder."""
+    changes = (*SMALL, f"data.cache={cache}", *overrides)
+    return ["train", "--output", str(folder), *(w for one in changes for w in ("--set", one))]
+
+
+def start(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start a training in a process of its own, or continue the one that is in the folder."""
+    command = [
+        *(sys.executable, "-m", "unet3d"),
+        *words(folder, cache, "training.save_every_seconds=0", *overrides),
+    ]
+    if (folder / "checkpoint-latest.pt").exists():
+        command.append("--resume")
+    environment = {**os.environ, **import_variables(), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a process has made a file."""
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
