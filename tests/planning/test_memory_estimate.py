@@ -119,7 +119,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
         )
         assert counted < memory.peak_bytes < 2 * counted
         # Gaps between tensors; the allocator grows by 20 MiB at a time.
-        assert memory.peak_bytes < memory.reserved_bytes < 1.3 * memory.peak_bytes
+        assert memory.peak_bytes < memory.reserved_bytes < 1.5 * memory.peak_bytes
     needed = prediction.needed_bytes()
     assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
     for index, memory in prediction.memory.items():
