@@ -242,8 +242,10 @@ def test_too_little_memory_says_what_to_do() -> None:
     def fail(image: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
 
+    executor = Voxelwise(fail)
+    topology = executor.module.topology
     with pytest.raises(DoesNotFitError) as caught:
-        predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
+        predict_logits(executor, make_image((20, 20, 10)), topology, (13, 16, 8), 0.5, 2)
     assert str(caught.value) == (
         "windows of 16x16x8 voxels do not fit on cpu (CUDA out of memory); "
         "use a smaller inference.window or more devices"

@@ -226,8 +226,9 @@ def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
         for name, parameter in module.named_parameters(recurse=False)
     ]
     for module, name, parameter in owned:
-        alias = nn.Parameter(parameter.detach())
-        alias.grad = gradients[parameter] = torch.zeros_like(parameter)
+        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+        if parameter.requires_grad:
+            alias.grad = gradients[parameter] = torch.zeros_like(parameter)
         setattr(module, name, alias)
     try:
         yield gradients
