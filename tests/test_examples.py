@@ -21,7 +21,8 @@ SMALL = ("--shape", "17,17,17", "--width", "0.0625", "--batch-size", "4", "--ste
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "examples" / "resnet50_two_stages.py"), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    paths = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
 
 

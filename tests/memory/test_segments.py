@@ -65,5 +65,21 @@ def test_no_two_tensors_overlap_and_all_that_is_freed_is_found_again(seed: int) 
         segments.free(place, size)
     reserved = segments.reserved_bytes
     whole = (reserved // LARGE_PAGE_BYTES - 1) * LARGE_PAGE_BYTES
-    segments.allocate(whole)
+    place = segments.allocate(whole)
     assert segments.reserved_bytes == reserved
+    segments.free(place, whole)
+    segments.trim()
+    assert segments.reserved_bytes == 0
+
+
+def test_what_is_given_back_are_whole_pages_without_tensors() -> None:
+    segments = Segments()
+    places = [segments.allocate(15 * MIB) for _ in range(8)]
+    assert segments.reserved_bytes == 120 * MIB
+    for index in (1, 2, 3, 4, 7):
+        segments.free(places[index], 15 * MIB)
+    segments.trim()
+    # Pages 1, 2 lie within the first gap, page 3 holds the end of it and the next tensor.
+    assert segments.reserved_bytes == 120 * MIB - 2 * LARGE_PAGE_BYTES
+    segments.allocate(60 * MIB)
+    assert segments.reserved_bytes == 120 * MIB

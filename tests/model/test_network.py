@@ -14,8 +14,8 @@ from torch.nn import functional
 from unet3d.errors import ConfigError, DeviceError, VolumeError
 from unet3d.model import SequentialNetwork, sequential_blocks
 from unet3d.parallel import Layout, cuda_graphs, parallelize
-from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS
 from unet3d.parallel.partition import block_flops, default_cuts
+from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 
 from ..parallel.cpu_graphs import CpuGraphPool
 

@@ -12,9 +12,18 @@ from unet3d.kernels import recompute as recomputing
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor, Layout, cuda_graphs, image_dtype, parallelize, static_mail
-from unet3d.parallel.cuda_graphs import NUM_WARM_UP_STEPS, aliased
+from unet3d.parallel import (
+    Executor,
+    Layout,
+    cuda_graphs,
+    image_dtype,
+    parallelize,
+    static_mail,
+    step_capture,
+)
+from unet3d.parallel.captured_step import aliased
 from unet3d.parallel.partition import make_stages
+from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 
 TOPOLOGY = Topology(
     in_channels=1, num_classes=3, channels=(4, 8, 16), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2))
@@ -160,7 +169,7 @@ def test_a_large_or_uneven_batch_is_launched(
     cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(make_executor((CPU,), num_micro_batches=2), [make_batch(1, 3)] * (NUM_WARM_UP_STEPS + 2))
-    monkeypatch.setattr(cuda_graphs, "MAX_ELEMENTS", 1000)
+    monkeypatch.setattr(step_capture, "MAX_ELEMENTS", 1000)
     train(make_executor((CPU,)), [make_batch(1)] * (NUM_WARM_UP_STEPS + 2))
     assert cpu_graphs.num_captured == 0
 

@@ -46,7 +46,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}
         self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
         self.segments: dict[torch.device, Segments] = defaultdict(Segments)
-        self._places: dict[int, tuple[bool, int]] = {}
+        self._places: dict[int, tuple[Segments, tuple[bool, int]]] = {}
 
     def __torch_dispatch__(
         self,
@@ -83,6 +83,25 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_fake_device(device) and source.dtype == torch.float32:
             moment = self.now[device] + source.nbytes + other.nbytes
             self.peak[device] = max(self.peak[device], moment)
+            segments = self.segments[device]
+            copies = [rounded(tensor.nbytes) for tensor in (source, other)]
+            places = [segments.allocate(size) for size in copies]
+            for place, size in zip(places, copies, strict=True):
+                segments.free(place, size)
+
+    @contextmanager
+    def allocating_in(self, device: torch.device, segments: Segments) -> Iterator[None]:
+        """Lay out what is allocated in the context elsewhere, such as in a graph's pool.
+
+        Args:
+            device: Whose memory it is.
+            segments: Where.
+        """
+        before, self.segments[device] = self.segments[device], segments
+        try:
+            yield
+        finally:
+            self.segments[device] = before
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -107,11 +126,12 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = self._alive[key]
         if size == before:
             return
-        segments = self.segments[device]
         if before:
-            segments.free(self._places.pop(key), before)
+            segments, place = self._places.pop(key)
+            segments.free(place, before)
         if size:
-            self._places[key] = segments.allocate(size)
+            segments = self.segments[device]
+            self._places[key] = segments, segments.allocate(size)
         self.now[device] += size - before
         self._alive[key] = size
 

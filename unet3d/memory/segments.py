@@ -52,6 +52,11 @@ class Segments:
         is_large = num_bytes > MAX_SMALL_BYTES
         return is_large, (self._large if is_large else self._small).allocate(num_bytes)
 
+    def trim(self) -> None:
+        """Give back to the device what nothing uses, as ``torch.cuda.empty_cache`` does."""
+        self._small.trim()
+        self._large.trim()
+
     def free(self, place: tuple[bool, int], num_bytes: int) -> None:
         """Take memory back.
 
@@ -64,24 +69,36 @@ class Segments:
 
 
 class _Range:
-    """Addresses from 0 to what is reserved, with gaps; a gap at the end can grow."""
+    """Addresses from 0 on, of which pages are taken from the device as they are used."""
 
     def __init__(self, page_bytes: int) -> None:
-        self.reserved_bytes = 0
         self._page_bytes = page_bytes
+        self._pages: set[int] = set()
+        """Numbers of the pages that are reserved."""
+        self._end = 0
+        """Behind the last address that was ever used."""
         self._gaps: list[tuple[int, int]] = []
         """Address and size, in the order of addresses; no two of them touch."""
 
+    @property
+    def reserved_bytes(self) -> int:
+        return len(self._pages) * self._page_bytes
+
     def allocate(self, num_bytes: int) -> int:
-        fitting = [gap for gap in self._gaps if gap[1] >= num_bytes and not self._is_last(gap)]
+        # The gap at the end can grow, so it counts as larger than every other.
+        fitting = [gap for gap in self._gaps if gap[1] >= num_bytes and sum(gap) != self._end]
         if fitting:
-            gap = min(fitting, key=lambda gap: (gap[1], gap[0]))
-            self._gaps.remove(gap)
+            address, size = min(fitting, key=lambda gap: (gap[1], gap[0]))
+            self._gaps.remove((address, size))
         else:
-            gap = self._grown(num_bytes)
-        address, size = gap
+            has_last = bool(self._gaps) and sum(self._gaps[-1]) == self._end
+            address, size = self._gaps.pop() if has_last else (self._end, 0)
+            self._end = max(self._end, address + num_bytes)
+            size = self._end - address
         if size > num_bytes:
             bisect.insort(self._gaps, (address + num_bytes, size - num_bytes))
+        last = -(-(address + num_bytes) // self._page_bytes)
+        self._pages.update(range(address // self._page_bytes, last))
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
@@ -93,14 +110,9 @@ class _Range:
             address, num_bytes = before, size + num_bytes
         bisect.insort(self._gaps, (address, num_bytes))
 
-    def _is_last(self, gap: tuple[int, int]) -> bool:
-        return sum(gap) == self.reserved_bytes
-
-    def _grown(self, num_bytes: int) -> tuple[int, int]:
-        """Return the gap at the end, large enough now."""
-        address = self.reserved_bytes
-        if self._gaps and self._is_last(self._gaps[-1]):
-            address, _ = self._gaps.pop()
-        pages = -(-max(0, address + num_bytes - self.reserved_bytes) // self._page_bytes)
-        self.reserved_bytes += pages * self._page_bytes
-        return address, self.reserved_bytes - address
+    def trim(self) -> None:
+        for address, size in self._gaps:
+            first, last = -(-address // self._page_bytes), (address + size) // self._page_bytes
+            if address + size == self._end:
+                last = max(self._pages, default=-1) + 1
+            self._pages.difference_update(range(first, last))

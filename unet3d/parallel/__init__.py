@@ -3,9 +3,10 @@
 ``placement`` names devices and slots, ``precision`` says in which type they compute. ``partition``
 cuts the block list into stages, ``schedule`` says when each micro-batch runs where,
 ``stage_runner`` runs a stage, ``mail`` and ``transfer`` carry tensors between stages, ``offload``
-keeps skips in host memory, and ``pipeline`` drives them. ``cuda_graphs`` and ``static_mail`` replay
-steps on GPUs. ``replicas`` keeps the copies of a network equal; ``data_parallel`` is
-``nn.DataParallel``. ``balance`` finds the cut that time or memory asks for.
+keeps skips in host memory, and ``pipeline`` drives them. ``step_capture`` decides when a step is
+captured on GPUs, ``captured_step`` replays it, with ``cuda_graphs`` and ``static_mail``.
+``replicas`` keeps the copies of a network equal; ``data_parallel`` is ``nn.DataParallel``.
+``balance`` finds the cut that time or memory asks for.
 """
 
 from functools import partial
@@ -15,9 +16,10 @@ from unet3d.model import BlockNetwork
 from unet3d.parallel.balance.cuts import choose_cuts
 from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.executor import Executor, Loss, LossFunction
+from unet3d.parallel.machine import Machine
 from unet3d.parallel.partition import default_cuts, make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.parallel.placement import Layout, Machine, ParallelDims, Slot
+from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
 from unet3d.parallel.replicas import ReducerExchange
 from unet3d.parallel.schedule import SCHEDULES

@@ -16,7 +16,8 @@ from torch import Tensor
 from unet3d.config import CudaGraphs, Recompute
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
-from unet3d.parallel.cuda_graphs import StepCapture
+from unet3d.parallel.captured_step import CapturedStep
+from unet3d.parallel.cuda_graphs import MakePool
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer
 from unet3d.parallel.gradient_exchange import GradientExchange, NoExchange
 from unet3d.parallel.mail import DirectMail, Mail, Routes
@@ -25,6 +26,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
+from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
 
 
@@ -104,13 +106,7 @@ class PipelineExecutor:
             RankError: Another rank died or hangs.
         """
         self.module.check_shape(image)
-        count = min(self.num_micro_batches, len(image))
-        images, targets = image.tensor_split(count), target.tensor_split(count)
-        objectives = [
-            Objective(loss_fn=loss_fn, weight=len(portion) / len(image), scale=scale)
-            for portion in images
-        ]
-        run = partial(walk, self.schedule, self.stages, objectives)
+        images, targets, objectives, run = self._divided(image, target, loss_fn, scale)
         captured = None
         if self._capture is not None:
             captured = self._capture.step(run, images, targets, objectives)
@@ -125,6 +121,37 @@ class PipelineExecutor:
             for stage, gradients in reversed(captured.gradients):
                 self.exchange.add(stage, gradients)
             return terms
+
+    def captured_step(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, make_pool: MakePool
+    ) -> CapturedStep | None:
+        """Return a step as it would be captured for training, whatever the devices.
+
+        Args:
+            image: As in :meth:`forward_backward`.
+            target: Likewise.
+            loss_fn: Likewise.
+            make_pool: Makes the graphs' pool of a device.
+
+        Returns:
+            None where steps like this one are launched.
+        """
+        images, targets, _, run = self._divided(image, target, loss_fn, 1.0)
+        if self._capture is None or not is_small(images):
+            return None
+        return CapturedStep(run, self._eager, self._routes, images, targets, make_pool)
+
+    def _divided(
+        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Objective], Any]:
+        """Return images, targets and objectives of the micro-batches, and what walks them."""
+        count = min(self.num_micro_batches, len(image))
+        images, targets = image.tensor_split(count), target.tensor_split(count)
+        objectives = [
+            Objective(loss_fn=loss_fn, weight=len(portion) / len(image), scale=scale)
+            for portion in images
+        ]
+        return images, targets, objectives, partial(walk, self.schedule, self.stages, objectives)
 
     @torch.no_grad()
     def predict(self, image: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.planning.reserved_memory import reserved_bytes
 
 UNCOUNTED_BYTES = 1024**3
 """What a GPU must have beside the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
@@ -81,11 +82,13 @@ class MemoryEstimate:
         return max(need / device_bytes[device] for device, need in needed.items())
 
 
-def predict_memory(step: Step) -> MemoryEstimate:
+def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     """Count what every slot holds in a training step.
 
     Args:
         step: Which.
+        counts_reserved: Whether to find out what a GPU's allocator reserves, too; it takes as long
+            again where steps will be captured. If not, that is what the peak is.
 
     Raises:
         DeviceError: There are more devices than blocks, or the cuts do not fit them.
@@ -132,18 +135,19 @@ def predict_memory(step: Step) -> MemoryEstimate:
             dtype=torch.uint8 if topology.num_classes <= 256 else torch.int64,
             device=executor.output_device,
         )
-        executor.forward_backward(image[:num_samples], target[:num_samples], dice_cross_entropy)
+        image, target = image[:num_samples], target[:num_samples]
+        executor.forward_backward(image, target, dice_cross_entropy)
         meter.note_gradients()
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
+        for slot in executor.slots:
+            if is_fake_device(slot.device):
+                peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
+                memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
+        reserved = reserved_bytes(executor, recorder, image, target) if counts_reserved else {}
     for slot in executor.slots:
-        if is_fake_device(slot.device):
-            peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
-            memory[slot.index] = replace(
-                memory[slot.index],
-                peak_bytes=peak_bytes,
-                reserved_bytes=recorder.segments[slot.device].reserved_bytes,
-            )
+        if slot.device in reserved:
+            memory[slot.index] = replace(memory[slot.index], reserved_bytes=reserved[slot.device])
     slots = tuple(
         replace(slot, device=device)
         for slot, device in zip(executor.slots, layout.devices, strict=True)
@@ -206,7 +210,8 @@ def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape 
     last = (0, 0.0)
     while too_large is None or too_large - fitting > 1:
         voxels = math.prod(scaled(scale))
-        load = predict_memory(replace(step, size=scaled(scale))).load(device_bytes)
+        sized = replace(step, size=scaled(scale))
+        load = predict_memory(sized, counts_reserved=False).load(device_bytes)
         if load <= 1:
             fitting = scale
         else:

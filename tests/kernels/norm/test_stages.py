@@ -210,7 +210,9 @@ def test_parts_on_a_gpu_against_float64(
 
 
 def called(function: Callable[..., Tensor], *args: object, **named: object) -> None:
-    torch.library.opcheck(function, args, named)
+    # Not with symbolic sizes: how a map is divided among programs is looked up by its size.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(function, args, named, test_utils=checks)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,246 @@
+"""A training step as CUDA graphs: captured once, replayed often.
+
+For volumes that are not large Python needs longer to launch the some thousand kernels of a step
+than GPUs need to run them; the more so where one process keeps several GPUs busy. A CUDA graph
+captures what one stage launches for one micro-batch in one action, and a later step replays it in
+one call: the same arithmetic on the same memory.
+
+A step is captured by walking its schedule once, and replayed by walking it again. All graphs of a
+GPU share one pool of memory. While a graph is captured, memory that earlier ones of the step no
+longer need is used again, as in a step that is launched; because the replay has the same order,
+what one graph still needs is never what another one overwrites. So a captured step takes what a
+launched one takes, however many micro-batches there are.
+
+What one GPU sends to another is copied while the sender already works on. Its memory is therefore
+not used again by the sender's next action, and the one after that waits until it has been read::
+
+    GPU 0   F0 ──► F1 ──► (F0 has been read) B0 ──► ...
+               copy   copy
+    GPU 1           └► F0 ...
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.parallel.cuda_graphs import Graph, GraphPool, MakePool, pool_of_kind
+from unet3d.parallel.executor import ActionKind
+from unet3d.parallel.mail import Routes
+from unet3d.parallel.partition import Stage
+from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send, StageRunner
+from unet3d.parallel.static_mail import StaticMail
+
+logger = logging.getLogger(__name__)
+
+Run = Callable[[Sequence[StageRunner], StaticMail], Any]
+"""Walks the schedule of a step."""
+
+
+class CapturedStep:
+    """A step of one shape that can be replayed."""
+
+    def __init__(
+        self,
+        run: Run,
+        stages: Sequence[EagerStage],
+        routes: Routes,
+        images: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        make_pool: MakePool | None = None,
+    ) -> None:
+        """Capture a step; nothing is computed.
+
+        Args:
+            run: Walks its schedule.
+            stages: What is captured.
+            routes: Between them.
+            images: Of each micro-batch; only their shapes matter.
+            targets: Likewise.
+            make_pool: Makes the graphs' pool of a device; None: that of its kind.
+
+        Raises:
+            torch.OutOfMemoryError: There is no memory for it.
+        """
+        devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        _give_cached_memory_back(devices)
+        make_pool = make_pool or pool_of_kind
+        actions = {device: _DeviceActions(make_pool(device)) for device in devices}
+        self._mail = StaticMail(routes)
+        self._mail.begin(images, targets)
+        self._stages = [
+            _CapturedStage(runner, actions[runner.stage.slot.device], self._mail)
+            for runner in stages
+        ]
+        self.gradients: list[tuple[Stage, dict[Tensor, Tensor]]] = []
+        """Of each stage's parameters: what replays add to."""
+        try:
+            with ExitStack() as aliases:
+                for runner in stages:
+                    own = aliases.enter_context(aliased(runner.stage))
+                    self.gradients.append((runner.stage, own))
+                run(self._stages, self._mail)
+        finally:
+            for runner in stages:
+                runner.forget()  # where the capture came to an end too early
+        self._mail.end_capture()
+        for stage in self._stages:
+            stage.end_capture()
+        logger.debug("captured steps of %d voxels", sum(image.numel() for image in images))
+
+    def replay(self, run: Run, images: Sequence[Tensor], targets: Sequence[Tensor]) -> Any:
+        """Take the step, and leave its gradients in :attr:`gradients`.
+
+        Args:
+            run: Walks its schedule.
+            images: Of each micro-batch.
+            targets: Likewise.
+
+        Returns:
+            The loss.
+        """
+        for _, gradients in self.gradients:
+            # What a parameter has from an earlier replay is added to.
+            fresh = [own for parameter, own in gradients.items() if parameter.grad is not own]
+            if fresh:
+                torch._foreach_zero_(fresh)
+        self._mail.begin(images, targets)
+        return run(self._stages, self._mail)
+
+
+class _DeviceActions:
+    """The actions of one device, in their order: what they have sent must outlive the next one."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+        self.sent: Sequence[Tensor] = ()
+        """In capture: by the last action."""
+        self._unread: list[list[torch.cuda.Event]] = [[]]
+        """In replay: when what the last actions have sent will have been read."""
+
+    def begin_replay(self) -> None:
+        """Wait until what the action before the last has sent has been read."""
+        while len(self._unread) > 1:
+            for event in self._unread.pop(0):
+                self.pool.wait(event)
+
+    def end_replay(self, read: list[torch.cuda.Event]) -> None:
+        """Take note of what an action has sent.
+
+        Args:
+            read: When it will have been read.
+        """
+        self._unread.append(read)
+
+
+class _CapturedStage:
+    """A stage whose actions are captured once and then replayed; see :class:`StageRunner`."""
+
+    def __init__(self, eager: EagerStage, actions: _DeviceActions, mail: StaticMail) -> None:
+        self._eager = eager
+        self._actions = actions
+        self._mail = mail
+        self._is_captured = False
+        self._graphs: dict[tuple[ActionKind, int], Graph] = {}
+        self._sent: dict[tuple[ActionKind, int], list[tuple[str, Tensor]]] = {}
+        self._terms: dict[int, Any] = {}
+
+    def end_capture(self) -> None:
+        """From now on replay."""
+        self._is_captured = True
+        self._actions.sent = ()
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
+        if self._is_captured:
+            self._replay("forward", micro_batch, send)
+            return
+        with self._capture("forward", micro_batch, send) as keep:
+            self._eager.forward(micro_batch, inputs, keep)
+
+    def loss(
+        self,
+        micro_batch: int,
+        logits: Mapping[str, Tensor],
+        target: Tensor,
+        objective: Objective,
+        send: Send,
+    ) -> Any:
+        if self._is_captured:
+            self._replay("loss", micro_batch, send)
+            with self._actions.pool.current():
+                return self._terms[micro_batch].weighted(1.0)  # the next step overwrites it
+        with self._capture("loss", micro_batch, send) as keep:
+            terms = self._eager.loss(micro_batch, logits, target, objective, keep)
+        self._terms[micro_batch] = terms
+        return terms
+
+    def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
+        if self._is_captured:
+            self._replay("backward", micro_batch, send)
+            return
+        with self._capture("backward", micro_batch, send) as keep:
+            self._eager.backward(micro_batch, gradients, keep)
+
+    @contextmanager
+    def _capture(self, kind: ActionKind, micro_batch: int, send: Send) -> Iterator[Send]:
+        pool, sent = self._actions.pool, list[tuple[str, Tensor]]()
+        with pool.current(), pool.capture() as graph:
+            yield lambda name, tensor: sent.append((name, tensor))
+        self._graphs[kind, micro_batch] = graph
+        self._sent[kind, micro_batch] = [(name, pool.place_of(tensor)) for name, tensor in sent]
+        self._actions.sent = [tensor for _, tensor in sent]
+        for name, tensor in sent:
+            send(name, tensor)
+        self._mail.release(self._eager.stage, kind, micro_batch)
+
+    def _replay(self, kind: ActionKind, micro_batch: int, send: Send) -> None:
+        device = self._eager.stage.slot.device
+        with self._actions.pool.current():
+            self._actions.begin_replay()
+            self._graphs[kind, micro_batch].replay()
+            self._mail.release(self._eager.stage, kind, micro_batch)
+            for name, place in self._sent[kind, micro_batch]:
+                send(name, place)
+            self._actions.end_replay(self._mail.read.pop(device, []))
+
+
+@contextmanager
+def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
+    """Put aliases in the place of a stage's parameters, and give back what they add gradients to.
+
+    So no hook of the parameters is called in a capture, nor any that autograd keeps for them in
+    another stream, as it does for ``DistributedDataParallel``.
+
+    Args:
+        stage: Its parameters are back after the context.
+    """
+    gradients: dict[Tensor, Tensor] = {}
+    owned = [
+        (module, name, parameter)
+        for block in stage.blocks
+        for module in block.module.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    for module, name, parameter in owned:
+        alias = nn.Parameter(parameter.detach())
+        alias.grad = gradients[parameter] = torch.zeros_like(parameter)
+        setattr(module, name, alias)
+    try:
+        yield gradients
+    finally:
+        for module, name, parameter in owned:
+            setattr(module, name, parameter)
+
+
+def _give_cached_memory_back(devices: Sequence[torch.device] | Mapping[torch.device, Any]) -> None:
+    """Return to the devices what launched steps have left in the allocator's cache."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    for device in gpus:
+        torch.cuda.synchronize(device)
+    gc.collect()
+    if gpus:
+        torch.cuda.empty_cache()

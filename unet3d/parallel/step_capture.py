@@ -1,0 +1,105 @@
+"""When a step is captured as CUDA graphs: where launching it takes longer than running it."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unet3d.parallel.captured_step import CapturedStep, Run
+from unet3d.parallel.cuda_graphs import POOLS
+from unet3d.parallel.mail import Routes
+from unet3d.parallel.stage_runner import EagerStage, Objective
+
+logger = logging.getLogger(__name__)
+
+NUM_WARM_UP_STEPS = 3
+"""Of one shape, in a row, before it is captured: kernels are compiled and algorithms chosen."""
+MAX_ELEMENTS = 2**23
+"""Of a micro-batch's image; above, the GPUs are slower than Python."""
+MAX_MICRO_BATCHES = 64
+"""Each has graphs of its own, which take time to capture and memory beside the tensors."""
+MAX_SHARE = 0.45
+"""Of what this process can have of a GPU, which launched steps may have reserved: a captured one
+takes as much, and a smaller last batch is launched beside it."""
+
+
+def is_small(images: Sequence[Tensor]) -> bool:
+    """Return whether launching a step takes longer than running it, on devices with graphs.
+
+    Args:
+        images: Of each micro-batch.
+    """
+    return (
+        len(images) <= MAX_MICRO_BATCHES
+        and images[0].numel() <= MAX_ELEMENTS
+        and all(image.shape == images[0].shape for image in images)
+    )
+
+
+class StepCapture:
+    """Decides when a step is captured, and keeps the one that was captured last."""
+
+    def __init__(self, stages: Sequence[EagerStage], routes: Routes) -> None:
+        """Begin with nothing captured.
+
+        Args:
+            stages: What is captured.
+            routes: Between them.
+        """
+        self._stages = tuple(stages)
+        self._routes = routes
+        self._devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        self._captured: CapturedStep | None = None
+        self._captured_key: Any = None
+        self._last_key: Any = None
+        self._num_in_a_row = 0
+        self._has_failed = False
+
+    def step(
+        self,
+        run: Run,
+        images: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        objectives: Sequence[Objective],
+    ) -> "CapturedStep | None":
+        """Return a captured step like the one that is due, or None where it is to be launched.
+
+        Args:
+            run: Walks its schedule.
+            images: Of each micro-batch.
+            targets: Likewise.
+            objectives: Likewise.
+        """
+        if self._has_failed or not self._is_possible(images):
+            return None
+        tensors = (images[0], targets[0])
+        key = (len(images), *((t.shape, t.dtype) for t in tensors), *objectives)
+        if self._captured is not None and key == self._captured_key:
+            return self._captured
+        self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
+        self._last_key = key
+        if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
+            return None
+        self._captured = None  # gives the memory of another shape back
+        try:
+            self._captured = CapturedStep(run, self._stages, self._routes, images, targets)
+        except torch.OutOfMemoryError:
+            self._has_failed = True
+            logger.debug("no memory to capture steps of %d voxels", images[0].numel())
+        self._captured_key = key
+        return self._captured
+
+    def _is_possible(self, images: Sequence[Tensor]) -> bool:
+        return is_small(images) and all(device.type in POOLS for device in self._devices)
+
+    def _has_room(self) -> bool:
+        for device in self._devices:
+            if device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(device)
+                reserved = torch.cuda.memory_reserved(device)
+                allowed = torch.cuda.get_per_process_memory_fraction(device) * total
+                if reserved > MAX_SHARE * min(free + reserved, allowed):
+                    return False
+        return True

@@ -1,0 +1,81 @@
+"""What the allocators of GPUs will reserve, found by capturing a step of fake tensors."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from unet3d.memory.allocations import WORKSPACE_BYTES, AllocationRecorder
+from unet3d.memory.fake_devices import is_fake_device
+from unet3d.memory.segments import Segments
+from unet3d.model import dice_cross_entropy
+from unet3d.parallel import Executor
+from unet3d.parallel.cuda_graphs import Graph
+from unet3d.parallel.pipeline import PipelineExecutor
+
+
+def reserved_bytes(
+    executor: Executor, recorder: AllocationRecorder, image: Tensor, target: Tensor
+) -> dict[torch.device, int]:
+    """Return what the allocator of each GPU reserves, with a captured step where there will be one.
+
+    The steps before it are launched; what they leave in the cache is given back before a capture.
+
+    Args:
+        executor: On fake devices; it has taken a step.
+        recorder: Has followed it.
+        image: The batch of the step.
+        target: Likewise.
+    """
+    gpus = [slot.device for slot in executor.slots if is_fake_device(slot.device)]
+    launched = {gpu: recorder.segments[gpu].reserved_bytes for gpu in gpus}
+    if len(gpus) < len(executor.slots) or not isinstance(executor, PipelineExecutor):
+        return launched
+    pools: dict[torch.device, Segments] = {gpu: Segments() for gpu in gpus}
+    for gpu in gpus:
+        recorder.segments[gpu].trim()
+    captured = executor.captured_step(
+        image, target, dice_cross_entropy, lambda gpu: _FakeGraphPool(gpu, recorder, pools[gpu])
+    )
+    if captured is None:
+        return launched
+    return {
+        gpu: max(launched[gpu], recorder.segments[gpu].reserved_bytes + pools[gpu].reserved_bytes)
+        for gpu in gpus
+    }
+
+
+class _FakeGraphPool:
+    """The graphs of a GPU that is not here: what is captured lies in a pool of its own."""
+
+    def __init__(
+        self, device: torch.device, recorder: AllocationRecorder, segments: Segments
+    ) -> None:
+        self._device = device
+        self._recorder = recorder
+        self._segments = segments
+        # Of cuBLAS, for the stream of the capture, in two threads.
+        for _ in range(2):
+            segments.allocate(WORKSPACE_BYTES)
+
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        with self._recorder.allocating_in(self._device, self._segments):
+            yield _NoGraph()
+
+    def place_of(self, tensor: Tensor) -> Tensor:
+        return torch.empty(0, device="meta")  # only a replay would read it
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Nothing runs."""
+
+    def current(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class _NoGraph:
+    """What was captured on fake tensors cannot be launched."""
+
+    def replay(self) -> None:
+        raise RuntimeError("a step of fake tensors was only captured to count its memory")
