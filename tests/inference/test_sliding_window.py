@@ -62,9 +62,7 @@ def test_a_voxelwise_network_gives_the_same_with_windows(
     """No voxel is left out, tails included, and none of the last batch is left at zero."""
     image = make_image(size)
     executor = Voxelwise(lambda x: 2 * x - 1)
-    logits = predict_logits(
-        executor, image, executor.module.topology, (16, 16, 8), overlap, batch_size
-    )
+    logits = predict_logits(executor, image, (16, 16, 8), overlap, batch_size)
     torch.testing.assert_close(logits, 2 * image - 1, rtol=1e-5, atol=1e-5)
     assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
     assert all(shape[0] == batch_size for shape in executor.batches[:-1])
@@ -73,7 +71,7 @@ def test_a_voxelwise_network_gives_the_same_with_windows(
 def test_the_last_batch_is_a_partial_one_and_counts() -> None:
     executor = Voxelwise()
     image = make_image((40, 16, 8)).abs() + 1
-    logits = predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 3)
+    logits = predict_logits(executor, image, (16, 16, 8), 0.5, 3)
     assert [shape[0] for shape in executor.batches] == [3, 1]
     assert logits.min() >= 1 - 1e-5
     torch.testing.assert_close(logits[:, -8:], image[:, -8:])  # seen by the last window alone
@@ -83,7 +81,7 @@ def test_the_last_batch_is_a_partial_one_and_counts() -> None:
 def test_volumes_smaller_than_the_window(size: Shape) -> None:
     image = make_image(size)
     executor = Voxelwise()
-    logits = predict_logits(executor, image, executor.module.topology, (16, 32, 32), 0.5, 2)
+    logits = predict_logits(executor, image, (16, 32, 32), 0.5, 2)
     torch.testing.assert_close(logits, image, rtol=1e-5, atol=1e-5)
 
 
@@ -91,7 +89,7 @@ def test_padding_is_zero_and_even_on_both_sides() -> None:
     seen = []
     executor = Voxelwise(lambda x: seen.append(x) or x)
     image = make_image((9, 16, 8)) + 10
-    predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 1)
+    predict_logits(executor, image, (16, 16, 8), 0.5, 1)
     (padded,) = seen
     assert torch.equal(padded[0, :, 3:12], image)
     assert not padded[0, :, :3].any() and not padded[0, :, 12:].any()
@@ -100,16 +98,14 @@ def test_padding_is_zero_and_even_on_both_sides() -> None:
 def test_whole_is_one_pass_over_all() -> None:
     image = make_image((21, 18, 11))
     executor = Voxelwise()
-    logits = predict_logits(executor, image, executor.module.topology, "whole", 0.5, 4)
+    logits = predict_logits(executor, image, "whole", 0.5, 4)
     assert executor.batches == [(1, 2, 24, 20, 12)]  # up to multiples of 4, 4, 2
     assert torch.equal(logits, image)
 
 
 def test_a_window_is_rounded_up_to_the_strides() -> None:
     executor = Voxelwise()
-    predict_logits(
-        executor, make_image((30, 30, 30)), executor.module.topology, (13, 16, 7), 0.5, 1
-    )
+    predict_logits(executor, make_image((30, 30, 30)), (13, 16, 7), 0.5, 1)
     assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
 
 
@@ -119,7 +115,7 @@ def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(
     window: object, size: Shape
 ) -> None:
     _, executor = small_network()
-    logits = predict_logits(executor, make_image(size, 1), executor.module.topology, window, 0.5, 1)
+    logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
     assert logits.shape == (3, *size)
     assert logits.isfinite().all()
 
@@ -173,7 +169,7 @@ def test_weights_are_the_closed_form() -> None:
 def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> None:
     model, executor = small_network()
     image = make_image(size, 1)
-    ours = predict_logits(executor, image, executor.module.topology, (16, 16, 16), 0.5, batch_size)
+    ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
     with torch.no_grad():
         theirs = sliding_window_inference(
             image[None],
@@ -190,10 +186,8 @@ def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> 
 def test_the_batch_size_does_not_matter(batch_size: int) -> None:
     _, executor = small_network()
     image = make_image((30, 21, 18), 1)
-    one_by_one = predict_logits(executor, image, executor.module.topology, (16, 16, 16), 0.5, 1)
-    together = predict_logits(
-        executor, image, executor.module.topology, (16, 16, 16), 0.5, batch_size
-    )
+    one_by_one = predict_logits(executor, image, (16, 16, 16), 0.5, 1)
+    together = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
     torch.testing.assert_close(together, one_by_one, rtol=1e-4, atol=1e-5)
 
 
@@ -201,9 +195,7 @@ def test_blending_by_hand_on_one_axis() -> None:
     """Two windows that answer 0 and 1 are mixed by their weights."""
     answers = iter([0.0, 1.0])
     executor = Voxelwise(lambda x: torch.full_like(x, next(answers)))
-    logits = predict_logits(
-        executor, make_image((24, 16, 8)), executor.module.topology, (16, 16, 8), 0.5, 1
-    )
+    logits = predict_logits(executor, make_image((24, 16, 8)), (16, 16, 8), 0.5, 1)
     weight = gaussian_weight((16, 16, 8))
     middle = weight[:8, 3, 3] / (weight[:8, 3, 3] + weight[8:, 3, 3])
     expected = torch.cat([torch.zeros(8), middle, torch.ones(8)])
@@ -225,7 +217,7 @@ def test_logits_are_added_up_in_float32_at_least(
 ) -> None:
     image = make_image((20, 20, 10)).to(torch.float64)
     executor = Voxelwise(lambda x: x.to(dtype))
-    logits = predict_logits(executor, image, executor.module.topology, window, 0.5, 2)
+    logits = predict_logits(executor, image, window, 0.5, 2)
     assert logits.dtype == result
     torch.testing.assert_close(logits, image.to(dtype).to(result), rtol=1e-5, atol=1e-5)
 
@@ -233,7 +225,7 @@ def test_logits_are_added_up_in_float32_at_least(
 def test_deep_supervision_gives_the_full_resolution() -> None:
     model, executor = small_network(deep_supervision=True)
     image = make_image((16, 16, 16), 1)
-    logits = predict_logits(executor, image, executor.module.topology, "whole", 0.5, 1)
+    logits = predict_logits(executor, image, "whole", 0.5, 1)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(image[None])[0])
 
@@ -242,11 +234,8 @@ def test_too_little_memory_says_what_to_do() -> None:
     def fail(image: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
 
-    executor = Voxelwise(fail)
     with pytest.raises(DoesNotFitError) as caught:
-        predict_logits(
-            executor, make_image((20, 20, 10)), executor.module.topology, (13, 16, 8), 0.5, 2
-        )
+        predict_logits(Voxelwise(fail), make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
     assert str(caught.value) == (
         "windows of 16x16x8 voxels do not fit on cpu (CUDA out of memory); "
         "use a smaller inference.window or more devices"
