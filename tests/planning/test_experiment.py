@@ -238,7 +238,6 @@ def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path
 
 
 @pytest.mark.trains
-@pytest.mark.slow
 def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
     root = tmp_path / "few"
     tree = json.loads((test_data / "hippocampus" / "dataset.json").read_text())

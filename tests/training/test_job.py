@@ -255,7 +255,6 @@ def test_a_killed_process_leaves_a_good_checkpoint(
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_second_training_leaves_the_folder_to_the_first(
     cache: Path, tmp_path: Path, resume: bool
