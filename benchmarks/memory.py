@@ -2,7 +2,9 @@
 
     python benchmarks/memory.py --json out.json
 
-Two steps of the real executor on random data, from an empty allocator, for each way.
+Steps of the real executor on random data, from an empty allocator, for each way: two are measured;
+after some more, which are captured and replayed where volumes are small, it is noted what the
+allocator has reserved.
 Ways that need more GPUs than there are here are left out.
 """
 
@@ -15,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import tuning_key  # noqa: F401 - sets up the allocator
 
 from unet3d.config import ModelSettings, TrainingSettings
-from unet3d.memory.meter import MemoryMeter
+from unet3d.memory.measurement import measured_steps
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import (
     Optimization,
@@ -30,6 +33,8 @@ from unet3d.parallel.precision import (
 from unet3d.planning.memory_estimate import Step, predict_memory
 
 CHANNELS = (32, 64, 128, 256, 320, 320)
+
+NUM_LATER_STEPS = 5
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"size": 128, "batch_size": 2},
@@ -78,19 +83,26 @@ def measure(step: Step) -> list[dict[str, int]]:
     image = image.to(executor.input_device, image_dtype(executor.module))
     target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
     target = target.to(executor.output_device)
-    meter = MemoryMeter(executor.slots, executor.module)
-    meter.start()
-    executor.observer = meter
-    for _ in range(2):
+
+    def take_step() -> None:
         executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
-        meter.note_gradients()
         optimization.step(0.01)
+
+    with measured_steps(executor, optimization.optimizer) as meter:
+        for _ in range(2):
+            take_step()
     measured = meter.read(optimization.optimizer)
+    for _ in range(NUM_LATER_STEPS):  # of small volumes they are captured and replayed
+        take_step()
     rows = []
     for slot in executor.slots:
+        torch.cuda.synchronize(slot.device)
         free, total = torch.cuda.mem_get_info(slot.device)
-        beside = total - free - torch.cuda.memory_reserved(slot.device)
-        rows.append(measured[slot.index].to_dict() | {"beside_allocator_bytes": beside})
+        reserved = torch.cuda.memory_reserved(slot.device)
+        row = measured[slot.index].to_dict()
+        row["beside_allocator_bytes"] = total - free - reserved
+        row["later_reserved_bytes"] = torch.cuda.max_memory_reserved(slot.device)
+        rows.append(row)
     return rows
 
 
@@ -99,14 +111,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    torch.cuda.init()
     rows = []
-    names = ("activations GiB", "predicted", "peak GiB", "predicted", "ratio", "reserved", "beside")
+    names = (
+        "activations GiB",
+        "predicted",
+        "peak GiB",
+        "predicted",
+        "ratio",
+        "reserved",
+        "predicted",
+        "ratio",
+        "beside",
+    )
     print(f"{'':76}" + "".join(f"{name:>16}" for name in names))
     for way in WAYS:
         if way.get("num_gpus", 1) > torch.cuda.device_count():
             continue
         step = make_step(way)
         predicted = predict_memory(step)
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
         try:
             measured = measure(step)
         except torch.OutOfMemoryError:
@@ -123,7 +148,9 @@ def main() -> None:
                 found["peak_bytes"] / 2**30,
                 expected.peak_bytes / 2**30,
                 expected.peak_bytes / found["peak_bytes"],
-                found["reserved_bytes"] / 2**30,
+                found["later_reserved_bytes"] / 2**30,
+                expected.reserved_bytes / 2**30,
+                expected.reserved_bytes / found["later_reserved_bytes"],
                 found["beside_allocator_bytes"] / 2**30,
             )
             name = ", ".join(f"{key} {value}" for key, value in way.items())

@@ -1,5 +1,6 @@
 """Memory known beforehand: compared with what the same steps are measured to take."""
 
+import gc
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -309,6 +310,8 @@ def on_gpu(devices: tuple[torch.device, ...], options: dict[str, object]) -> Ste
 
 @pytest.fixture
 def empty_gpus() -> None:
+    torch.cuda.init()
+    gc.collect()
     torch.cuda.empty_cache()
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)

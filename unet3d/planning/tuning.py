@@ -16,7 +16,7 @@ import torch
 
 from unet3d.config import Balance, Config
 from unet3d.errors import ConfigError
-from unet3d.memory.meter import MemoryMeter
+from unet3d.memory.measurement import measured_steps
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import (
     Optimization,
@@ -294,16 +294,8 @@ def _peak_bytes(
     executor: Executor, optimization: Optimization, step: Callable[[], None]
 ) -> dict[torch.device, int]:
     """Take a step and return the most that each device held in it."""
-    meter = MemoryMeter(executor.slots, executor.module)
-    unobserved = executor.observer
-    executor.observer = meter
-    before_step = optimization.optimizer.register_step_pre_hook(lambda *_: meter.note_gradients())
-    meter.start()
-    try:
+    with measured_steps(executor, optimization.optimizer) as meter:
         step()
-    finally:
-        before_step.remove()
-        executor.observer = unobserved
     measured = meter.read(optimization.optimizer)
     peaks: dict[torch.device, int] = {}
     for slot in executor.slots:

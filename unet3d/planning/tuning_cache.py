@@ -81,6 +81,7 @@ class TuningKey:
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
             "schedule": self.config.parallel.schedule,
+            "cuda_graphs": self.config.parallel.cuda_graphs,
             "memory": self.config.memory.model_dump(),
             "devices": [hardware(device) for device in self.devices],
             # Two stages on one GPU are not two GPUs of one kind.
