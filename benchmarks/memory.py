@@ -111,19 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     rows = []
-    names = (
-        "activations GiB",
-        "predicted",
-        "peak GiB",
-        "predicted",
-        "ratio",
-        "reserved",
-        "predicted",
-        "ratio",
-        "beside",
-    )
+    pair = ("predicted", "ratio")
+    names = ("activations GiB", "predicted", "peak GiB", *pair, "reserved", *pair, "beside")
     print(f"{'':76}" + "".join(f"{name:>16}" for name in names))
     for way in WAYS:
         if way.get("num_gpus", 1) > torch.cuda.device_count():

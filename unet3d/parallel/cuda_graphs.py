@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -50,8 +51,7 @@ class CudaGraphPool:
         """
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # PyTorch's own is on whichever GPU captured first; backward must be on that of forward.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(device)
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -81,6 +81,20 @@ class CudaGraphPool:
     def current(self) -> AbstractContextManager[Any]:
         """Return a context with the GPU as the current one; see :class:`GraphPool`."""
         return torch.cuda.device(self._device)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU captures; forward and backward must share one.
+
+    There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
+    used on, in each thread. It takes them here, so that they do not lie in the pool of a graph.
+    """
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        one = torch.ones(1, 1, device=device, requires_grad=True)
+        torch.autograd.backward((one @ one).sum())
+    return stream
 
 
 class _Bytes:

@@ -77,6 +77,8 @@ class PipelineExecutor:
         self.schedule = schedule
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
+        self._gpus = {slot.device for slot in self.slots if slot.device.type == "cuda"}
+        self._step_ends: list[torch.cuda.Event] = []
         self._routes = Routes(stages, module.outputs())
         offload = (
             StepOffload(module.blocks(), lambda tensor: self.observer.resized(tensor))
@@ -112,9 +114,12 @@ class PipelineExecutor:
             captured = self._capture.step(run, images, targets, objectives)
         with self.exchange.step():
             if captured is None:
+                self._catch_up()
                 mail = DirectMail(self._routes, images, targets)
                 last = self.exchange.before_last_backward
-                return run(self._eager, mail, observer=self.observer, before_last_backward=last)
+                terms = run(self._eager, mail, observer=self.observer, before_last_backward=last)
+                self._step_ends = [torch.cuda.current_stream(g).record_event() for g in self._gpus]
+                return terms
             terms = captured.replay(run, images, targets)
             # The last stage first, as where operations are launched: replicas exchange in that
             # order, and two stages on one GPU must do so in the same order everywhere.
@@ -175,6 +180,16 @@ class PipelineExecutor:
             tensors |= runner.predict(received, blocks, outputs)
         self._hold_back()
         return tensors[result]
+
+    def _catch_up(self) -> None:
+        """Wait until the GPUs have come to the end of the step before.
+
+        What one GPU sends to another is kept until it has been read, so a host that queues one step
+        after another would fill their memory with what is under way.
+        """
+        if len(self._gpus) > 1:
+            for event in self._step_ends:
+                event.synchronize()
 
     def _hold_back(self) -> None:
         """Wait for an earlier prediction: a fast first stage must not fill the others' memory."""

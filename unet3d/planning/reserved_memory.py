@@ -35,6 +35,8 @@ def reserved_bytes(
     pools: dict[torch.device, Segments] = {gpu: Segments() for gpu in gpus}
     for gpu in gpus:
         recorder.segments[gpu].trim()
+        for _ in range(2):  # cuBLAS's, for the stream of the capture, in two threads
+            recorder.segments[gpu].allocate(WORKSPACE_BYTES)
     captured = executor.captured_step(
         image, target, dice_cross_entropy, lambda gpu: _FakeGraphPool(gpu, recorder, pools[gpu])
     )
@@ -55,9 +57,6 @@ class _FakeGraphPool:
         self._device = device
         self._recorder = recorder
         self._segments = segments
-        # Of cuBLAS, for the stream of the capture, in two threads.
-        for _ in range(2):
-            segments.allocate(WORKSPACE_BYTES)
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
