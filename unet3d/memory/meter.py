@@ -3,7 +3,7 @@
 ``parameters``, ``gradients`` and ``optimizer`` are counted from the tensors themselves.
 ``activations`` are the bytes that autograd keeps for backward, counted while it saves them: the
 same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` and
-``reserved`` come from the CUDA allocator; on a CPU, which has none that could be asked, the peak
+``reserved`` come from the CUDA allocator. A CPU has no such allocator, so there the peak
 is the sum of the other four, and so a lower bound.
 """
 
@@ -23,7 +23,7 @@ from unet3d.memory.timeline import GpuMemory, Mark, Timeline
 
 
 class SlotLike(Protocol):
-    """What this module needs to know of a slot."""
+    """What this module needs to know about a slot."""
 
     @property
     def index(self) -> int:
@@ -32,7 +32,7 @@ class SlotLike(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device it computes on."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class SlotLike(Protocol):
 
 
 class BlockLike(Protocol):
-    """What this module needs to know of a block."""
+    """What this module needs to know about a block."""
 
     @property
     def name(self) -> str:
@@ -51,12 +51,12 @@ class BlockLike(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What owns its parameters."""
+        """The module that owns its parameters."""
         ...
 
 
 class NetworkLike(Protocol):
-    """What this module needs to know of a network."""
+    """What this module needs to know about a network."""
 
     def blocks(self) -> Sequence[BlockLike]:
         """Return the blocks."""
@@ -82,11 +82,11 @@ class SlotMemory:
     optimizer_bytes: int
     """State of the optimizer, such as momentum."""
     activations_bytes: int
-    """Largest sum, at any moment, of what is kept for backward."""
+    """Largest total, at any moment, of what is kept for backward."""
     peak_bytes: int
     """Largest use of the device during a step, work space included."""
     reserved_bytes: int
-    """What the allocator took from the device to serve it."""
+    """What the allocator reserved on the device to serve it."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name."""
@@ -114,7 +114,7 @@ class MemoryMeter:
         devices = dict.fromkeys(slot.device for slot in slots)
         self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
         self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
-        """Of the step that began last, per GPU, or on a CPU per slot."""
+        """Marks of the latest step, per GPU, or on a CPU per slot."""
         self._saw_action = False
 
     def start(self) -> None:
@@ -131,9 +131,9 @@ class MemoryMeter:
         """Count what autograd saves in the context as kept by a slot, and mark its end.
 
         Args:
-            slot: Which acts in the context.
+            slot: The slot that acts in the context.
             kind: ``forward``, ``loss`` or ``backward``.
-            micro_batch: With which portion of the batch.
+            micro_batch: The number of the micro-batch.
         """
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
@@ -146,7 +146,7 @@ class MemoryMeter:
         """Count a tensor's memory as what it is now: offloaded elsewhere, or back.
 
         Args:
-            tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.
+            tensor: The tensor that an :class:`~unet3d.parallel.executor.Observer` was given.
         """
         for kept in self._kept.values():
             kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
@@ -154,7 +154,7 @@ class MemoryMeter:
     def end_step(self) -> None:
         """Mark the end of the optimizer's step; call it before the gradients are cleared.
 
-        Of a step that was replayed nothing else is known, so nothing is marked either.
+        Nothing else is known about a replayed step, so nothing is marked for it.
         """
         if self._saw_action:
             self._mark(None, "optimizer", None)
@@ -179,7 +179,7 @@ class MemoryMeter:
         """Return what each slot held at most since :meth:`start`, by slot index.
 
         Args:
-            optimizer: Of the network's parameters, after a step.
+            optimizer: The optimizer of the network's parameters, after a step.
         """
         for gpu in self._gpus.values():
             gpu.take()
@@ -207,7 +207,7 @@ class MemoryMeter:
 
     def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
         modules = self._block_modules(slot)
-        # Copies that nn.DataParallel makes of the first slot's are no master weights.
+        # The copies that nn.DataParallel makes of the first slot's are not master weights.
         own = slot.device
         parameters = [p for module in modules for p in module.parameters() if p.device == own]
         buffers = [value for module in modules for value in module.buffers() if value.device == own]
@@ -282,7 +282,7 @@ class _KeptBytes:
             self.recent_peak = max(self.recent_peak, self.now)
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes now, and the most that there were since this was asked last."""
+        """Return the bytes now, and the most that there were since the last call."""
         peak, self.recent_peak = self.recent_peak, self.now
         return self.now, peak
 
@@ -331,8 +331,8 @@ def memory_record(
         parallel: The mode.
         slots: The slots, in order.
         measured: Per slot index.
-        predicted: Likewise, before the training started; None: it was not.
-        timelines: Of one step.
+        predicted: The same, predicted before the training started; None: not predicted.
+        timelines: The marks of one step.
     """
     return {
         "parallel": parallel,
@@ -355,7 +355,7 @@ def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one record of the slots of all ranks, numbered through.
 
     Args:
-        records: Of :func:`memory_record`, one for each rank.
+        records: Results of :func:`memory_record`, one for each rank.
     """
     slots: list[dict[str, Any]] = []
     timelines: list[dict[str, Any]] = []
