@@ -96,7 +96,8 @@ class _Lowered(nn.Module):
         self.network = executor.module
         self.autocast = autocast
         self._slots = {slot.device: slot for slot in executor.slots}
-        self._executor = weakref.proxy(executor)  # which owns this; and what it watches changes
+        # A proxy, because the executor owns this object; its observer may change.
+        self._executor = weakref.proxy(executor)
 
     def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
         lowering = (
