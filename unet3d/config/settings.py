@@ -173,7 +173,7 @@ class TrainingSettings(Section):
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
-    """Where the polynomial decay (power 0.9) begins."""
+    """Initial learning rate of the polynomial decay (power 0.9)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Nesterov momentum; sgd only."""
     weight_decay: Annotated[float, Field(ge=0)] = 3e-5
@@ -214,7 +214,7 @@ class ParallelSettings(Section):
     mode: Literal["none", "model", "data"] = "none"
     """none: one device; model: one network over the devices; data: a replica on each of them."""
     devices: tuple[str, ...] | None = None
-    """Such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or cpu.
+    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Positive = 1
     """Mode model: copies of the network, over which the devices are divided in their order."""

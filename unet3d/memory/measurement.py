@@ -17,7 +17,7 @@ class Observed(Protocol):
 
     @property
     def slots(self) -> Sequence[SlotLike]:
-        """Where the network's blocks are."""
+        """The slots that the network's blocks are on."""
         ...
 
     @property

@@ -104,7 +104,7 @@ class MemoryMeter:
         """Prepare to measure.
 
         Args:
-            slots: Where the network's blocks are.
+            slots: The slots that the network's blocks are on.
             module: The network; the storages of its parameters and buffers are not activations.
         """
         self._slots = list(slots)

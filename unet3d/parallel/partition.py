@@ -21,7 +21,7 @@ class Stage:
     """The blocks that one slot runs."""
 
     slot: Slot
-    """Where."""
+    """The slot it runs on."""
     blocks: tuple[Block, ...]
     """A run of the network's block list."""
     inputs: tuple[str, ...]

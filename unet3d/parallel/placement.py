@@ -43,7 +43,7 @@ class Layout:
     autocast: torch.dtype | None = None
     """Lower precision for the GPU stages, or None for the network's own."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """In which order the micro-batches run."""
+    """The order in which the micro-batches run."""
     recompute: Recompute = "norm"
     """What is recomputed in backward instead of being kept."""
     offload: Offload = "none"
@@ -60,7 +60,7 @@ class Layout:
         Args:
             config: Cuts, micro-batches, schedule, and what is kept for backward.
             dims: The devices and ranks.
-            precision: Such as ``bfloat16``; never ``auto``.
+            precision: A resolved one, such as ``bfloat16``; never ``auto``.
         """
         return cls(
             devices=dims.devices,
