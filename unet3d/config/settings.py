@@ -214,7 +214,7 @@ class ParallelSettings(Section):
     mode: Literal["none", "model", "data"] = "none"
     """none: one device; model: one network over the devices; data: a replica on each of them."""
     devices: tuple[str, ...] | None = None
-    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or cpu.
+    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Positive = 1
     """Mode model: copies of the network, over which the devices are divided in their order."""

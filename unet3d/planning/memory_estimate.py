@@ -1,7 +1,7 @@
 """How much memory a training will take on each device, known before it starts.
 
 The step that is counted is the real one: the real network, executor and optimizer, on fake tensors
-(see :mod:`unet3d.memory.allocations`). So there is no table of constants here that could grow stale.
+(see :mod:`unet3d.memory.allocations`). So no table of constants here could grow stale.
 """
 
 import math

@@ -53,9 +53,9 @@ class BlockBytes:
     inputs: tuple[str, ...]
     """Names of the tensors that it reads."""
     shape: tuple[int, ...]
-    """Name of the tensor that it writes."""
+    """Shape of the tensor that it writes."""
     dtype: torch.dtype
-    """Likewise."""
+    """Type of the tensor that it writes."""
     parameters_bytes: int
     """Weights and buffers."""
     kept: Mapping[str, int]
