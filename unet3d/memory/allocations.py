@@ -93,7 +93,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             device: Whose memory it is.
-            segments: The layout there.
+            segments: The layout elsewhere.
         """
         before, self.segments[device] = self.segments[device], segments
         try:

@@ -86,7 +86,7 @@ class SlotMemory:
     peak_bytes: int
     """Largest use of the device during a step, work space included."""
     reserved_bytes: int
-    """What the allocator reserved on the device to serve it."""
+    """What the allocator reserved on the device to serve that use."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name."""

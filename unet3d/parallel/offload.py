@@ -35,7 +35,7 @@ Resized = Callable[[Tensor], None]
 
 
 def supports_offload(device: torch.device) -> bool:
-    """Return whether a device has memory that is worth more than the host's."""
+    """Return whether a device has memory of its own, which is scarcer than the host's."""
     return is_gpu(device)
 
 
@@ -148,7 +148,7 @@ class StepOffload:
             leaves: The stage's inputs by name.
 
         Returns:
-            None where offloading is of no use, because the device's memory is the host's.
+            None where there are no skips, or where the device's memory is the host's.
         """
         if not self._skips or not supports_offload(device):
             return None

@@ -15,7 +15,7 @@ from unet3d.parallel.stage_runner import EagerStage, Objective
 logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_STEPS = 3
-"""Steps of one shape that are launched before a capture; they compile kernels among others."""
+"""Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
 MAX_ELEMENTS = 2**23
 """Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64

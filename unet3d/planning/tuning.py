@@ -45,7 +45,7 @@ MAX_NEIGHBOURS = 2
 """Number of cuts that are measured besides the balanced ones."""
 
 NUM_WARM_UP_STEPS = 4
-"""Steps of a setting before the timed ones; by then one GPU has captured small patches."""
+"""Steps of a setting before the timed ones; by then a small step on one GPU has been captured."""
 TOLERANCE = 1.05
 """A neighbour is measured where its blocks' times promise at most this many times the best."""
 
