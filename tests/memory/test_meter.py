@@ -10,13 +10,8 @@ from torch import Tensor
 
 from unet3d.config import ModelSettings, Recompute, TrainingSettings
 from unet3d.kernels import recompute as remake
-from unet3d.memory.meter import (
-    MemoryMeter,
-    SlotMemory,
-    device_bytes,
-    memory_record,
-    merged_records,
-)
+from unet3d.memory.meter import MemoryMeter, SlotMemory
+from unet3d.memory.record import device_bytes, memory_record, merged_records
 from unet3d.memory.timeline import Mark, Timeline
 from unet3d.model import LossTerms, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization

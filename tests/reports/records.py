@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from unet3d.memory.meter import SlotMemory, memory_record
+from unet3d.memory.meter import SlotMemory
+from unet3d.memory.record import memory_record
 from unet3d.memory.timeline import Mark, Timeline
 from unet3d.parallel import Slot
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from unet3d.config.explain import explain, known_setting
 from unet3d.errors import ConfigError
 
-# Strict, or `yes` would be taken for 1.
+# Strict, because otherwise `yes` would be read as 1.
 Positive = Annotated[int, Field(gt=0, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Shape = tuple[Positive, Positive, Positive]
@@ -45,7 +45,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_empty(cls, value: Any) -> Any:
-        """Take a section whose every line is a comment, which YAML reads as null."""
+        """Accept a section whose lines are all comments, which YAML reads as null."""
         return {} if value is None else value
 
 
@@ -53,7 +53,7 @@ class PhantomSettings(Section):
     """The built-in synthetic data set, used where no data set is named."""
 
     num_cases: Positive = 20
-    """How many phantoms are made, to learn from and to validate on together."""
+    """Number of phantoms, for training and validation together."""
     shape: Shape = (64, 64, 64)
     """Voxels along X, Y, Z of each case."""
     spacing_mm: Spacing = (1.0, 1.0, 1.0)
@@ -91,7 +91,7 @@ class AugmentationSettings(Section):
     rotation_probability: Fraction = 0.2
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180)] = 30.0
-    """Largest angle of a rotation about each axis, in degrees, either way."""
+    """Largest angle of a rotation about each axis, in degrees, in both directions."""
     scaling_probability: Fraction = 0.2
     """Probability of a change of size."""
     scaling_range: tuple[float, float] = (0.7, 1.4)
@@ -163,7 +163,7 @@ class TrainingSettings(Section):
     """The optimisation."""
 
     epochs: Positive = 100
-    """How often the training goes through its cases."""
+    """Number of passes over the training cases."""
     batch_size: Positive = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
@@ -173,11 +173,11 @@ class TrainingSettings(Section):
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.01
-    """Where the polynomial decay (power 0.9) begins."""
+    """Initial learning rate of the polynomial decay (power 0.9)."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """Nesterov momentum; sgd only."""
     weight_decay: Annotated[float, Field(ge=0)] = 3e-5
-    """Weight decay: added to gradients by sgd, apart from them by adamw."""
+    """Weight decay: added to the gradients by sgd, decoupled from them by adamw."""
     gradient_clip: Annotated[float, Field(gt=0)] = 12.0
     """Largest L2 norm of all gradients together."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
@@ -189,11 +189,11 @@ class TrainingSettings(Section):
     """Largest age of the latest checkpoint, in seconds (and one step); each validation writes one
     too."""
     seed: Count = 0
-    """Where every random choice begins: folds, weights, patches, augmentation."""
+    """Seed of every random choice: folds, weights, patches, augmentation."""
 
     @property
     def num_micro_batches(self) -> int:
-        """The number that is set, or where none is, one."""
+        """The number that is set, or 1 if none is set."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
 
     @model_validator(mode="before")
@@ -214,7 +214,7 @@ class ParallelSettings(Section):
     mode: Literal["none", "model", "data"] = "none"
     """none: one device; model: one network over the devices; data: a replica on each of them."""
     devices: tuple[str, ...] | None = None
-    """Such as 0,1 or cpu,0 or cuda:0; null: the first GPUs, as many as the mode needs, or cpu.
+    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Positive = 1
     """Mode model: copies of the network, over which the devices are divided in their order."""
@@ -224,7 +224,7 @@ class ParallelSettings(Section):
     output_device: str | None = None
     """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds of silence after which a rank is taken to hang, and training ends."""
+    """Seconds of silence after which a rank counts as hanging, and training ends."""
     max_restarts: Count = 0
     """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
@@ -244,13 +244,13 @@ class ParallelSettings(Section):
 
     @property
     def wanted_balance(self) -> Balance:
-        """The balance that is set, or where none is, encoder-decoder."""
+        """The balance that is set, or encoder-decoder if none is set."""
         return "encoder-decoder" if self.balance == "auto" else self.balance
 
     @field_validator("devices", mode="before")
     @classmethod
     def _names(cls, value: Any) -> Any:
-        """Take ``0,1`` and 0 for what they mean: YAML reads numbers where devices are named."""
+        """Accept ``0,1`` and 0 as names of devices, because YAML reads them as numbers."""
         if isinstance(value, str):
             value = value.split(",")
         elif isinstance(value, int):
@@ -267,13 +267,13 @@ class ParallelSettings(Section):
     @field_validator("cuda_graphs", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """Take ``off`` as it is written: to YAML it means False."""
+        """Accept ``off`` as a word, because YAML reads it as False."""
         return "off" if value is False else value
 
     @field_validator("cuts", mode="before")
     @classmethod
     def _one_cut(cls, value: Any) -> Any:
-        """Take a single number for the one cut between two devices."""
+        """Accept a single number as the one cut between two devices."""
         return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -290,12 +290,12 @@ class MemorySettings(Section):
     @field_validator("recompute", mode="before")
     @classmethod
     def _off(cls, value: Any) -> Any:
-        """Take ``off`` as it is written: to YAML it means False."""
+        """Accept ``off`` as a word, because YAML reads it as False."""
         return "off" if value is False else value
 
 
 class InferenceSettings(Section):
-    """Prediction, in validation too."""
+    """Prediction, also in validation."""
 
     window: Literal["auto", "whole"] | Shape = "auto"
     """Voxels along X, Y, Z of a window; whole: the whole volume; auto: the training patch, or the
@@ -332,7 +332,7 @@ class Config(Section):
         if self.memory.offload == "skips" and self.memory.recompute == "level":
             raise ValueError(
                 "memory.offload=skips with memory.recompute=level is not possible: a level that "
-                "is made again is made in one go; use memory.recompute=norm"
+                "is recomputed runs in one go; use memory.recompute=norm"
             )
         self._check_replicas()
         if self.model.norm == "batch" and self.training.num_micro_batches > 1:
@@ -406,7 +406,7 @@ class Config(Section):
         """Read what :meth:`to_yaml` wrote.
 
         Raises:
-            ConfigError: It is no YAML, or holds unknown keys or refused values.
+            ConfigError: It is not YAML, or holds unknown keys or refused values.
         """
         return _validated(_parsed(text, "stored settings"), "stored settings")
 
@@ -446,7 +446,10 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
 def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: what looks like a date and is none
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: text that looks like a date and is not one
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")

@@ -23,29 +23,26 @@ from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.segments import Segments, rounded
 
 WORKSPACE_BYTES = 32 * 1024**2
-"""Of cuBLAS on a Hopper GPU, for each thread."""
+"""Size of cuBLAS's workspace on a Hopper GPU, for each thread."""
 
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the memory of every tensor that is made while it is active.
-
-    Attributes:
-        now: Bytes in use, per device.
-        peak: The most that was in use at any moment, per device.
-        workspace_bytes: What libraries keep beside that from their first call on, per device.
-        segments: Where all of it lies in the memory that the allocator reserves, per device.
-    """
+    """Follows the memory of every tensor that is made while it is active."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now: dict[torch.device, int] = defaultdict(int)
+        """Bytes in use, per device."""
         self.peak: dict[torch.device, int] = defaultdict(int)
+        """The most bytes in use at any moment, per device."""
         self._alive: dict[int, int] = {}
         self.workspace_bytes: dict[torch.device, int] = defaultdict(int)
+        """What libraries keep beside that from their first call on, per device."""
         self.segments: dict[torch.device, Segments] = defaultdict(Segments)
+        """Where all of it lies in the memory that the allocator reserves, per device."""
         self._places: dict[int, tuple[Segments, tuple[bool, int]]] = {}
 
     def __torch_dispatch__(
@@ -55,7 +52,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one operation and count the memory of its results, unless they share older ones'."""
+        """Run one operation and count the memory of its results, unless they share older memory."""
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
             if isinstance(result, Tensor):
@@ -63,7 +60,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _CONVOLUTIONS:
             self._count_conversions(func, args, results)
         elif func in _PRODUCTS:
-            # Of cuBLAS, for two threads, as backward has one. A GPU before Hopper takes a quarter
+            # cuBLAS has a workspace for two threads, because backward has its own. A GPU before
+            # Hopper takes a quarter
             # of it (``getChosenWorkspaceSize`` of PyTorch).
             device = args[-1].device
             if is_fake_device(device) and not self.workspace_bytes[device]:
@@ -73,7 +71,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _count_conversions(self, func: Any, args: tuple[Any, ...], results: Any) -> None:
-        """Count the copies of input and result that cuDNN's convolutions in float32 take meanwhile.
+        """Count the copies of input and result that cuDNN makes in float32 convolutions.
 
         Measured on H200s: without them the predictions are up to a fifth too low there.
         """
@@ -95,7 +93,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             device: Whose memory it is.
-            segments: Where.
+            segments: The layout elsewhere.
         """
         before, self.segments[device] = self.segments[device], segments
         try:
@@ -113,10 +111,10 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._drop, key, device)
 
     def resized(self, tensor: Tensor) -> None:
-        """Take note that the memory of a tensor grew or shrank, which no operation says.
+        """Note that the memory of a tensor grew or shrank, which no operation reports.
 
         Args:
-            tensor: One that was made while this was active.
+            tensor: A tensor that was made while this was active.
         """
         storage, device = tensor.untyped_storage(), tensor.device
         self._resize(storage._cdata, device, rounded(storage.nbytes()))
@@ -143,7 +141,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _AutocastOfGpu(TorchFunctionMode):
     """Makes autocast treat fake devices as it treats CUDA tensors.
 
-    It has one list of operations for each kind of device. Of what the networks here do, two
+    It has one list of operations for each kind of device. Among those of the networks here, two
     operations are on one list and not on the other: on CUDA ``group_norm`` is done in float32, on
     a CPU ``avg_pool3d`` is.
     """
@@ -180,10 +178,10 @@ def counted_allocations() -> Iterator[AllocationRecorder]:
 
 
 def make_parameters_fake(module: nn.Module) -> None:
-    """Replace what is still real of a module's parameters and buffers, for use in the context.
+    """Replace the real parameters and buffers of a module by fake ones, for use in the context.
 
     Args:
-        module: Its parts on fake devices are fake already: they were moved there.
+        module: The module. Its parts on fake devices are already fake: they were moved there.
     """
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -10,14 +10,14 @@ from unet3d.memory.meter import MemoryMeter, NetworkLike, SlotLike
 
 
 class Observed(Protocol):
-    """What this module needs to know of an executor."""
+    """What this module needs to know about an executor."""
 
     observer: Any
-    """Is told of every action; replaced while steps are measured."""
+    """Receives every action; it is replaced while steps are measured."""
 
     @property
     def slots(self) -> Sequence[SlotLike]:
-        """Where the network's blocks are."""
+        """The slots that the network's blocks are on."""
         ...
 
     @property
@@ -31,8 +31,8 @@ def measured_steps(executor: Observed, optimizer: torch.optim.Optimizer) -> Iter
     """Measure all training steps in the context; read the meter after it.
 
     Args:
-        executor: Takes the steps; its observer is restored at the end.
-        optimizer: Of the executor's network.
+        executor: The executor that takes the steps; its observer is restored at the end.
+        optimizer: The optimizer of the executor's network.
     """
     meter = MemoryMeter(executor.slots, executor.module)
     before = executor.observer

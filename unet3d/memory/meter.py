@@ -3,17 +3,16 @@
 ``parameters``, ``gradients`` and ``optimizer`` are counted from the tensors themselves.
 ``activations`` are the bytes that autograd keeps for backward, counted while it saves them: the
 same on a CPU and on a GPU, and per slot even where two slots share a device. ``peak`` and
-``reserved`` come from the CUDA allocator; on a CPU, which has none that could be asked, the peak
+``reserved`` come from the CUDA allocator. A CPU has no such allocator, so there the peak
 is the sum of the other four, and so a lower bound.
 """
 
-import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from unet3d.memory.timeline import GpuMemory, Mark, Timeline
 
 
 class SlotLike(Protocol):
-    """What this module needs to know of a slot."""
+    """What this module needs to know about a slot."""
 
     @property
     def index(self) -> int:
@@ -32,7 +31,7 @@ class SlotLike(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device it computes on."""
         ...
 
     @property
@@ -42,7 +41,7 @@ class SlotLike(Protocol):
 
 
 class BlockLike(Protocol):
-    """What this module needs to know of a block."""
+    """What this module needs to know about a block."""
 
     @property
     def name(self) -> str:
@@ -51,12 +50,12 @@ class BlockLike(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """What owns its parameters."""
+        """The module that owns its parameters."""
         ...
 
 
 class NetworkLike(Protocol):
-    """What this module needs to know of a network."""
+    """What this module needs to know about a network."""
 
     def blocks(self) -> Sequence[BlockLike]:
         """Return the blocks."""
@@ -82,11 +81,11 @@ class SlotMemory:
     optimizer_bytes: int
     """State of the optimizer, such as momentum."""
     activations_bytes: int
-    """Largest sum, at any moment, of what is kept for backward."""
+    """Largest total, at any moment, of what is kept for backward."""
     peak_bytes: int
     """Largest use of the device during a step, work space included."""
     reserved_bytes: int
-    """What the allocator took from the device to serve it."""
+    """What the allocator reserved on the device to serve that use."""
 
     def to_dict(self) -> dict[str, int]:
         """Return the bytes by name."""
@@ -104,7 +103,7 @@ class MemoryMeter:
         """Prepare to measure.
 
         Args:
-            slots: Where the network's blocks are.
+            slots: The slots that the network's blocks are on.
             module: The network; the storages of its parameters and buffers are not activations.
         """
         self._slots = list(slots)
@@ -114,7 +113,7 @@ class MemoryMeter:
         devices = dict.fromkeys(slot.device for slot in slots)
         self._gpus = {device: GpuMemory(device) for device in devices if device.type == "cuda"}
         self._marks: dict[torch.device | int, list[Mark]] = defaultdict(list)
-        """Of the step that began last, per GPU, or on a CPU per slot."""
+        """Marks of the latest step, per GPU, or on a CPU per slot."""
         self._saw_action = False
 
     def start(self) -> None:
@@ -131,9 +130,9 @@ class MemoryMeter:
         """Count what autograd saves in the context as kept by a slot, and mark its end.
 
         Args:
-            slot: Which acts in the context.
+            slot: The slot that acts in the context.
             kind: ``forward``, ``loss`` or ``backward``.
-            micro_batch: With which portion of the batch.
+            micro_batch: The number of the micro-batch.
         """
         if kind == "forward" and micro_batch == 0 and slot.index == self._slots[0].index:
             self._marks.clear()  # another step
@@ -146,7 +145,7 @@ class MemoryMeter:
         """Count a tensor's memory as what it is now: offloaded elsewhere, or back.
 
         Args:
-            tensor: That of an executor's :class:`~unet3d.parallel.executor.Observer`.
+            tensor: The tensor that an :class:`~unet3d.parallel.executor.Observer` was given.
         """
         for kept in self._kept.values():
             kept.resize(storage_key(tensor), tensor.untyped_storage().nbytes())
@@ -154,7 +153,7 @@ class MemoryMeter:
     def end_step(self) -> None:
         """Mark the end of the optimizer's step; call it before the gradients are cleared.
 
-        Of a step that was replayed nothing else is known, so nothing is marked either.
+        Nothing else is known about a replayed step, so nothing is marked for it.
         """
         if self._saw_action:
             self._mark(None, "optimizer", None)
@@ -179,7 +178,7 @@ class MemoryMeter:
         """Return what each slot held at most since :meth:`start`, by slot index.
 
         Args:
-            optimizer: Of the network's parameters, after a step.
+            optimizer: The optimizer of the network's parameters, after a step.
         """
         for gpu in self._gpus.values():
             gpu.take()
@@ -207,7 +206,7 @@ class MemoryMeter:
 
     def _read_slot(self, slot: SlotLike, optimizer: torch.optim.Optimizer) -> SlotMemory:
         modules = self._block_modules(slot)
-        # Copies that nn.DataParallel makes of the first slot's are no master weights.
+        # The copies that nn.DataParallel makes of the first slot's are not master weights.
         own = slot.device
         parameters = [p for module in modules for p in module.parameters() if p.device == own]
         buffers = [value for module in modules for value in module.buffers() if value.device == own]
@@ -282,7 +281,7 @@ class _KeptBytes:
             self.recent_peak = max(self.recent_peak, self.now)
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes now, and the most that there were since this was asked last."""
+        """Return the bytes now, and the most that there were since the last call."""
         peak, self.recent_peak = self.recent_peak, self.now
         return self.now, peak
 
@@ -305,71 +304,6 @@ class _Saved:
 
     def restore(self) -> Tensor:
         return self.tensor
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the memory of a device: a GPU's own, or the machine's.
-
-    Args:
-        device: A CPU or CUDA device.
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def memory_record(
-    parallel: str,
-    slots: Sequence[SlotLike],
-    measured: Mapping[int, SlotMemory],
-    predicted: Mapping[int, SlotMemory] | None,
-    timelines: Sequence[Timeline] = (),
-) -> dict[str, Any]:
-    """Return what ``memory.json`` holds.
-
-    Args:
-        parallel: The mode.
-        slots: The slots, in order.
-        measured: Per slot index.
-        predicted: Likewise, before the training started; None: it was not.
-        timelines: Of one step.
-    """
-    return {
-        "parallel": parallel,
-        "slots": [
-            {
-                "slot": slot.index,
-                "device": str(slot.device),
-                "blocks": list(slot.blocks),
-                "device_bytes": device_bytes(slot.device),
-                "predicted": predicted and predicted[slot.index].to_dict(),
-                "measured": measured[slot.index].to_dict(),
-            }
-            for slot in slots
-        ],
-        "timeline": [line.to_dict() for line in timelines],
-    }
-
-
-def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one record of the slots of all ranks, numbered through.
-
-    Args:
-        records: Of :func:`memory_record`, one for each rank.
-    """
-    slots: list[dict[str, Any]] = []
-    timelines: list[dict[str, Any]] = []
-    for rank, record in enumerate(records):
-        before = len(slots)
-        slots += [{**slot, "slot": before + slot["slot"], "rank": rank} for slot in record["slots"]]
-        for timeline in record["timeline"]:
-            own = [before + slot for slot in timeline["slots"]]
-            marks = [
-                {**mark, "slot": None if mark["slot"] is None else before + mark["slot"]}
-                for mark in timeline["marks"]
-            ]
-            timelines.append({**timeline, "slots": own, "marks": marks, "rank": rank})
-    return {**records[0], "slots": slots, "timeline": timelines}
 
 
 def _num_bytes(tensors: Sequence[Tensor]) -> int:

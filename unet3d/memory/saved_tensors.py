@@ -1,8 +1,8 @@
 """What becomes of each tensor that autograd saves for backward.
 
-Of nested saved-tensor hooks PyTorch asks the innermost alone. Here all are asked, the innermost
-first, until one takes the tensor; so one may make a tensor again instead of keeping it while
-another counts what is kept.
+With nested saved-tensor hooks PyTorch calls only the innermost. Here all handlers are asked, the
+innermost first, until one takes the tensor. So one may recompute a tensor instead of keeping it
+while another counts what is kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def handling(handler: Handler) -> Iterator[None]:
     """Ask a handler about every tensor that is saved in the context.
 
     Args:
-        handler: Is asked before those of the contexts around.
+        handler: The handler, which is asked before those of the enclosing contexts.
     """
     token = _handlers.set((handler, *_handlers.get()))
     try:
@@ -44,7 +44,10 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tensors of one memory share while one of them lives; fakes have no address."""
+    """Return a key that tensors with the same memory share while one of them lives.
+
+    It is not the address, because fake tensors have none.
+    """
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -14,16 +14,16 @@ ROUNDING_BYTES = 512
 MAX_SMALL_BYTES = 1024**2
 """Larger requests come from the range of large ones."""
 SMALL_PAGE_BYTES = 2 * 1024**2
-"""By which the range of small requests grows."""
+"""Step by which the range of small requests grows."""
 LARGE_PAGE_BYTES = 20 * 1024**2
-"""By which the range of large requests grows."""
+"""Step by which the range of large requests grows."""
 
 
 def rounded(num_bytes: int) -> int:
     """Return what the allocator hands out for a request.
 
     Args:
-        num_bytes: What is asked for.
+        num_bytes: The size of the request.
     """
     return -(-num_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
 
@@ -37,17 +37,17 @@ class Segments:
 
     @property
     def reserved_bytes(self) -> int:
-        """What has been taken from the device."""
+        """Bytes that have been taken from the device."""
         return self._small.reserved_bytes + self._large.reserved_bytes
 
     def allocate(self, num_bytes: int) -> tuple[bool, int]:
         """Find memory for a request.
 
         Args:
-            num_bytes: Rounded, above 0.
+            num_bytes: Its rounded size, above 0.
 
         Returns:
-            What :meth:`free` wants.
+            The place, for :meth:`free`.
         """
         is_large = num_bytes > MAX_SMALL_BYTES
         return is_large, (self._large if is_large else self._small).allocate(num_bytes)
@@ -61,8 +61,8 @@ class Segments:
         """Take memory back.
 
         Args:
-            place: Where it is.
-            num_bytes: As it was allocated.
+            place: Where the memory is.
+            num_bytes: Its size when it was allocated.
         """
         is_large, address = place
         (self._large if is_large else self._small).free(address, num_bytes)
@@ -76,9 +76,9 @@ class _Range:
         self._pages: set[int] = set()
         """Numbers of the pages that are reserved."""
         self._end = 0
-        """Behind the last address that was ever used."""
+        """The address after the last one that was ever used."""
         self._gaps: list[tuple[int, int]] = []
-        """Address and size, in the order of addresses; no two of them touch."""
+        """Address and size of each gap, in the order of addresses; no two gaps touch."""
 
     @property
     def reserved_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Memory over one step: a mark behind each action of the schedule.
+"""Memory over one step: a mark after each action of the schedule.
 
 Python queues work and GPUs do it later, but a GPU's allocator hands out memory while the work is
 queued. So marks are in the order in which actions are queued, and no time passes between them.
@@ -12,18 +12,18 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What was in use around one action."""
+    """The memory in use around one action."""
 
     slot: int | None
-    """Which acted; None: the optimizer, on all of them."""
+    """The slot that acted; None: the optimizer, on all slots."""
     kind: str
     """``forward``, ``loss``, ``backward`` or ``optimizer``."""
     micro_batch: int | None
-    """Its number, from 0; None: of the optimizer."""
+    """Number of the micro-batch, from 0; None for the optimizer."""
     bytes: int
-    """In use at the end of the action."""
+    """Bytes in use at the end of the action."""
     peak_bytes: int
-    """The most in use since the action before."""
+    """The most bytes in use since the previous action."""
 
     def plus(self, constant: int) -> "Mark":
         """Return the mark with as many more bytes in use."""
@@ -45,7 +45,7 @@ class Timeline:
     slots: tuple[int, ...]
     """Numbers of the slots whose memory this is."""
     marks: tuple[Mark, ...]
-    """One for each action of the step, of other slots too."""
+    """One mark for each action of the step, including those of other slots."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
@@ -53,7 +53,7 @@ class Timeline:
 
 
 class GpuMemory:
-    """What the allocator of one GPU says, with a peak since the last question."""
+    """What the allocator of one GPU reports, with the peak since the last call."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class GpuMemory:
         self.peak_bytes = self.reserved_bytes = 0
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes in use now, and the most that were since this was asked last."""
+        """Return the bytes in use now, and the most since the last call."""
         stats = torch.cuda.memory_stats(self.device)
         peak: int = stats["allocated_bytes.all.peak"]
         self.peak_bytes = max(self.peak_bytes, peak)

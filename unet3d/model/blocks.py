@@ -26,7 +26,7 @@ Norm = Literal["instance", "group", "batch"]
 
 NORM_EPS = 1e-5
 NEGATIVE_SLOPE = 0.01
-"""Of LeakyReLU, as in nnU-Net."""
+"""Slope of LeakyReLU, as in nnU-Net."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,14 @@ class Block:
     """One step of the network, and the unit that a cut can fall between.
 
     The blocks of a network are in an order in which they can run. Each reads tensors by name and
-    writes one tensor under its own name; ``image`` is the network's input. So a list of blocks,
-    or any run of it, says by itself which tensors it needs from outside: at a cut, those are what
-    must travel.
+    writes one tensor under its own name; ``image`` is the network's input. So any run of blocks
+    tells which tensors it needs from outside: at a cut, those are the ones that must travel.
     """
 
     name: str
-    """Such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``."""
+    """Name, such as ``encoder.0.1`` (level, unit), ``decoder.2.up`` or ``head``."""
     module: nn.Module
-    """What runs; it owns its parameters alone."""
+    """The module that runs; it shares no parameters with others."""
     inputs: tuple[str, ...]
     """Names of the tensors that it reads, in the order of its arguments."""
     path: str = ""
@@ -52,17 +51,17 @@ class Block:
 
 
 class BlockWatcher(Protocol):
-    """What is told when a block runs."""
+    """Is called before and after each block."""
 
     def before(self, block: Block) -> None:
-        """Do what must be done before a block reads its inputs."""
+        """Prepare the inputs of a block that is about to run."""
         ...
 
     def after(self, block: Block, made: Tensor) -> None:
-        """Do what is due when a block has run.
+        """Act on a block that has run.
 
         Args:
-            block: Which.
+            block: The block.
             made: Its result.
         """
         ...
@@ -78,10 +77,10 @@ def run_blocks(
 
     Args:
         blocks: A run of a network's blocks.
-        tensors: What they need from outside, by name; emptied, so that nothing here keeps a tensor
-            that no block reads any more.
+        tensors: What they need from outside, by name. It is emptied, so that no tensor is kept that
+            no block reads any more.
         keep: Names of the tensors to return.
-        watcher: Is told of each block.
+        watcher: Is called before and after each block.
 
     Returns:
         The kept tensors by name.
@@ -105,12 +104,12 @@ def run_levels(
 ) -> dict[str, Tensor]:
     """Run blocks as :func:`run_blocks` does, but keep only what enters each level for backward.
 
-    The rest is made again when backward comes to the level (Chen et al., arXiv 1604.06174): a
-    second forward pass buys most of the activations' memory.
+    The rest is recomputed when backward comes to the level (Chen et al., arXiv 1604.06174). A
+    second forward pass saves most of the activations' memory.
 
     Args:
         blocks: A run of a network's blocks.
-        tensors: What they need from outside, by name; emptied.
+        tensors: What they need from outside, by name. It is emptied.
         keep: Names of the tensors to return.
     """
     levels = [tuple(group) for _, group in itertools.groupby(blocks, lambda b: (b.path, b.level))]
@@ -179,8 +178,8 @@ class InstanceNorm(nn.Module):
         """Start as the plain normalisation.
 
         Args:
-            channels: Of the feature map.
-            negative_slope: Of LeakyReLU; 1 leaves the activation out.
+            channels: Channels of the feature map.
+            negative_slope: Slope of LeakyReLU; 1 leaves the activation out.
             feeds_convolution: Whether a 3x3x3 convolution reads the result.
         """
         super().__init__()
@@ -228,7 +227,7 @@ def make_norm(
 class Conv3x3x3(nn.Conv3d):
     """3x3x3 convolution with zero padding.
 
-    No bias: a normalisation follows, which takes the mean away again.
+    It has no bias, because the normalisation that follows removes the mean.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: Shape = (1, 1, 1)) -> None:
@@ -239,7 +238,7 @@ class Conv3x3x3(nn.Conv3d):
 
         Args:
             x: The features.
-            added: To be added to the result, of its shape, or None; only where the stride is 1.
+            added: A tensor of the result's shape to add to it, or None; only where the stride is 1.
         """
         if self.stride == (1, 1, 1):
             return conv3x3x3(x, self.weight, added)
@@ -278,7 +277,7 @@ class ConvUnit(nn.Module):
 
         Args:
             x: The features.
-            added: To be added behind the convolution, of its result's shape, or None.
+            added: A tensor of the shape of the convolution's result to add to it, or None.
         """
         out: Tensor = self.norm(self.conv(x, added))
         return out
@@ -299,7 +298,7 @@ class ResidualUnit(nn.Module):
         self.conv = Conv3x3x3(channels, channels)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
-        # As ResNet-D does (arXiv 1812.01187): averaging first, so that no voxel is skipped.
+        # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
         pool = nn.AvgPool3d(stride, stride) if max(stride) > 1 else nn.Identity()
         project = (
             nn.Sequential(
@@ -320,8 +319,8 @@ class ResidualUnit(nn.Module):
 class Upsample(nn.ConvTranspose3d):
     """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
 
-    No bias: but for the edge of the volume, the normalisation behind the next convolution would
-    take it away again.
+    It has no bias, because except at the edge of the volume the normalisation after the next
+    convolution would remove it.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:

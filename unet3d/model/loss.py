@@ -48,8 +48,8 @@ class LossTerms:
 def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sums over voxels that the loss is made of.
 
-    Sums of parts of a volume add up to those of the volume, and sums of other samples are joined
-    to these along N, so they can be exchanged before :func:`loss_from_sums`, whose ratios cannot.
+    Sums of parts of a volume add up to those of the volume, and sums of other samples are joined to
+    these along N. So sums can be exchanged before :func:`loss_from_sums`; its ratios cannot.
 
     Args:
         logits: (N, K, X, Y, Z).
@@ -57,7 +57,7 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
             Y', Z' are multiples of X, Y, Z, and every n-th voxel is taken.
 
     Returns:
-        (4, N, K) in float32 at least, of which backward finds the gradient of the logits. With p
+        (4, N, K) in float32 at least, through which backward reaches the logits. With p
         the softmax of the logits: the sum of -log p over the voxels of each class, that of p over
         them, that of p over all voxels, and their number.
     """

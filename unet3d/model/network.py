@@ -1,4 +1,4 @@
-"""Networks that are lists of blocks, and making one of any chain of modules."""
+"""Networks that are lists of blocks, and how any chain of modules becomes one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +15,9 @@ _OVER_THE_BATCH = (nn.modules.batchnorm._BatchNorm,)
 
 
 class BlockNetwork(Protocol):
-    """A module that can be cut between its blocks: all that executors ask of a network.
+    """A module that can be cut between its blocks: all that executors need from a network.
 
-    :class:`~unet3d.model.UNet3d` is one, :class:`SequentialNetwork` makes one of a chain.
+    :class:`~unet3d.model.UNet3d` is one; :class:`SequentialNetwork` turns a chain into one.
     """
 
     training: bool
@@ -38,7 +38,7 @@ class BlockNetwork(Protocol):
             image: The batch, (N, ...).
 
         Raises:
-            VolumeError: Why not.
+            VolumeError: The input does not suit the network; the message says why.
         """
         ...
 
@@ -46,19 +46,19 @@ class BlockNetwork(Protocol):
     def samples_are_independent(self) -> bool:
         """Whether a sample's result is the same alone and in a batch.
 
-        Where it is not, as with batch normalisation, a batch cannot be taken in portions.
+        Where it is not, as with batch normalisation, a batch cannot be divided.
         """
         ...
 
     def preferred_cuts(self, num_stages: int) -> tuple[int, ...] | None:
-        """Return where the network is best cut if nothing else is asked for.
+        """Return the preferred cuts of the network, for when no others are asked for.
 
         Args:
             num_stages: How many devices share it.
 
         Returns:
-            Index of the first block of each stage but the first; None: into stages of about equal
-            work, counted on :meth:`example_input`.
+            Index of the first block of each stage but the first; None: cuts into stages of about
+            equal work, counted on :meth:`example_input`.
         """
         ...
 
@@ -107,7 +107,7 @@ class BlockNetwork(Protocol):
         ...
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any:
-        """Take over parameters and buffers."""
+        """Load parameters and buffers."""
         ...
 
 
@@ -142,12 +142,12 @@ def sequential_blocks(
 
 
 def _children(chain: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """Return a chain's modules by name; ``named_children`` leaves out one that comes again."""
+    """Return a chain's modules by name; ``named_children`` leaves out repeated ones."""
     return zip(chain._modules, chain, strict=True)
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return a module by its name, or the parts of a chain; a subclass may run them otherwise."""
+    """Return a module by its name, or the parts of a chain; a subclass may run them differently."""
     if type(module) is not nn.Sequential:
         yield name, module
         return
@@ -159,7 +159,7 @@ class SequentialNetwork(nn.Module):
     """A chain of modules as a network that executors can place, such as a ResNet."""
 
     def __init__(self, chain: nn.Sequential, sample_shape: Sequence[int]) -> None:
-        """Take over a chain.
+        """Divide a chain into blocks.
 
         Args:
             chain: Modules with one input and one output; see :func:`sequential_blocks`.
@@ -194,7 +194,7 @@ class SequentialNetwork(nn.Module):
             image: (N, C, ...).
 
         Raises:
-            VolumeError: It has.
+            VolumeError: The batch has another rank or other channels.
         """
         wanted = self.sample_shape
         if image.dim() != len(wanted) + 1 or image.shape[1] != wanted[0]:

@@ -23,7 +23,7 @@ class Optimization:
     """Turns gradients into steps.
 
     The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``, a pure
-    function of the step, so nothing of it need be saved.
+    function of the step, so no state of it needs to be saved.
     """
 
     def __init__(
@@ -33,14 +33,14 @@ class Optimization:
         precision: str,
         keep_gradients: bool = False,
     ) -> None:
-        """Make the optimizer of a placed network.
+        """Create the optimizer of a placed network.
 
         Args:
-            module: Its parameters may be on several devices, and stay there.
+            module: The network. Its parameters may be on several devices, and stay there.
             settings: Optimizer, rate, clipping.
             precision: ``float16`` needs its gradients scaled.
             keep_gradients: Clear gradients in place. With replicas they are views of the buckets
-                that are exchanged, which are there anyway; new ones would take memory beside them.
+                that are exchanged, which exist anyway; new ones would take additional memory.
         """
         self.keep_gradients = keep_gradients
         self.module = module
@@ -61,7 +61,7 @@ class Optimization:
             )
         first = parameters[0].device
         self.scaler = torch.amp.GradScaler(first.type, enabled=precision == "float16")
-        # The executor scales the loss itself; the scaler must be told where its numbers live.
+        # The executor scales the loss itself, so the scaler must be told the device of its numbers.
         self.scaler.scale(torch.zeros((), device=first))
 
     @property
@@ -75,7 +75,7 @@ class Optimization:
 
         Args:
             step: From 0 to below ``num_steps``.
-            num_steps: Of the whole training.
+            num_steps: Number of steps of the whole training.
         """
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
         return rate
@@ -87,7 +87,7 @@ class Optimization:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.gradient_clip)
-        # With the scaler off these two are a plain step and nothing.
+        # With the scaler off, the first is a plain step and the second does nothing.
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
@@ -97,10 +97,10 @@ class Optimization:
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
-        """Take over what :meth:`state_dict` returned, onto the parameters' devices.
+        """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
         Raises:
-            ValueError: It belongs to another optimizer or network.
+            ValueError: The state belongs to another optimizer or network.
         """
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler.is_enabled() and state["scaler"]:

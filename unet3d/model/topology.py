@@ -24,7 +24,7 @@ class Topology:
     channels: tuple[int, ...]
     """Channels of each level; level 0 has the full resolution."""
     strides: tuple[Shape, ...]
-    """Per level and axis, the step from the level above; level 0 has (1, 1, 1)."""
+    """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
     encoder: Literal["plain", "residual"] = "plain"
     """Two plain convolutions a level, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
@@ -94,7 +94,7 @@ def plan_topology(
     if num_levels > len(strides):
         raise ConfigError(
             f"the model has {num_levels} levels but a patch of {'x'.join(map(str, size))} voxels "
-            f"gives {len(strides)}, for no axis is halved below {MIN_VOXELS} voxels; "
+            f"gives {len(strides)}, because no axis is halved below {MIN_VOXELS} voxels; "
             "use fewer levels (at least 2) or a larger patch"
         )
     strides = strides[:num_levels]
@@ -113,7 +113,7 @@ def plan_topology(
 
 
 def _strides(size: Shape, spacing_mm: Spacing) -> tuple[Shape, ...]:
-    """Halve until nothing can be halved any more."""
+    """Halve until no axis can be halved any more."""
     voxels, spacing = list(size), list(spacing_mm)
     strides: list[Shape] = [(1, 1, 1)]
     while True:

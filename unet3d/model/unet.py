@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.skips = skips
         self.levels = nn.ModuleDict()
-        # nnU-Net pairs its residual encoder with one convolution a level.
+        # nnU-Net pairs its residual encoder with one convolution per level.
         num_units = 2 if topology.encoder == "plain" else 1
         for level in reversed(range(topology.num_levels - 1)):
             channels = topology.channels[level]
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
                     ),
                 }
             )
-        # nnU-Net gives no head to the two lowest levels: their logits are too coarse to teach.
+        # nnU-Net gives no head to the two lowest levels, because their logits are too coarse.
         supervised = max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
         self.heads = nn.ModuleList(
             Head(topology.channels[level], topology.num_classes) for level in range(supervised)
@@ -172,7 +172,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def share_variance(self) -> None:
-        """Make two convolutions that are added start as the one over both inputs would."""
+        """Initialise two convolutions that are added like the one over both inputs."""
         for parts in self.levels.values():
             for conv in (parts["skip"], parts["units"][0].conv):  # type: ignore[index]
                 conv.weight.mul_(0.5**0.5)

@@ -1,18 +1,18 @@
 """A training step as CUDA graphs: captured once, replayed often.
 
-For volumes that are not large Python needs longer to launch the some thousand kernels of a step
-than GPUs need to run them; the more so where one process keeps several GPUs busy. A CUDA graph
-captures what one stage launches for one micro-batch in one action, and a later step replays it in
-one call: the same arithmetic on the same memory.
+For small volumes Python takes longer to launch the thousands of kernels of a step than GPUs take to
+run them, even more so where one process keeps several GPUs busy. A CUDA graph captures what one
+stage launches for one micro-batch in one action, and a later step replays it in one call: the same
+arithmetic on the same memory.
 
 A step is captured by walking its schedule once, and replayed by walking it again. All graphs of a
 GPU share one pool of memory. While a graph is captured, memory that earlier ones of the step no
-longer need is used again, as in a step that is launched; because the replay has the same order,
-what one graph still needs is never what another one overwrites. So a captured step takes what a
-launched one takes, however many micro-batches there are.
+longer need is reused, as in a step that is launched. Because the replay has the same order, no
+graph overwrites what another one still needs. So a captured step takes as much memory as a launched
+one, however many micro-batches there are.
 
 What one GPU sends to another is copied while the sender already works on. Its memory is therefore
-not used again by the sender's next action, and the one after that waits until it has been read::
+not reused by the sender's next action, and the one after that waits until it has been read::
 
     GPU 0   F0 ──► F1 ──► (F0 has been read) B0 ──► ...
                copy   copy
@@ -57,14 +57,14 @@ class CapturedStep:
 
         Args:
             run: Walks its schedule.
-            stages: What is captured.
-            routes: Between them.
-            images: Of each micro-batch; only their shapes matter.
-            targets: Likewise.
-            make_pool: Makes the graphs' pool of a device; None: that of its kind.
+            stages: The stages to capture.
+            routes: The routes between them.
+            images: Image of each micro-batch; only their shapes matter.
+            targets: Target of each micro-batch; only their shapes matter.
+            make_pool: Creates the pool of graphs of a device; None: the one of the device's type.
 
         Raises:
-            torch.OutOfMemoryError: There is no memory for it.
+            torch.OutOfMemoryError: There is too little memory for the graphs.
         """
         devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
         _give_cached_memory_back(devices)
@@ -77,7 +77,7 @@ class CapturedStep:
             for runner in stages
         ]
         self.gradients: list[tuple[Stage, dict[Tensor, Tensor]]] = []
-        """Of each stage's parameters: what replays add to."""
+        """Gradients of each stage's parameters, to which replays add."""
         try:
             with ExitStack() as aliases:
                 for runner in stages:
@@ -86,7 +86,7 @@ class CapturedStep:
                 run(self._stages, self._mail)
         finally:
             for runner in stages:
-                runner.forget()  # where the capture came to an end too early
+                runner.forget()  # in case the capture ended too early
         self._mail.end_capture()
         for stage in self._stages:
             stage.end_capture()
@@ -97,14 +97,14 @@ class CapturedStep:
 
         Args:
             run: Walks its schedule.
-            images: Of each micro-batch.
-            targets: Likewise.
+            images: Image of each micro-batch.
+            targets: Target of each micro-batch.
 
         Returns:
             The loss.
         """
         for _, gradients in self.gradients:
-            # What a parameter has from an earlier replay is added to.
+            # Replays add to the gradients that parameters have from earlier replays.
             fresh = [own for parameter, own in gradients.items() if parameter.grad is not own]
             if fresh:
                 torch._foreach_zero_(fresh)
@@ -113,14 +113,14 @@ class CapturedStep:
 
 
 class _DeviceActions:
-    """The actions of one device, in their order: what they have sent must outlive the next one."""
+    """The actions of one device, in order: what they have sent must outlive the next action."""
 
     def __init__(self, pool: GraphPool) -> None:
         self.pool = pool
         self.sent: Sequence[Tensor] = ()
-        """In capture: by the last action."""
+        """During capture: what the last action has sent."""
         self._unread: list[list[torch.cuda.Event]] = [[]]
-        """In replay: when what the last actions have sent will have been read."""
+        """During replay: events after the reads of what the last actions have sent."""
 
     def begin_replay(self) -> None:
         """Wait until what the action before the last has sent has been read."""
@@ -129,10 +129,10 @@ class _DeviceActions:
                 self.pool.wait(event)
 
     def end_replay(self, read: list[torch.cuda.Event]) -> None:
-        """Take note of what an action has sent.
+        """Note what an action has sent.
 
         Args:
-            read: When it will have been read.
+            read: Events after the reads.
         """
         self._unread.append(read)
 
@@ -150,7 +150,7 @@ class _CapturedStage:
         self._terms: dict[int, Any] = {}
 
     def end_capture(self) -> None:
-        """From now on replay."""
+        """Replay from now on."""
         self._is_captured = True
         self._actions.sent = ()
 
@@ -210,13 +210,13 @@ class _CapturedStage:
 
 @contextmanager
 def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
-    """Put aliases in the place of a stage's parameters, and give back what they add gradients to.
+    """Replace a stage's parameters by aliases, and yield the tensors that hold the gradients.
 
-    So no hook of the parameters is called in a capture, nor any that autograd keeps for them in
-    another stream, as it does for ``DistributedDataParallel``.
+    So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
+    stream, as it does for ``DistributedDataParallel``.
 
     Args:
-        stage: Its parameters are back after the context.
+        stage: The stage. Its parameters are restored after the context.
     """
     gradients: dict[Tensor, Tensor] = {}
     owned = [

@@ -1,4 +1,4 @@
-"""CUDA graphs: what one GPU launches for one action, to be launched again in one call."""
+"""CUDA graphs: what one GPU launches for one action, captured and replayed in one call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -13,10 +13,10 @@ ERROR_MODE = "thread_local"
 
 
 class Graph(Protocol):
-    """What has been launched once and can be launched again."""
+    """Captured work that can be replayed."""
 
     def replay(self) -> None:
-        """Launch it again, on the current stream."""
+        """Replay the work on the current stream."""
         ...
 
 
@@ -24,11 +24,11 @@ class GraphPool(Protocol):
     """The graphs of one device, which share memory."""
 
     def capture(self) -> AbstractContextManager[Graph]:
-        """Return what captures the work that is queued in the context."""
+        """Return a context that captures the work queued in it."""
         ...
 
     def place_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the same memory that does not keep it from being used again."""
+        """Return a tensor of the same memory that does not keep it from being reused."""
         ...
 
     def wait(self, event: torch.cuda.Event) -> None:
@@ -44,7 +44,7 @@ class CudaGraphPool:
     """CUDA graphs of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make a pool without memory.
+        """Create an empty pool.
 
         Args:
             device: A GPU.
@@ -62,7 +62,7 @@ class CudaGraphPool:
             try:
                 yield graph
             except BaseException:
-                with suppress(RuntimeError):  # the capture is lost, and says so
+                with suppress(RuntimeError):  # the capture is lost and raises an error
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -112,13 +112,13 @@ class _Bytes:
 MakePool = Callable[[torch.device], GraphPool]
 
 POOLS: dict[str, MakePool] = {"cuda": CudaGraphPool}
-"""By kind of device; steps that use any other kind are launched."""
+"""Pools by device type; steps that use any other type are launched."""
 
 
 def pool_of_kind(device: torch.device) -> GraphPool:
     """Return a pool for graphs of a device.
 
     Args:
-        device: Of a kind that has graphs.
+        device: A device of a type that has graphs.
     """
     return POOLS[device.type](device)

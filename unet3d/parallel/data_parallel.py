@@ -21,7 +21,7 @@ class DataParallelExecutor:
     logits are gathered on the output device, where the loss of the whole batch is taken.
 
     cuDNN must not search for its fastest algorithms here (``torch.backends.cudnn.benchmark``):
-    what it finds is remembered per thread, and the threads are new in every step.
+    its results are remembered per thread, and the threads are new in every step.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class DataParallelExecutor:
 
         Args:
             module: The network.
-            devices: GPUs, each once.
+            devices: GPUs, each named once.
             output_device: One of them, or None for the first.
             autocast: Lower precision, or None.
 
@@ -96,7 +96,8 @@ class _Lowered(nn.Module):
         self.network = executor.module
         self.autocast = autocast
         self._slots = {slot.device: slot for slot in executor.slots}
-        self._executor = weakref.proxy(executor)  # which owns this; and what it watches changes
+        # A proxy, because the executor owns this object; its observer may change.
+        self._executor = weakref.proxy(executor)
 
     def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
         lowering = (

@@ -16,11 +16,11 @@ ActionKind = Literal["forward", "loss", "backward"]
 
 
 class Loss(Protocol):
-    """A scalar to minimise, and perhaps what it is made of."""
+    """A scalar to minimise, and perhaps its terms."""
 
     @property
     def total(self) -> Tensor:
-        """What is minimised, a scalar."""
+        """The scalar that is minimised."""
         ...
 
     def weighted(self, weight: float) -> Self:
@@ -39,7 +39,7 @@ class ScalarLoss:
     """A :class:`Loss` that is made of nothing else."""
 
     total: Tensor
-    """What is minimised, a scalar."""
+    """The scalar that is minimised."""
 
     def weighted(self, weight: float) -> "ScalarLoss":
         """Return it times a weight."""
@@ -54,7 +54,7 @@ class ScalarLoss:
 
 
 LossFunction = Callable[[Any, Tensor], Loss | Tensor]
-"""From logits (with several results, a sequence of them) and target to a mean over the samples.
+"""Maps logits (a sequence of them, for several results) and target to a mean over the samples.
 
 It returns a :class:`Loss`, or a plain scalar as :func:`torch.nn.functional.cross_entropy` does.
 Steps are only captured as CUDA graphs if it is the same object in each of them.
@@ -65,10 +65,10 @@ def as_loss(returned: Loss | Tensor) -> Loss:
     """Return a :class:`Loss`, whichever of both a loss function returns.
 
     Args:
-        returned: By a :data:`LossFunction`.
+        returned: The result of a :data:`LossFunction`.
 
     Raises:
-        ConfigError: A tensor that is no scalar.
+        ConfigError: It is a tensor but not a scalar.
     """
     if not isinstance(returned, Tensor):
         return returned
@@ -81,34 +81,34 @@ def as_loss(returned: Loss | Tensor) -> Loss:
 
 
 class Observer(Protocol):
-    """What is told of the actions that an executor launches; for measurements.
+    """Observes the actions that an executor launches; for measurements.
 
-    Actions that are replayed from CUDA graphs make no tensors, so nobody is told of them.
+    Actions that are replayed from CUDA graphs make no tensors, so they are not reported.
     """
 
     def during(
         self, slot: Slot, kind: ActionKind, micro_batch: int
     ) -> AbstractContextManager[None]:
-        """Return what is entered around one action.
+        """Return a context for one action.
 
         Args:
-            slot: Which acts.
+            slot: The slot that acts.
             kind: What it does.
-            micro_batch: With which portion of the batch.
+            micro_batch: The number of the micro-batch.
         """
         ...
 
     def resized(self, tensor: Tensor) -> None:
-        """Take note that a tensor's memory was given back, or taken again.
+        """Note that a tensor's memory was freed, or allocated again.
 
         Args:
-            tensor: Others may share its memory.
+            tensor: The tensor; others may share its memory.
         """
         ...
 
 
 class NoObserver:
-    """Looks at nothing."""
+    """Observes nothing."""
 
     def during(self, slot: Slot, kind: str, micro_batch: int) -> AbstractContextManager[None]:
         """Do nothing around an action."""
@@ -119,9 +119,9 @@ class NoObserver:
 
 
 class Executor(Protocol):
-    """A network that is placed somewhere and can be trained and asked.
+    """A network that is placed on devices, for training and prediction.
 
-    Every way of spreading the network is transparent: the loss and the gradients are those of
+    Every placement is transparent: the loss and the gradients are those of
     the plain network on the whole batch.
     """
 
@@ -131,13 +131,13 @@ class Executor(Protocol):
         ...
 
     input_device: torch.device
-    """Where images are wanted."""
+    """The device where images are expected."""
     output_device: torch.device
-    """Where targets are wanted and logits come out."""
+    """The device where targets are expected and logits are returned."""
     slots: Sequence[Slot]
-    """What the memory report has a row for."""
+    """The slots; the memory report has a row for each."""
     observer: Observer
-    """Is told of every action of :meth:`forward_backward` that is launched."""
+    """Receives every action of :meth:`forward_backward` that is launched."""
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
@@ -145,7 +145,7 @@ class Executor(Protocol):
         """Add the gradients of one batch to the module's.
 
         Args:
-            image: (N, C, X, Y, Z), or what else the network takes, on the input device.
+            image: (N, C, X, Y, Z), or another input of the network, on the input device.
             target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
             loss_fn: A mean over samples; called where the logits are.
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
@@ -159,10 +159,9 @@ class Executor(Protocol):
     def predict(self, image: Tensor) -> Tensor:
         """Return logits (N, K, ...) on the output device, without gradients.
 
-        Whoever asks calls ``executor.module.eval()`` first, as for any module, where there is
-        batch normalisation or dropout.
+        With batch normalisation or dropout, call ``executor.module.eval()`` first, as usual.
 
         Args:
-            image: (N, C, X, Y, Z), or what else the network takes, on the input device.
+            image: (N, C, X, Y, Z), or another input of the network, on the input device.
         """
         ...

@@ -1,4 +1,4 @@
-"""What happens with a step's gradients behind the pipeline, which knows nothing of it."""
+"""What happens to a step's gradients after the pipeline, which does not know about it."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,28 +10,28 @@ from unet3d.parallel.partition import Stage
 
 
 class GradientExchange(Protocol):
-    """What is done with a step's gradients beside making them."""
+    """What is done with a step's gradients besides computing them."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Return what is entered around a step."""
+        """Return a context for one step."""
         ...
 
     def before_last_backward(self, stage: Stage) -> None:
-        """Take note that the gradients of a stage are about to be complete."""
+        """Note that the gradients of a stage are about to be complete."""
         ...
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Add gradients that were made elsewhere to those of a stage's parameters.
+        """Add gradients that were computed elsewhere to those of a stage's parameters.
 
         Args:
-            stage: Whose.
-            gradients: By parameter; they may become the parameters' own.
+            stage: The stage.
+            gradients: Gradients by parameter; they may become the parameters' own.
         """
         ...
 
 
 class NoExchange:
-    """One replica: its gradients are the gradients."""
+    """A single replica, whose gradients need no exchange."""
 
     def step(self) -> AbstractContextManager[None]:
         """Do nothing around a step."""

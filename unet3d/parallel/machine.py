@@ -15,7 +15,7 @@ class Machine:
     num_gpus: int
     """CUDA GPUs, numbered from 0."""
     is_real: bool = True
-    """Whether devices that are not there are refused; a plan may be for another machine."""
+    """Whether missing devices are refused; a plan may be for another machine."""
     description: str = "the described machine"
     """Its devices as a phrase, for errors."""
 
@@ -31,10 +31,10 @@ class Machine:
         """Return a device by its name.
 
         Args:
-            name: Such as ``0``, ``cuda:1`` or ``cpu``.
+            name: The name, such as ``0``, ``cuda:1`` or ``cpu``.
 
         Raises:
-            DeviceError: It is unknown, or not there.
+            DeviceError: The device is unknown or does not exist.
         """
         match = re.fullmatch(r"(?:cuda:)?(\d+)|(cpu)|(cuda)", name.strip())
         if match is None:

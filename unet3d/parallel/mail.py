@@ -1,7 +1,7 @@
-"""What stages send one another within one step: outputs onward, gradients back.
+"""What stages send to each other within one step: outputs forward, gradients back.
 
-The pipeline puts in what a stage makes and takes out what the next one reads. Copies between
-devices start as soon as their tensor is there; see :mod:`unet3d.parallel.transfer`.
+The pipeline puts in what a stage produces and takes out what the next one reads. Copies between
+devices start as soon as their tensor exists; see :mod:`unet3d.parallel.transfer`.
 """
 
 from collections import defaultdict
@@ -35,22 +35,22 @@ class Mail(Protocol):
         ...
 
     def send_on(self, stage: Stage, micro_batch: int, name: str, made: Tensor) -> None:
-        """Send what a stage has made to the stages, and the loss, that read it."""
+        """Send what a stage has produced to the stages, and the loss, that read it."""
         ...
 
     def send_back(self, stage: Stage, micro_batch: int, name: str, gradient: Tensor) -> None:
-        """Send the gradient of what a stage, or the loss there, has read to its maker."""
+        """Send the gradient of what a stage, or the loss on it, has read to the producer."""
         ...
 
 
 class Routes:
-    """Who makes and who reads each tensor that travels between stages."""
+    """The producer and the readers of each tensor that travels between stages."""
 
     def __init__(self, stages: Sequence[Stage], results: Sequence[str]) -> None:
-        """Follow the names.
+        """Find producers and readers by the names of the tensors.
 
         Args:
-            stages: In order.
+            stages: The stages in order.
             results: Names of the tensors that the loss reads, in its order.
         """
         self.stages = tuple(stages)
@@ -58,30 +58,30 @@ class Routes:
         self.maker = {block.name: stage for stage in stages for block in stage.blocks}
 
     def readers(self, stage: Stage, name: str) -> list[Stage]:
-        """Return the later stages that read what a stage makes.
+        """Return the later stages that read what a stage produces.
 
         Args:
-            stage: The maker.
-            name: Of the tensor.
+            stage: The producer.
+            name: Name of the tensor.
         """
         return [later for later in self.stages[stage.slot.index + 1 :] if name in later.inputs]
 
     @property
     def loss_device(self) -> torch.device:
-        """Where the loss is taken."""
+        """The device where the loss is computed."""
         return self.stages[-1].slot.device
 
 
 class DirectMail:
-    """Mail of a step whose operations are launched: each tensor is copied as it is made."""
+    """Mail of a step whose operations are launched: each tensor is copied as it is produced."""
 
     def __init__(self, routes: Routes, images: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Begin a step.
 
         Args:
-            routes: Between the stages.
-            images: Of each micro-batch.
-            targets: Likewise, on the last stage's device.
+            routes: The routes between the stages.
+            images: Image of each micro-batch.
+            targets: Target of each micro-batch, on the last stage's device.
         """
         self._routes = routes
         self._targets = targets
@@ -116,7 +116,7 @@ class DirectMail:
         }
 
     def send_on(self, stage: Stage, micro_batch: int, name: str, made: Tensor) -> None:
-        """Start the copies of what a stage has made; see :class:`Mail`."""
+        """Start the copies of what a stage has produced; see :class:`Mail`."""
         for later in self._routes.readers(stage, name):
             transfer = Transfer(made, later.slot.device)
             self._onward[later.slot.index, micro_batch, name] = transfer
@@ -124,6 +124,6 @@ class DirectMail:
             self._logits[micro_batch][name] = Transfer(made, self._routes.loss_device)
 
     def send_back(self, stage: Stage, micro_batch: int, name: str, gradient: Tensor) -> None:
-        """Start the copy of a gradient to the maker of its tensor; see :class:`Mail`."""
+        """Start the copy of a gradient to the producer of its tensor; see :class:`Mail`."""
         transfer = Transfer(gradient, self._routes.maker[name].slot.device)
         self._back[micro_batch, name].append(transfer)

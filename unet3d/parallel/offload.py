@@ -1,21 +1,21 @@
-"""Parks skips in host memory while nothing on their device reads them.
+"""Offloads skips to host memory while nothing on their device reads them.
 
-A skip is made early in forward and read late, and in backward the other way round. At the peak of
-a step, between the two, all skips are there and none is in use::
+A skip is produced early in forward and read late, and in backward the other way round. At the peak
+of a step, between the two, all skips exist and none is in use::
 
     forward    encoder.0.1 ─ encoder.1.0 … decoder.0.0 ─ … head ─ loss
-                    └─ copy out ─────────────┘ give the memory back
+                    └─ copy out ─────────────┘ free the memory
     backward   … decoder.0.1 ─ decoder.0.0 ─ … ─ encoder.1.0 ─ encoder.0.1
-                    └─ copy in ─┘ give back    copy in ─┘
+                    └─ copy in ─┘ free         copy in ─┘
 
-What is offloaded is memory, not a tensor: it is emptied and filled again below every tensor that
-shares it, be it one that a stage still hands on or one that autograd has saved, by whichever
-operation. So backward does the same as without, on the same values. Where a skip is not kept but
-made again (:mod:`unet3d.kernels.recompute`), what it is made from is offloaded in its place.
+What is offloaded is memory, not a tensor: it is freed and filled again underneath every tensor
+that shares it, whether a stage still passes that tensor on or autograd has saved it. So backward
+does the same as without offloading, on the same values. Where a skip is not kept but recomputed
+(:mod:`unet3d.kernels.recompute`), the tensors it is recomputed from are offloaded instead.
 
-A copy runs on a stream of its own, but memory is taken and given back on the stream that computes,
-in the order of its work: no event of another stream decides when memory is free, and a prediction
-finds the peak that is measured.
+A copy runs on a stream of its own, but memory is allocated and freed on the compute stream, in the
+order of its work. So no event of another stream decides when memory is free, and the predicted peak
+is the measured one.
 """
 
 from collections import defaultdict
@@ -31,19 +31,19 @@ from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block
 
 Resized = Callable[[Tensor], None]
-"""Is told of a tensor whose memory was given back or taken again."""
+"""Receives a tensor whose memory was freed or allocated again."""
 
 
 def supports_offload(device: torch.device) -> bool:
-    """Return whether a device has memory that is worth more than the host's."""
+    """Return whether a device has memory of its own, which is scarcer than the host's."""
     return is_gpu(device)
 
 
 def skip_names(blocks: Sequence[Block]) -> frozenset[str]:
-    """Return the tensors that both the encoder and the decoder read after the encoder made them.
+    """Return the tensors that both the encoder and the decoder read after the encoder wrote them.
 
     Args:
-        blocks: Of the whole network.
+        blocks: The blocks of the whole network.
     """
     path = {block.name: block.path for block in blocks}
     readers: dict[str, set[str]] = {}
@@ -61,11 +61,11 @@ class OffloadedMemory:
     """The memory of one skip on one device, and its copy in the host's memory."""
 
     def __init__(self, tensor: Tensor, resized: Resized) -> None:
-        """Start the copy to the host.
+        """Start the copy to host memory.
 
         Args:
-            tensor: All of its memory; work that is queued already makes it.
-            resized: Is told when the memory comes and goes.
+            tensor: A tensor that covers its memory; work that is queued already computes it.
+            resized: Is called when the memory is freed or allocated again.
         """
         # Its data has a version of its own: filling the memory again changes no saved tensor.
         self._tensor = tensor.data
@@ -78,14 +78,14 @@ class OffloadedMemory:
         self._copied = self._copy(self._host, self._tensor, direction="out")
 
     def release(self) -> None:
-        """Give the memory back, once the copy to the host is there."""
+        """Free the memory, once the copy to the host is complete."""
         if self._is_here:
             self.wait()
             self._resize(0)
             self._is_here = False
 
     def fetch(self) -> None:
-        """Start to fill the memory again, if it was given back."""
+        """Start to fill the memory again, if it was freed."""
         if not self._is_here:
             self._resize(self._num_bytes)
             self._is_here = True
@@ -108,7 +108,7 @@ class OffloadedMemory:
             target.copy_(source)
             return None
         stream = _copy_stream(device, direction)
-        # The source is being made, or the target's memory is still used for something else.
+        # The source is still being computed, or the target's memory is still used otherwise.
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -117,14 +117,14 @@ class OffloadedMemory:
 
 
 class StepOffload:
-    """Offloads the skips of all micro-batches of a step, whichever stages make and read them."""
+    """Offloads the skips of all micro-batches of a step, whichever stages produce and read them."""
 
     def __init__(self, blocks: Sequence[Block], resized: Resized) -> None:
         """Find the skips.
 
         Args:
-            blocks: Of the whole network.
-            resized: Is told when memory comes and goes.
+            blocks: The blocks of the whole network.
+            resized: Is called when memory is freed or allocated again.
         """
         self._skips = skip_names(blocks)
         self._resized = resized
@@ -139,16 +139,16 @@ class StepOffload:
         micro_batch: int,
         leaves: Mapping[str, Tensor],
     ) -> "SkipOffloader | None":
-        """Return what offloads the skips of one micro-batch in one stage.
+        """Return the offloader of the skips of one micro-batch in one stage.
 
         Args:
-            device: The stage's.
-            blocks: The stage's.
-            micro_batch: Its number.
+            device: The stage's device.
+            blocks: The stage's blocks.
+            micro_batch: Number of the micro-batch.
             leaves: The stage's inputs by name.
 
         Returns:
-            None where the device has no memory that is worth more than the host's.
+            None where there are no skips, or where the device's memory is the host's.
         """
         if not self._skips or not supports_offload(device):
             return None
@@ -161,9 +161,9 @@ class StepOffload:
 class SkipOffloader:
     """Offloads the skips of one micro-batch in one stage, block by block.
 
-    In forward a skip is given back after its last reader; where only the next level reads it
-    here, at the end of the stage, by when its copy has had time. In backward it is fetched for each
-    reader and given back in between. While one is in use the next is on its way.
+    In forward a skip's memory is freed after its last reader, or at the end of the stage where only
+    the next level reads it here, which leaves time for its copy. In backward it is fetched for each
+    reader and freed in between. While one skip is in use, the next is being copied.
     """
 
     def __init__(
@@ -176,11 +176,11 @@ class SkipOffloader:
         """Find out when the stage needs which skip.
 
         Args:
-            blocks: The stage's.
-            skips: Names, of the whole network.
+            blocks: The stage's blocks.
+            skips: Names of the skips of the whole network.
             offloaded: What other stages have offloaded of this micro-batch, by storage: two stages
                 on one device share the memory of a skip.
-            resized: Is told when memory comes and goes.
+            resized: Is called when memory is freed or allocated again.
         """
         self._skips = skips
         self._offloaded = offloaded
@@ -193,7 +193,7 @@ class SkipOffloader:
         self._last_reader = {name: block.name for block in blocks for name in block.inputs}
 
     def begin(self, leaves: Mapping[str, Tensor]) -> None:
-        """Take hold of the skips that other stages made.
+        """Offload the skips that other stages produced.
 
         Args:
             leaves: The stage's inputs.
@@ -202,16 +202,16 @@ class SkipOffloader:
             self._hold(name, leaf)
 
     def before(self, block: Block) -> None:
-        """Have a block's inputs there, in forward."""
+        """Fetch a block's inputs, in forward."""
         for name in block.inputs:
             if name in self._held:
                 self._held[name].wait()
 
     def after(self, block: Block, made: Tensor) -> None:
-        """Park what a block made, and give back what it was the last to read, in forward.
+        """Offload what a block produced, and free what it was the last to read, in forward.
 
         Args:
-            block: Which has run.
+            block: The block that has run.
             made: Its result.
         """
         index = self._index[block.name]
@@ -224,18 +224,18 @@ class SkipOffloader:
                 self._held[name].release()
 
     def end_forward(self) -> None:
-        """Give back all that is still there; what other stages read has been sent."""
+        """Free all skips that remain; what other stages read has been sent."""
         for memory in self._held.values():
             memory.release()
 
     def begin_backward(self) -> None:
-        """Start to fetch what the last block needs."""
+        """Start to fetch the skips that the last block needs."""
         for name in self._needs[-1]:
             if name in self._held:
                 self._held[name].fetch()
 
     def end_backward(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         for memory in self._held.values():
             memory.release()
         self._held.clear()
@@ -253,19 +253,19 @@ class SkipOffloader:
             self._held[name] = memory
 
     def _before_backward(self, index: int) -> None:
-        """Fetch what a block needs, and soon the next; give back what neither does.
+        """Fetch what a block needs and start with the next; free what neither needs.
 
         Autograd goes through the blocks in the reverse of the order in which they ran.
         """
         earlier = [number for number in range(index) if self._needs[number]]
         following = self._needs[earlier[-1]] if earlier else set()
-        # The first one comes just in time, for memory is at its peak when backward starts.
+        # The first one comes just in time, because memory peaks when backward starts.
         is_soon = bool(self._needs[index]) or bool(self._needs[index - 1] if index else ())
         for name in list(self._held):
             memory = self._held[name]
             if name in self._needs[index]:
                 memory.wait()
-                if self._index.get(name) == index:  # its maker is the last; autograd frees it
+                if self._index.get(name) == index:  # its producer comes last; autograd frees it
                     del self._held[name]
             elif name in following:
                 if is_soon:

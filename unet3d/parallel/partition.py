@@ -13,7 +13,7 @@ from unet3d.model import Block, BlockNetwork
 from unet3d.parallel.placement import Slot
 
 StageCost = Callable[[int, int, int], float]
-"""From a stage's number, its first block and the block after its last to what it costs."""
+"""The cost of a stage, given its number, its first block and the block after its last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Stage:
     """The blocks that one slot runs."""
 
     slot: Slot
-    """Where."""
+    """The slot it runs on."""
     blocks: tuple[Block, ...]
     """A run of the network's block list."""
     inputs: tuple[str, ...]
@@ -36,16 +36,16 @@ def make_stages(
     cuts: Sequence[int],
     results: Sequence[str],
 ) -> tuple[Stage, ...]:
-    """Divide a block list into one stage a device.
+    """Divide a block list into one stage per device.
 
     Args:
-        blocks: In an order in which they can run.
-        devices: One for each stage.
+        blocks: The blocks, in an order in which they can run.
+        devices: One device for each stage.
         cuts: Index of the first block of each stage but the first.
         results: Names of the tensors that the network returns.
 
     Raises:
-        DeviceError: The cuts do not make one non-empty stage a device.
+        DeviceError: The cuts do not give one non-empty stage per device.
     """
     bounds = [0, *cuts, len(blocks)]
     if len(bounds) != len(devices) + 1 or any(a >= b for a, b in pairwise(bounds)):
@@ -121,7 +121,7 @@ def block_flops(network: BlockNetwork, image: Tensor) -> tuple[int, ...]:
 
     Args:
         network: The network, on any device.
-        image: (N, ...), of which only the shape counts.
+        image: An input (N, ...); only its shape counts.
     """
     dtype = next(network.parameters()).dtype
     tensors = {"image": torch.empty(image.shape, dtype=dtype, device="meta")}
@@ -141,10 +141,10 @@ def block_flops(network: BlockNetwork, image: Tensor) -> tuple[int, ...]:
 
 
 def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the cuts whose dearest stage is as cheap as can be, where the costs of blocks add up.
+    """Return the cuts whose most expensive stage costs least, where the costs of blocks add up.
 
     Args:
-        costs: Of each block, in any unit.
+        costs: Cost of each block, in any unit.
         num_stages: At most the number of blocks.
     """
     sums = [0.0]
@@ -154,16 +154,16 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def cheapest_cuts(cost: StageCost, num_blocks: int, num_stages: int) -> tuple[int, ...]:
-    """Return the cuts whose dearest stage is as cheap as can be.
+    """Return the cuts whose most expensive stage costs least.
 
     The classic linear-partition problem, solved by dynamic programming over (blocks, stages).
 
     Args:
-        cost: Of each possible stage, in any unit; it may depend on which stage it is.
-        num_blocks: To divide.
+        cost: Cost of each possible stage, in any unit; it may depend on the stage's number.
+        num_blocks: Number of blocks to divide.
         num_stages: At most the number of blocks.
     """
-    # best[end] = (dearest stage, cuts) of the first `end` blocks divided into the stages so far
+    # best[end] = (cost of the worst stage, cuts) of the first `end` blocks, in the stages so far
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         end: (cost(0, 0, end), ()) for end in range(1, num_blocks + 1)
     }

@@ -1,6 +1,6 @@
 """Runs a network as stages, with several micro-batches in flight.
 
-The schedule lists what runs when, :class:`~unet3d.parallel.stage_runner.StageRunner` does it, and
+The schedule lists what runs when, :class:`~unet3d.parallel.stage_runner.StageRunner` runs it, and
 :class:`~unet3d.parallel.mail.Mail` carries tensors between the stages. The list is walked in one
 place, :func:`walk`, whether the operations are launched, captured or replayed.
 """
@@ -52,15 +52,15 @@ class PipelineExecutor:
             module: The network, with all its parameters in one precision.
             stages: Its blocks, divided.
             num_micro_batches: Portions of a training batch.
-            schedule: When each of them runs where.
+            schedule: When and where each of them runs.
             autocast: Lower precision on the GPU stages, or None.
             recompute: What is recomputed in backward instead of being kept.
             offloads_skips: Whether GPU stages keep skips in host memory while nothing reads them.
             cuda_graphs: Whether steps are captured where that is possible and worth it.
-            exchange: Makes what keeps the gradients of replicas equal; None: there is one replica.
+            exchange: Creates the exchange of gradients between replicas; None: one replica.
 
         Raises:
-            ConfigError: A network whose samples are not independent, with more than one
+            ConfigError: The samples of the network are not independent, and there is more than one
                 micro-batch.
         """
         if num_micro_batches > 1 and not module.samples_are_independent:
@@ -95,7 +95,7 @@ class PipelineExecutor:
             for stage in stages
         )
         self.exchange = NoExchange() if exchange is None else exchange(module, self.stages)
-        # Offloading changes the size of memory as it goes, which a CUDA graph cannot follow.
+        # Offloading resizes memory during a step, which a CUDA graph cannot follow.
         may_capture = cuda_graphs == "auto" and offload is None
         self._capture = StepCapture(self._eager, self._routes) if may_capture else None
 
@@ -121,8 +121,8 @@ class PipelineExecutor:
                 self._step_ends = [torch.cuda.current_stream(g).record_event() for g in self._gpus]
                 return terms
             terms = captured.replay(run, images, targets)
-            # The last stage first, as where operations are launched: replicas exchange in that
-            # order, and two stages on one GPU must do so in the same order everywhere.
+            # The last stage comes first, as in a launched step: replicas exchange in that order,
+            # and two stages on one GPU must do so in the same order everywhere.
             for stage, gradients in reversed(captured.gradients):
                 self.exchange.add(stage, gradients)
             return terms
@@ -133,10 +133,10 @@ class PipelineExecutor:
         """Return a step as it would be captured for training, whatever the devices.
 
         Args:
-            image: As in :meth:`forward_backward`.
-            target: Likewise.
-            loss_fn: Likewise.
-            make_pool: Makes the graphs' pool of a device.
+            image: The batch, as in :meth:`forward_backward`.
+            target: The target, as in :meth:`forward_backward`.
+            loss_fn: The loss, as in :meth:`forward_backward`.
+            make_pool: Creates the pool of graphs of a device.
 
         Returns:
             None where steps like this one are launched.
@@ -209,15 +209,15 @@ def walk(
     observer: Observer | None = None,
     before_last_backward: Callable[[Stage], None] = lambda stage: None,
 ) -> Any:
-    """Carry out a schedule: the one place where micro-batches meet stages.
+    """Run a schedule: the one place where micro-batches meet stages.
 
     Args:
         schedule: What runs when.
-        stages: In order.
-        objectives: Of each micro-batch.
-        runners: Of each stage.
-        mail: Between them; it has the images and targets already.
-        observer: Is told of each action; None: nobody is.
+        stages: The stages in order.
+        objectives: Objective of each micro-batch.
+        runners: Runner of each stage.
+        mail: The mail between them; it has the images and targets already.
+        observer: Receives each action; None: there is no observer.
         before_last_backward: Is called where the gradients of a stage are about to be complete.
 
     Returns:

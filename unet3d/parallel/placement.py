@@ -25,17 +25,17 @@ class Slot:
     index: int
     """Its number, from 0."""
     device: torch.device
-    """Where it computes."""
+    """The device it computes on."""
     blocks: tuple[str, ...]
     """Names of the blocks that it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How one network is to be spread."""
+    """How one network is spread over devices."""
 
     devices: Devices
-    """One for each stage; a single one runs the whole network."""
+    """One device for each stage; a single one runs the whole network."""
     cuts: tuple[int, ...] | None = None
     """Index in the block list at which each stage but the first starts; None: the default."""
     num_micro_batches: int = 1
@@ -43,7 +43,7 @@ class Layout:
     autocast: torch.dtype | None = None
     """Lower precision for the GPU stages, or None for the network's own."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """In which order the micro-batches run."""
+    """The order in which the micro-batches run."""
     recompute: Recompute = "norm"
     """What is recomputed in backward instead of being kept."""
     offload: Offload = "none"
@@ -59,8 +59,8 @@ class Layout:
 
         Args:
             config: Cuts, micro-batches, schedule, and what is kept for backward.
-            dims: The devices.
-            precision: Such as ``bfloat16``; never ``auto``.
+            dims: The devices and ranks.
+            precision: A resolved one, such as ``bfloat16``; never ``auto``.
         """
         return cls(
             devices=dims.devices,
@@ -85,15 +85,15 @@ class ParallelDims:
     mode: Literal["none", "model", "data"]
     """The parallel mode."""
     replicas: tuple[Devices, ...]
-    """Of this machine: the devices of each replica, one for each stage."""
+    """The devices of each replica on this machine, one for each stage."""
     num_replicas: int
-    """On all machines together."""
+    """Number of replicas on all machines together."""
     own: int = 0
-    """Which of the replicas of this machine is this process's."""
+    """Which of this machine's replicas belongs to this process."""
     uses_threads: bool = False
     """Whether one process drives all replicas, with ``nn.DataParallel``."""
     gather_device: torch.device | None = None
-    """With threads: where logits are gathered; None: on the first device."""
+    """With threads, the device where logits are gathered; None: the first device."""
 
     @classmethod
     def resolve(
@@ -102,12 +102,12 @@ class ParallelDims:
         machine: Machine | None = None,
         ranks: Ranks | None = None,
     ) -> "ParallelDims":
-        """Return what the settings mean on a machine, for one of some ranks.
+        """Resolve the settings on a machine, for one of several ranks.
 
         Args:
             settings: Mode, engine, devices and replicas.
-            machine: What devices there are; None: this machine's.
-            ranks: The place of this process; None: it is the only one, or starts the others.
+            machine: The devices that exist; None: those of this machine.
+            ranks: The rank of this process; None: it is the only one, or starts the others.
 
         Raises:
             DeviceError: A device is unknown or absent, or their number does not suit the mode.
@@ -181,23 +181,23 @@ class ParallelDims:
 
     @property
     def devices(self) -> Devices:
-        """What this process drives: a device for each of its stages, or for each thread."""
+        """The devices that this process drives: one for each of its stages, or for each thread."""
         if self.uses_threads:
             return tuple(device for (device,) in self.replicas)
         return self.replicas[self.own]
 
     @property
     def num_processes(self) -> int:
-        """How many processes this machine runs, one for each replica that is no thread."""
+        """How many processes this machine runs, one for each replica that is not a thread."""
         return 1 if self.uses_threads else len(self.replicas)
 
     @property
     def predicts_memory(self) -> bool:
-        """Whether a replica's step shows what its devices need; threads copy and gather beside."""
+        """Whether a replica's step shows what its devices need; threads also copy and gather."""
         return not self.uses_threads
 
     def share_of(self, batch_size: int) -> int:
-        """Return how many samples the replica with the most has.
+        """Return the largest number of samples that a replica has.
 
         Args:
             batch_size: Samples of all replicas together.
@@ -211,7 +211,7 @@ class ParallelDims:
             batch_size: Samples of all replicas together.
 
         Raises:
-            ConfigError: Threads, which must all have one.
+            ConfigError: The replicas are threads, which must all have a sample.
         """
         idle = self.num_replicas - batch_size
         if idle <= 0:
@@ -231,11 +231,11 @@ def check_thread_devices(devices: Sequence[torch.device], gather: torch.device |
     """Refuse devices that ``nn.DataParallel`` cannot use.
 
     Args:
-        devices: Of the replicas.
-        gather: Where logits are gathered; None: on the first.
+        devices: The devices of the replicas.
+        gather: The device where logits are gathered; None: the first.
 
     Raises:
-        DeviceError: The devices are not different GPUs, or the other device is none of them.
+        DeviceError: The devices are not different GPUs, or ``gather`` is not one of them.
     """
     named = _listed(devices)
     if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
@@ -275,7 +275,7 @@ def _check_stages(
 
 
 def _divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
-    """Divide devices in their order; no GPU may be in two groups, because NCCL refuses that."""
+    """Divide the devices in order; no GPU may be in two groups, because NCCL refuses that."""
     size, rest = divmod(len(devices), num_groups)
     named = _listed(devices)
     if rest or not size:

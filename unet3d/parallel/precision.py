@@ -1,4 +1,4 @@
-"""In which precision the stages of a network compute: resolved here, and nowhere else."""
+"""The precision in which the stages of a network compute; it is resolved here and nowhere else."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,13 +14,14 @@ def resolve_precision(
     devices: Sequence[torch.device],
     exchange: Callable[[str], Sequence[str]] = lambda own: (own,),
 ) -> str:
-    """Return the precision that a setting means on some devices.
+    """Resolve the setting of the precision on some devices.
 
     Args:
         wanted: A precision, or ``auto``: bfloat16 where every GPU has it in hardware, else float16;
             float32 where there is no GPU.
-        devices: Those that the network runs on. GPUs that are not here are taken to have bfloat16.
-        exchange: From this process's answer to those of all ranks, which must agree.
+        devices: The devices that the network runs on. GPUs that are not here are taken to have
+            bfloat16.
+        exchange: Maps this process's answer to those of all ranks, which must agree.
 
     Raises:
         DeviceError: The precision is computed wrongly on these devices.
@@ -33,10 +34,10 @@ def resolve_precision(
 
 
 def default_precision(devices: Sequence[torch.device]) -> str:
-    """Return the best precision that every GPU among the devices has, as far as it is known.
+    """Return the best precision that every GPU among the devices has, as far as is known.
 
     Args:
-        devices: Those that the network runs on.
+        devices: The devices that the network runs on.
 
     Returns:
         ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong;
@@ -57,11 +58,11 @@ def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
     """Refuse a precision that would train wrongly here.
 
     Args:
-        precision: Such as ``bfloat16``; never ``auto``.
-        devices: Those that the network runs on.
+        precision: A resolved one, such as ``bfloat16``; never ``auto``.
+        devices: The devices that the network runs on.
 
     Raises:
-        DeviceError: bfloat16 with a cuDNN whose convolutions are wrong.
+        DeviceError: The precision is bfloat16, and cuDNN's convolutions in it are wrong.
     """
     on_gpu = any(device.type == "cuda" for device in devices)
     if precision == "bfloat16" and on_gpu and cudnn_breaks_bfloat16():
@@ -77,7 +78,7 @@ def cudnn_breaks_bfloat16() -> bool:
 
 
 def _cudnn_version() -> int:
-    """Return such as 91002 for 9.10.2, or 0 where there is none."""
+    """Return cuDNN's version, such as 91002 for 9.10.2, or 0 without cuDNN."""
     return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
@@ -85,16 +86,16 @@ def autocast_dtype(precision: str) -> torch.dtype | None:
     """Return the type that GPU stages lower their operations to, or None.
 
     Args:
-        precision: Such as ``bfloat16``; never ``auto``.
+        precision: A resolved one, such as ``bfloat16``; never ``auto``.
     """
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
 
 
 def image_dtype(network: HasParameters) -> torch.dtype:
-    """Return the type in which a network wants its images.
+    """Return the type that a network expects of its images.
 
     Args:
-        network: With all its parameters in one type.
+        network: The network, with all its parameters in one type.
     """
     return next(iter(network.parameters())).dtype
 
@@ -103,7 +104,7 @@ def to_parameter_dtype(module: nn.Module, precision: str) -> None:
     """Give a network's parameters the type in which they are trained.
 
     Args:
-        module: Of float32 parameters.
+        module: The network, with float32 parameters.
         precision: ``float64`` keeps them so; every other one has float32 master weights.
     """
     if precision == "float64":

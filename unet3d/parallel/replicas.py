@@ -1,7 +1,7 @@
-"""Keeping replicas equal that see different samples, each in a process of its own.
+"""How replicas that see different samples, each in its own process, stay equal.
 
 Between processes PyTorch's ``DistributedDataParallel`` moves the gradients, for a replica of one
-stage and of several alike. Each stage is wrapped on its own, in a group of its own. Its ``forward``
+stage and of several. Each stage is wrapped on its own, in a group of its own. Its ``forward``
 is not used, because the pipeline runs the blocks; what is used is its reducer, which is prepared
 just before a stage's last backward of a step, as :mod:`torch.distributed.pipelining` does it. So
 the gradients of earlier micro-batches only add up, there is one all-reduce a step, and it overlaps
@@ -35,11 +35,11 @@ class ReducerExchange:
     """
 
     def __init__(self, module: BlockNetwork, stages: Sequence[Stage], group: Group) -> None:
-        """Take over the first rank's parameters.
+        """Copy the first rank's parameters.
 
         Args:
             module: The network, on its devices.
-            stages: Its blocks, divided alike in every rank.
+            stages: Its blocks, divided in the same way in every rank.
             group: The ranks.
 
         Raises:
@@ -78,8 +78,8 @@ class ReducerExchange:
     def step(self) -> AbstractContextManager[None]:
         """Turn errors of lost ranks into ones that name them; see :class:`GradientExchange`."""
         for wrapped in self._wrapped:
-            # Once, after the first step, DDP makes its buckets anew in the order in which the
-            # gradients came; until then there is one, and nothing overlaps.
+            # After the first step, DDP rebuilds its buckets once, in the order in which the
+            # gradients came; until then there is one bucket, and nothing overlaps.
             wrapped.reducer._rebuild_buckets()
         return self._group.translate_dist_errors()
 
@@ -88,10 +88,10 @@ class ReducerExchange:
         self._prepare_reducer(stage)
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Add gradients by way of autograd, whose hooks the reducers wait for.
+        """Add gradients through autograd, because the reducers wait for its hooks.
 
-        The same messages go out as after a step that is launched, because the ranks may differ in
-        which of their steps are.
+        The same messages go out as after a step that is launched, because ranks may differ in
+        which steps are launched.
         """
         self._prepare_reducer(stage)
         torch.autograd.backward(list(gradients), list(gradients.values()))
@@ -101,13 +101,13 @@ class ReducerExchange:
 
 
 def use_plain_strides(module: BlockNetwork) -> None:
-    """Give kernels of a single voxel the strides that autograd gives their gradients.
+    """Give kernels of a single voxel the strides of the gradients that autograd computes.
 
     Along an axis of length one a stride means nothing, and ``to(memory_format=...)`` sets another;
     but DDP compares them, and warns.
 
     Args:
-        module: Its parameters stay where and what they are.
+        module: The network. Devices and values of its parameters do not change.
     """
     for parameter in module.parameters():
         if parameter.dim() == 5 and parameter.shape[2:].numel() == 1:

@@ -1,4 +1,4 @@
-"""Which micro-batch runs where, and when: pure functions that know no device.
+"""Which micro-batch runs where and when: pure functions that do not depend on devices.
 
 A schedule is a list of actions in the order in which one process queues them. Devices work
 asynchronously, so two actions on different stages overlap as far as their data allow. In the
@@ -20,7 +20,7 @@ class Action:
 
 
 Schedule = Callable[[int, int], Iterator[Action]]
-"""From the numbers of micro-batches and of stages to the actions, each exactly once."""
+"""Maps the numbers of micro-batches and of stages to the actions, each exactly once."""
 
 
 def one_forward_one_backward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
@@ -83,16 +83,16 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def most_alive(schedule: Schedule, num_micro_batches: int, num_stages: int) -> list[list[int]]:
-    """Return how many micro-batches are at most under way between two stages at a time.
+    """Return the largest number of micro-batches in flight between two stages at a time.
 
     Args:
-        schedule: To look at.
+        schedule: The schedule.
         num_micro_batches: At least 1.
         num_stages: At least 1.
 
     Returns:
-        ``[maker][reader]``: passed forward by the one stage, but not yet backward by the other.
-        Where both are the same stage: those whose activations it keeps.
+        ``[maker][reader]``: those that the first has passed forward, but the second not yet
+        backward. Where both are the same stage: those whose activations it keeps.
     """
     stages = range(num_stages)
     alive = [[0] * num_stages for _ in stages]
@@ -128,7 +128,7 @@ def _as_queued(per_stage: Sequence[Sequence[Action]]) -> Iterator[Action]:
 
 
 def _needs(action: Action, num_stages: int) -> set[Action]:
-    """Return what must have been done before on other stages, or on this one."""
+    """Return the actions that must come before, on other stages or on this one."""
     if action.kind == "forward":
         return (
             {Action(kind="forward", micro_batch=action.micro_batch, stage=action.stage - 1)}

@@ -1,12 +1,12 @@
 """One stage of the network, forward and backward, for one micro-batch at a time.
 
-The pipeline says when a stage runs; a :class:`StageRunner` does it. :class:`EagerStage` launches
+The pipeline says when a stage runs; a :class:`StageRunner` runs it. :class:`EagerStage` launches
 the stage's operations one by one, as everywhere in PyTorch. :mod:`unet3d.parallel.cuda_graphs` has
 the other form, which replays them.
 
 Between two stages there is no autograd graph: a stage's inputs are leaves, and what backward leaves
 in them is sent to the stage that made them. So the graph of one micro-batch in one stage can be
-walked back as soon as its gradients are there, and is freed at once::
+walked back as soon as its gradients exist, and is freed at once::
 
     stage 0   image ──[blocks]── encoder.3.1 ─┬─ skip ...       gradients ──► backward
                                         send  │                            ▲ send
@@ -32,7 +32,7 @@ from unet3d.parallel.offload import SkipOffloader, StepOffload
 from unet3d.parallel.partition import Stage
 
 Send = Callable[[str, Tensor], None]
-"""Takes a tensor by name as soon as it is there: a result, or in backward a gradient."""
+"""Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
 
 Gradients = Mapping[str, Sequence[Tensor]]
 """The gradients of tensors by name, one from each of a tensor's readers."""
@@ -40,10 +40,10 @@ Gradients = Mapping[str, Sequence[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a micro-batch's loss is taken with."""
+    """How the loss of a micro-batch is computed."""
 
     loss_fn: LossFunction
-    """A mean over the samples."""
+    """The loss function, a mean over the samples."""
     weight: float
     """The micro-batch's share of the batch's samples."""
     scale: float
@@ -51,7 +51,7 @@ class Objective:
 
 
 class StageRunner(Protocol):
-    """Does what the schedule asks of one stage."""
+    """Runs the actions of one stage."""
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks, and keep what backward will need.
@@ -71,12 +71,12 @@ class StageRunner(Protocol):
         objective: Objective,
         send: Send,
     ) -> Any:
-        """Take the loss; only the last stage is asked.
+        """Compute the loss; only the last stage does.
 
         Args:
             micro_batch: Its number.
             logits: The network's results by name, on the stage's device.
-            target: Of the same samples, on the stage's device.
+            target: Target of the same samples, on the stage's device.
             objective: The loss, its weight and its scale.
             send: Receives the gradient of each of the logits.
 
@@ -86,11 +86,12 @@ class StageRunner(Protocol):
         ...
 
     def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
-        """Add to the gradients of the parameters, and let go of what forward kept.
+        """Add to the gradients of the parameters, and free what forward kept.
 
         Args:
             micro_batch: Its number.
-            gradients: Of the stage's outputs by name, on its device, one from each reader.
+            gradients: Gradients of the stage's outputs by name, on its device, one from each
+                reader.
             send: Receives the gradient of each of the stage's inputs.
         """
         ...
@@ -103,7 +104,7 @@ class _Alive:
     leaves: dict[str, Tensor]
     """The stage's inputs."""
     roots: dict[str, GradientEdge]
-    """Where the graph of each output begins: it outlives the output."""
+    """The node of the graph at each output, which outlives the output."""
     offloader: SkipOffloader | None
 
 
@@ -124,8 +125,7 @@ class EagerStage:
             stage: Slot and blocks; the parameters are all of one precision.
             autocast: Lower precision where the device is a GPU, or None.
             recompute: What is recomputed in backward instead of being kept.
-            offload: What moves skips to the host's memory and back, shared by the stages; None:
-                they stay.
+            offload: Offloads skips to host memory and back, shared by the stages; None: no offload.
         """
         self.stage = stage
         self.recompute = recompute
@@ -134,10 +134,10 @@ class EagerStage:
         device = stage.slot.device
         self.autocast = autocast if is_gpu(device) else None
         parameters = [value for block in stage.blocks for value in block.module.parameters()]
-        # A stage may have none, such as one that pools: it takes what comes.
+        # A stage may have no parameters, such as one that pools: it accepts any type.
         self._dtype = parameters[0].dtype if parameters else None
         for block in stage.blocks:
-            if self.autocast is not None:  # the layout that tensor cores want
+            if self.autocast is not None:  # the layout for tensor cores
                 block.module.to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
             else:
                 block.module.to(device)
@@ -167,7 +167,7 @@ class EagerStage:
         objective: Objective,
         send: Send,
     ) -> Loss:
-        """Take the loss; its gradients with respect to the logits start the way back."""
+        """Compute the loss; its gradients with respect to the logits start backward."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in logits.items()}
         values = list(leaves.values())
         terms = as_loss(objective.loss_fn(values if len(values) > 1 else values[0], target))
@@ -179,16 +179,16 @@ class EagerStage:
         return terms.detached().weighted(objective.weight)
 
     def backward(self, micro_batch: int, gradients: Gradients, send: Send) -> None:
-        """Walk the graph of one micro-batch back; see :class:`StageRunner`."""
+        """Walk the graph of one micro-batch backward; see :class:`StageRunner`."""
         alive = self._alive.pop(micro_batch)
         for name, leaf in alive.leaves.items():
             if leaf.requires_grad:
-                # Sent as soon as it is there, while the rest of the stage still goes backward.
+                # Sent as soon as it exists, while the rest of the stage still goes backward.
                 leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
         if alive.offloader is not None:
             alive.offloader.begin_backward()
         names = list(alive.roots)
-        # In the order in which they came, so that a run can be repeated.
+        # They are added in the order in which they came, so that a run can be repeated.
         values = [functools.reduce(torch.add, gradients[name]) for name in names]
         del gradients
         torch.autograd.backward([alive.roots[name] for name in names], values)
@@ -196,7 +196,7 @@ class EagerStage:
             alive.offloader.end_backward()
 
     def forget(self) -> None:
-        """Let go of micro-batches that will not go backward, because their step was given up."""
+        """Free micro-batches that will not go backward, because their step was given up."""
         self._alive.clear()
 
     def predict(
@@ -206,26 +206,26 @@ class EagerStage:
 
         Args:
             inputs: The stage's inputs by name, on its device.
-            blocks: Those of the stage that are to run.
-            outputs: Names of what is wanted of them.
+            blocks: The blocks of the stage that run.
+            outputs: Names of the results to return.
         """
         received = {name: self.as_input(tensor) for name, tensor in inputs.items()}
         with self._lowered():
             return run_blocks(blocks, received, outputs)
 
     def as_input(self, received: Tensor) -> Tensor:
-        """Return an input in the precision in which the stage wants it.
+        """Return an input in the precision that the stage needs.
 
         Args:
-            received: On the stage's device.
+            received: The input, on the stage's device.
         """
-        # Without autocast (a CPU stage fed by a GPU) the blocks want their parameters' precision.
+        # Without autocast (a CPU stage fed by a GPU) the blocks need their parameters' precision.
         if self.autocast is not None or self._dtype is None:
             return received
         return received.to(self._dtype)
 
     def _compute(self, leaves: dict[str, Tensor], sending: "_Sending") -> dict[str, Tensor]:
-        """Run the blocks forward, with all that backward will need."""
+        """Run the blocks forward, and keep all that backward will need."""
         blocks, outputs = self.stage.blocks, self.stage.outputs
         recomputing = recomputed_in_backward() if self.recompute == "norm" else nullcontext()
         with self._lowered(), recomputing:
@@ -248,7 +248,7 @@ class EagerStage:
 
 
 class _Sending:
-    """Sends what blocks make while the stage still goes forward."""
+    """Sends what blocks produce while the stage still goes forward."""
 
     def __init__(self, offloader: SkipOffloader | None, send: Send) -> None:
         self.wanted: frozenset[str] = frozenset()
@@ -269,7 +269,7 @@ class _Sending:
 
 
 def _sender(name: str, send: Send) -> Callable[[Tensor], None]:
-    """Return a hook that sends a leaf's gradient and takes it from the leaf."""
+    """Return a hook that sends a leaf's gradient and removes it from the leaf."""
 
     def hook(leaf: Tensor) -> None:
         if leaf.grad is not None:

@@ -1,8 +1,8 @@
-"""Mail of a captured step: every tensor has its place, which the graphs read and write.
+"""Mail of a captured step: every tensor has a fixed place, which the graphs read and write.
 
-Within a GPU a stage reads what another has made where it is. Between GPUs there are buffers: while
-a step is captured, each message takes one that no message under way uses; when the step is
-replayed, the same messages take the same ones.
+Within a GPU a stage reads what another has produced in place. Between GPUs there are buffers:
+during capture each message takes one that no message in flight uses; during replay the same
+messages take the same buffers.
 """
 
 from collections import defaultdict
@@ -17,28 +17,28 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.transfer import Buffer
 
 Reader = tuple[Literal["forward", "loss", "backward"], int]
-"""What reads a message: the kind of action, and its stage."""
+"""The reader of a message: the kind of action, and its stage."""
 _Key = tuple[Reader, int, str]
 """The reader, the micro-batch and the name of the tensor."""
 
 
 def stays(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a reader on a device finds a tensor where it is."""
+    """Return whether a reader on a device can read a tensor in place."""
     return tensor.device == device
 
 
 class StaticMail:
     """Carries the tensors of a step that is captured once and replayed often.
 
-    In capture, tensors and buffers are handed over, and nothing is copied. In replay, buffers are
-    filled, and what is returned is not read: the graphs know the places.
+    During capture, tensors and buffers are handed over and nothing is copied. During replay,
+    buffers are filled, and return values are not read, because the graphs know the places.
     """
 
     def __init__(self, routes: Routes) -> None:
         """Begin with no buffers.
 
         Args:
-            routes: Between the stages.
+            routes: The routes between the stages.
         """
         self._routes = routes
         self._images: Sequence[Tensor] = ()
@@ -47,25 +47,25 @@ class StaticMail:
         self._places: dict[_Key, list[Buffer]] = defaultdict(list)
         """The buffers of each message, one from each sender."""
         self._handed: dict[_Key, list[Tensor]] = defaultdict(list)
-        """In capture: what is under way, tensors of the reader's device or buffers'."""
+        """During capture: the messages in flight, as tensors on the reader's device or buffers."""
         self._free: dict[tuple[Reader, str], list[Buffer]] = defaultdict(list)
-        """In capture: the buffers that no message under way uses."""
+        """During capture: the buffers that no message in flight uses."""
         self._next: dict[_Key, int] = defaultdict(int)
-        """In replay: how many senders of a message have sent theirs."""
+        """During replay: how many senders of a message have sent theirs."""
         self.read: dict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
-        """Per device, when what its last action has sent will have been read."""
+        """Per device, events after the reads of what its last action has sent."""
 
     def begin(self, images: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Take what a step starts from.
+        """Take the inputs of a step.
 
         Args:
-            images: Of each micro-batch.
-            targets: Likewise.
+            images: Image of each micro-batch.
+            targets: Target of each micro-batch.
         """
         self._images, self._targets = images, targets
 
     def end_capture(self) -> None:
-        """From now on fill buffers, and allocate none."""
+        """Fill buffers from now on, and allocate none."""
         self._is_captured = True
         self._handed.clear()
         self._free.clear()
@@ -106,7 +106,7 @@ class StaticMail:
             self._send(self._loss_reader, micro_batch, name, made, self._routes.loss_device)
 
     def send_back(self, stage: Stage, micro_batch: int, name: str, gradient: Tensor) -> None:
-        """Send to the maker; see :class:`~unet3d.parallel.mail.Mail`."""
+        """Send to the producer; see :class:`~unet3d.parallel.mail.Mail`."""
         maker = self._routes.maker[name].slot
         self._send(("backward", maker.index), micro_batch, name, gradient, maker.device)
 
@@ -114,9 +114,9 @@ class StaticMail:
         """Let later messages use the buffers that an action was the last to read.
 
         Args:
-            stage: Which has acted.
+            stage: The stage that has acted.
             kind: What it did.
-            micro_batch: With which portion.
+            micro_batch: The number of the micro-batch.
         """
         index = stage.slot.index
         if kind == "loss":
@@ -139,15 +139,15 @@ class StaticMail:
         *,
         copies: bool = False,
     ) -> None:
-        """Hand a tensor over where it is, or by way of a buffer of the reader's device.
+        """Hand a tensor over in place, or through a buffer of the reader's device.
 
         Args:
             reader: What reads it.
-            micro_batch: Of which portion.
-            name: Of the tensor.
-            tensor: In replay, the place where a graph has made it.
-            device: The reader's.
-            copies: Whether it needs a buffer on its own device too: it is of another place in
+            micro_batch: The number of the micro-batch.
+            name: Name of the tensor.
+            tensor: The tensor; during replay, the place where a graph has written it.
+            device: The reader's device.
+            copies: Whether it needs a buffer on its own device too, because it is elsewhere in
                 every step.
         """
         key: _Key = (reader, micro_batch, name)

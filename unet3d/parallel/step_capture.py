@@ -15,21 +15,21 @@ from unet3d.parallel.stage_runner import EagerStage, Objective
 logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_STEPS = 3
-"""Of one shape, in a row, before it is captured: kernels are compiled and algorithms chosen."""
+"""Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
 MAX_ELEMENTS = 2**23
-"""Of a micro-batch's image; above, the GPUs are slower than Python."""
+"""Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64
-"""Each has graphs of its own, which take time to capture and memory beside the tensors."""
+"""Most micro-batches; each has graphs of its own, which take time to capture and memory."""
 MAX_SHARE = 0.45
-"""Of what this process can have of a GPU, which launched steps may have reserved: a captured one
-takes as much, and a smaller last batch is launched beside it."""
+"""Share of the memory that this process can have on a GPU that launched steps may have reserved: a
+captured step takes as much, and a smaller last batch is launched beside it."""
 
 
 def is_small(images: Sequence[Tensor]) -> bool:
     """Return whether launching a step takes longer than running it, on devices with graphs.
 
     Args:
-        images: Of each micro-batch.
+        images: Image of each micro-batch.
     """
     return (
         len(images) <= MAX_MICRO_BATCHES
@@ -45,8 +45,8 @@ class StepCapture:
         """Begin with nothing captured.
 
         Args:
-            stages: What is captured.
-            routes: Between them.
+            stages: The stages to capture.
+            routes: The routes between them.
         """
         self._stages = tuple(stages)
         self._routes = routes
@@ -64,13 +64,13 @@ class StepCapture:
         targets: Sequence[Tensor],
         objectives: Sequence[Objective],
     ) -> "CapturedStep | None":
-        """Return a captured step like the one that is due, or None where it is to be launched.
+        """Return a captured step for the next step, or None if that is to be launched.
 
         Args:
             run: Walks its schedule.
-            images: Of each micro-batch.
-            targets: Likewise.
-            objectives: Likewise.
+            images: Image of each micro-batch.
+            targets: Target of each micro-batch.
+            objectives: Objective of each micro-batch.
         """
         if self._has_failed or not self._is_possible(images):
             return None
@@ -82,7 +82,7 @@ class StepCapture:
         self._last_key = key
         if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
             return None
-        self._captured = None  # gives the memory of another shape back
+        self._captured = None  # frees the memory of another shape
         try:
             self._captured = CapturedStep(run, self._stages, self._routes, images, targets)
         except torch.OutOfMemoryError:

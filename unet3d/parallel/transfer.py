@@ -1,6 +1,6 @@
 """Copies of tensors between the devices of two stages, on streams of their own.
 
-Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor is there,
+Between two GPUs a copy overlaps with the work of both. It starts as soon as its tensor exists,
 but the reader's stream waits for it only where the reader is queued: a wait that is queued as
 soon as the copy is issued would also hold up the work that the reader's device still does for
 other micro-batches::
@@ -25,9 +25,9 @@ class Transfer:
         """Start the copy.
 
         Args:
-            tensor: Its values are sent, without its graph; where it is on the device already,
-                nothing is copied.
-            device: Where to.
+            tensor: The tensor, sent without its graph. If it is on the device already, nothing is
+                copied.
+            device: The target device.
         """
         self._arrived: torch.cuda.Event | None = None
         source = tensor.detach()
@@ -66,22 +66,22 @@ class Buffer:
         """Allocate it.
 
         Args:
-            like: Of the shape, type and strides of what is sent.
-            device: Where to.
+            like: A tensor with the shape, type and strides of what is sent.
+            device: The target device.
         """
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None
 
     def fill(self, source: Tensor) -> torch.cuda.Event | None:
-        """Start a copy, once work that is queued now has made the source.
+        """Start a copy, once work that is queued now has computed the source.
 
         Args:
             source: On any device.
 
         Returns:
-            When the source has been read; None where work that is queued later on its device's
-            current stream comes after the copy anyway.
+            An event after the source has been read; None where work that is queued later on its
+            device's current stream comes after the copy anyway.
         """
         target = self.tensor
         if not (source.is_cuda and target.is_cuda and source.device != target.device):

@@ -1,1 +1,1 @@
-"""What a training will be, need and take, before it starts."""
+"""What a training consists of, how much memory it needs and how it is divided, before it starts."""

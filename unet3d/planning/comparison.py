@@ -1,4 +1,4 @@
-"""Every way of placing one training side by side: what it takes, and how large it could be."""
+"""The options for placing one training: the memory each takes, and the largest patch that fits."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import torch
 
 from unet3d.config import Config, Shape
 from unet3d.errors import ConfigError
-from unet3d.memory.meter import device_bytes
+from unet3d.memory.record import device_bytes
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
@@ -28,28 +28,28 @@ Replicas = tuple[tuple[torch.device, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOption:
-    """One way of placing a training."""
+    """One option for placing a training."""
 
     parallel: str
     """The mode."""
     replicas: Replicas
     """The devices of each copy of the network."""
     prediction: MemoryEstimate
-    """What the replica with the largest share of the batch takes, on the devices of the first."""
+    """The memory of the replica with the largest share of the batch, on the first one's devices."""
     fits: bool
-    """Whether each device has that."""
+    """Whether each device has that much memory."""
     largest: Shape | None
-    """The largest patch of the same aspect that fits, in voxels; None: not even the smallest
-    does."""
+    """The largest patch of the same aspect that fits, in voxels; None: even the smallest
+    does not."""
     is_asked: bool
-    """Whether it is the one that the settings name."""
+    """Whether the settings name this option."""
     balance: str | None
-    """What its cut makes level, where that is not the default."""
+    """What its cut balances, where that is not the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Several ways, and the memory that they have."""
+    """Several options, and the memory that the devices have."""
 
     ways: tuple[PlacementOption, ...]
     """At least one device and several, with and without micro-batches."""
@@ -60,7 +60,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; slots as in a run's ``memory.json``."""
-        step = self.ways[0].prediction.step  # of one device, which sees the whole batch
+        step = self.ways[0].prediction.step  # the option of one device, which has the whole batch
         return {
             "shape": list(step.size),
             "batch_size": step.batch_size,
@@ -101,7 +101,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
     Args:
         config: The settings; devices that are not here are allowed.
         network: What is trained.
-        memory_bytes: Of each GPU, or where none is meant, of the CPU; None: as it is here.
+        memory_bytes: Memory of each GPU, or of the CPU without GPUs; None: that of this machine.
 
     Raises:
         DeviceError: A device's name is unknown, or the devices do not suit the mode.
@@ -158,7 +158,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
 
 
 def _asked(config: Config, memory_bytes: int | None) -> tuple[ParallelDims, list[str]]:
-    """Return the devices that the settings name or mean, and what to say of them."""
+    """Return the devices that the settings name or imply, and notes on them."""
     settings = config.parallel
     notes: list[str] = []
     has_gpu = torch.cuda.device_count() > 0 or memory_bytes is not None
@@ -172,13 +172,13 @@ def _asked(config: Config, memory_bytes: int | None) -> tuple[ParallelDims, list
             "GPU but the first, which gathers what they make. What is shown is the engine ddp."
         )
         settings = settings.model_copy(update={"engine": "ddp"})
-    # As many as are meant, whether or not they are here.
+    # As many as the settings imply, whether or not they are here.
     machine = Machine(num_gpus=2 * settings.replicas if has_gpu else 0, is_real=False)
     return ParallelDims.resolve(settings, machine), notes
 
 
 def _options(asked: ParallelDims) -> list[ParallelDims]:
-    """Return what is compared: one device, what is asked for, and two stages."""
+    """Return the options to compare: one device, what is asked for, and two stages."""
     first, *others = (devices[0] for devices in asked.replicas)
     second = others[0] if others else _next(first)
     one = ParallelDims(mode="none", replicas=((first,),), num_replicas=1)
@@ -189,7 +189,7 @@ def _options(asked: ParallelDims) -> list[ParallelDims]:
 
 
 def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
-    """Return what each device of the first replica may take, so that no replica takes too much."""
+    """Return the limit of each device of the first replica, so that every replica fits."""
     limits: dict[torch.device, int] = {}
     for places in zip(*replicas, strict=True):
         least = min(memory[device] for device in places)
@@ -204,7 +204,7 @@ def _joined(several: Iterable[Replicas]) -> list[torch.device]:
 
 
 def _is_balanced(config: Config) -> bool:
-    """Return whether the cut in training follows from times or bytes."""
+    """Return whether the cut in training depends on times or bytes."""
     return config.parallel.cuts is None and config.parallel.wanted_balance != "encoder-decoder"
 
 
@@ -214,7 +214,7 @@ def _cuts(
     """Return where training would cut the network; None: at the default place.
 
     Raises:
-        ConfigError: That depends on measurements on a device that is not here.
+        ConfigError: The cut depends on measurements on a device that is not here.
     """
     if not _is_balanced(config):
         return config.parallel.cuts
@@ -251,7 +251,7 @@ def _device_bytes(
         return memory_bytes
     if _is_here(device):
         return device_bytes(device)
-    if torch.cuda.device_count() > 0:  # another one like those that are here
+    if torch.cuda.device_count() > 0:  # another device like those that are here
         return device_bytes(torch.device("cuda", 0))
     raise ConfigError(
         f"{device} is not on this machine, so its memory is unknown; give it with --device-memory "

@@ -1,4 +1,4 @@
-"""From a configuration to all that training needs but devices: cases, patches, network."""
+"""From a configuration to all that training needs except devices: cases, patches, network."""
 
 import logging
 import math
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What is trained on what."""
+    """A network and the data it is trained on."""
 
     config: Config
-    """With every choice that follows from the data written out."""
+    """The settings, with every choice that follows from the data written out."""
     preprocessing: Preprocessing
     """How images are prepared."""
     topology: Topology
@@ -35,9 +35,9 @@ class Experiment:
     planned_size: Shape
     """The patch size, or that of the median volume where whole ones are trained on."""
     training: tuple[PreparedCase, ...]
-    """Prepared cases to learn from."""
+    """Prepared cases for training."""
     validation: tuple[PreparedCase, ...]
-    """Prepared cases to score on."""
+    """Prepared cases for validation."""
 
     def largest_patch(self) -> Shape:
         """Return the size of the largest patch of the training, padded to the strides."""
@@ -54,7 +54,7 @@ class Experiment:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
-    """A network, and what it is trained on."""
+    """A network, and the size that it is trained on."""
 
     topology: Topology
     """The network."""
@@ -63,7 +63,7 @@ class NetworkPlan:
 
 
 def open_dataset(config: Config) -> Dataset:
-    """Return the configured data set, or the phantom data, which is made on first use.
+    """Return the configured data set, or the phantom data, which are created on first use.
 
     Raises:
         DatasetError: There is none, or it cannot be understood.
@@ -86,8 +86,8 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
     """Check and prepare the data, and choose patch size and network.
 
     Args:
-        config: As the user wrote it.
-        num_workers: Processes that prepare cases; 0: this one.
+        config: The configuration as the user wrote it.
+        num_workers: Number of processes that prepare cases; 0: this process.
 
     Raises:
         DatasetError: The data set has faults that would break training.
@@ -129,7 +129,7 @@ def plan_without_data(config: Config) -> NetworkPlan:
     settings, else 1 mm.
 
     Args:
-        config: As the user wrote it.
+        config: The configuration as the user wrote it.
 
     Raises:
         DatasetError: The data set cannot be understood.
@@ -158,8 +158,8 @@ def fitting_size(shape: Shape, spacing_mm: Spacing, max_voxels: int) -> Shape:
 
     Args:
         shape: Median volume, in voxels.
-        spacing_mm: Its spacing.
-        max_voxels: The budget.
+        spacing_mm: Its spacing, in mm.
+        max_voxels: The voxel budget.
     """
 
     def clipped(edge_mm: float) -> Shape:
@@ -183,11 +183,11 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
     """Log warnings about a data set, and stop at errors.
 
     Args:
-        findings: Of the checks.
-        shown: How many of each kind to name.
+        findings: Findings of the checks.
+        shown: How many findings of each kind to name.
 
     Raises:
-        DatasetError: One of them is an error.
+        DatasetError: One of the findings is an error.
     """
     errors = [finding for finding in findings if finding.severity == "error"]
     warnings = [finding for finding in findings if finding.severity == "warning"]
@@ -221,7 +221,7 @@ def _plan_patch(
 ) -> NetworkPlan:
     """Return the network and the patch that, padded to its strides, keeps to the budget.
 
-    The budget gives way only to a network that could not be planned for less.
+    The budget is exceeded only for a network that no smaller patch suits.
     """
     size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, max_voxels)
     topology = plan(size)
@@ -232,7 +232,7 @@ def _plan_patch(
         size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, budget)
         try:
             topology = plan(size)
-        except ConfigError:  # fewer voxels than the levels that are asked for need
+        except ConfigError:  # fewer voxels than the levels of the settings need
             break
         patch = padded_shape(size, topology.total_stride)
     return NetworkPlan(topology=topology, size=patch)

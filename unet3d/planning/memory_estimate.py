@@ -1,7 +1,7 @@
-"""What a training will take of each device, known before it starts.
+"""How much memory a training will take on each device, known before it starts.
 
 The step that is counted is the real one: the real network, executor and optimizer, on fake tensors
-(see :mod:`unet3d.memory.allocations`). So there is no table of constants here that could grow old.
+(see :mod:`unet3d.memory.allocations`). So no table of constants here could grow stale.
 """
 
 import math
@@ -27,7 +27,7 @@ from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.reserved_memory import reserved_bytes
 
 UNCOUNTED_BYTES = 1024**3
-"""What a GPU must have beside the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
+"""What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
 space where it raises the peak, and gaps between tensors."""
 
 
@@ -38,7 +38,7 @@ class Step:
     topology: Topology
     """The network."""
     layout: Layout
-    """Devices, which need not exist, cuts, micro-batches and autocast."""
+    """Devices (which need not exist), cuts, micro-batches and autocast."""
     size: Shape
     """Voxels of a patch along X, Y, Z; multiples of the total stride."""
     batch_size: int
@@ -46,34 +46,34 @@ class Step:
     settings: TrainingSettings
     """The optimizer."""
     precision: str
-    """Such as ``bfloat16``; never ``auto``."""
+    """A resolved precision, such as ``bfloat16``; never ``auto``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a training step takes."""
+    """The memory that a training step takes."""
 
     step: Step
-    """Which."""
+    """The step."""
     slots: tuple[Slot, ...]
-    """With the devices and the blocks of each."""
+    """The slots, with the device and the blocks of each."""
     memory: dict[int, SlotMemory]
-    """Per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
+    """Memory per slot index. A GPU's peak is the whole GPU's, as its allocator would measure it;
     ``reserved_bytes`` is what the allocator takes from it for that, with gaps between tensors."""
 
     def needed_bytes(self) -> dict[torch.device, int]:
-        """Return what each device must have, in the order of the slots."""
+        """Return the bytes that each device needs, in the order of the slots."""
         needed: dict[torch.device, int] = {}
         for slot in self.slots:
             peak = self.memory[slot.index].peak_bytes
             if slot.device.type == "cpu":  # where slots add up
                 needed[slot.device] = needed.get(slot.device, 0) + peak
-            else:  # each has the whole GPU's; gaps are given back before memory runs out
+            else:  # each has the whole GPU's; gaps are freed before memory runs out
                 needed[slot.device] = peak + UNCOUNTED_BYTES
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
-        """Return the share of the fullest device that is needed; up to 1 it fits.
+        """Return the needed share of the fullest device; up to 1 the step fits.
 
         Args:
             device_bytes: Memory of each device.
@@ -86,7 +86,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     """Count what every slot holds in a training step.
 
     Args:
-        step: Which.
+        step: The training step.
         counts_reserved: Whether to find out what a GPU's allocator reserves, too; it takes as long
             again where steps will be captured. If not, that is what the peak is.
 
@@ -98,7 +98,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     topology, layout, settings = step.topology, step.layout, step.settings
     with torch.device("meta"):
         model = UNet3d(topology)
-    # Real, for a fake parameter cannot change its device; its memory is never touched.
+    # Real, because a fake parameter cannot change its device; its memory is never touched.
     model.to_empty(device="cpu")
     to_parameter_dtype(model, step.precision)
     if layout.cuts is None:
@@ -113,13 +113,13 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         executor = parallelize(model, placed)
         make_parameters_fake(model)
         _move_counters(executor.slots, model)
-        # A scaler looks at values, which fakes have not; what it holds itself is a few numbers.
+        # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
         with_replicas = layout.num_replicas > 1
         optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
         if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs
-        # The first step makes the optimizer's state, which later steps find.
+        # The first step creates the optimizer's state, which later steps use.
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
         optimization.step(settings.learning_rate)
@@ -158,8 +158,8 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
 def _move_counters(slots: Sequence[Slot], model: UNet3d) -> None:
     """Move buffers of a single number, such as the counters of batch norms, to their slots.
 
-    PyTorch knows the value of such a tensor, and computes what is made from it for real: so the
-    copy that was moved to a fake device is on the CPU that this device is.
+    PyTorch knows the value of such a tensor, and really computes what depends on it. So the copy
+    that was moved to a fake device is on the CPU that stands for it.
     """
     modules = {block.name: block.module for block in model.blocks()}
     for slot in slots:
@@ -186,11 +186,11 @@ class _Meter(MemoryMeter):
 def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape | None:
     """Return the largest patch that fits, or None where even the smallest does not.
 
-    What a step takes grows with the voxels, nearly along a straight line; so the search goes to
-    where a line through the last two sizes says that memory ends, and then makes sure.
+    The memory of a step grows nearly linearly with the voxels. So the search goes to where a line
+    through the last two sizes reaches the limit, and then verifies it.
 
     Args:
-        step: All but the size of its patch, from which only the aspect is taken.
+        step: The step. Only the aspect of its patch's size matters.
         device_bytes: Memory of each device.
     """
     stride = step.topology.total_stride
@@ -229,8 +229,8 @@ def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape 
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:
     """Return how many samples and micro-batches show all that a whole batch would.
 
-    With 1F1B no more micro-batches are alive than there are stages. So the first few are run, and
-    two more, of which one finds the gradients of the ones before.
+    With 1F1B at most as many micro-batches are alive as there are stages. So the first few are run,
+    and two more, so that one adds to the gradients of those before.
     """
     num_portions = min(layout.num_micro_batches, batch_size)
     if layout.schedule == "all-forward":

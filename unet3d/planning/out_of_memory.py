@@ -1,4 +1,4 @@
-"""What to say to a user whose training does not fit: where, by how much, and what would."""
+"""What to tell a user whose training does not fit: where, by how much, and what would fit."""
 
 import logging
 import re
@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import torch
 
-from unet3d.memory.meter import device_bytes
+from unet3d.memory.record import device_bytes
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 HEADROOM = 0.9
-"""Where a prediction was too low, what is advised instead must be predicted lower by this."""
+"""Where a prediction was too low, the prediction of an advised option must be lower by this."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
     """Log a warning for each GPU that has less than a training is predicted to need.
 
     Args:
-        prediction: Of that training, on devices of this machine.
+        prediction: The prediction for that training, on devices of this machine.
     """
     for device, needed in prediction.needed_bytes().items():
         if device.type == "cuda" and needed > available_bytes(device):
@@ -38,8 +38,8 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, step: Step) -> str:
     """Return one line: which slots' device, what was asked and free, and what would fit.
 
     Args:
-        error: From the allocator.
-        step: Of the training that failed.
+        error: The allocator's error.
+        step: The step of the training that failed.
     """
     prediction = predict_memory(step)
     asked, index, free = _numbers(str(error))
@@ -61,7 +61,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, step: Step) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what this process can have of a device, with what it has already."""
+    """Return the memory that this process can have on a device, with what it has already."""
     if device.type != "cuda":
         return device_bytes(device)
     free, _ = torch.cuda.mem_get_info(device)
@@ -69,10 +69,10 @@ def available_bytes(device: torch.device) -> int:
 
 
 def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
-    """Yield options that make a training fit, with what they are predicted to take."""
+    """Yield options that make a training fit, with the memory they are predicted to take."""
     step = prediction.step
     needed = prediction.needed_bytes()
-    # It did not fit, whatever was predicted.
+    # It did not fit, regardless of the prediction.
     limits = {
         device: min(available_bytes(device), int(HEADROOM * needed[device])) for device in needed
     }
@@ -94,7 +94,7 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
         num_replicas = step.layout.num_replicas
         layout = replace(whole.layout, devices=gpus, cuts=None, num_replicas=1)
         spread = replace(whole, layout=layout, batch_size=num_replicas * step.batch_size)
-        # Other replicas are on the other GPUs now, but would not be.
+        # Other replicas are on the other GPUs now, but would not be then.
         room = available_bytes if num_replicas == 1 else device_bytes
         yield from _advice(flags, spread, {gpu: room(gpu) for gpu in gpus} | limits)
     size = largest_size(step, limits)
@@ -115,7 +115,7 @@ def _advice(flags: str, step: Step, limits: dict[torch.device, int]) -> Iterator
 
 
 def _numbers(message: str) -> tuple[str, str, str]:
-    """Return what was asked, of which GPU, and what was free there, as PyTorch words it."""
+    """Return the requested amount, the GPU and what was free there, in PyTorch's words."""
     found = (
         re.search(pattern, message)
         for pattern in (r"allocate ([\d.]+ \w+)", r"GPU (\d+)", r"of which ([\d.]+ \w+) is free")

@@ -24,9 +24,9 @@ def reserved_bytes(
 
     Args:
         executor: On fake devices; it has taken a step.
-        recorder: Has followed it.
-        image: The batch of the step.
-        target: Likewise.
+        recorder: The recorder that has followed that step.
+        image: The image of the step.
+        target: The target of the step.
     """
     gpus = [slot.device for slot in executor.slots if is_fake_device(slot.device)]
     launched = {gpu: recorder.segments[gpu].reserved_bytes for gpu in gpus}
@@ -74,7 +74,7 @@ class _FakeGraphPool:
 
 
 class _NoGraph:
-    """What was captured on fake tensors cannot be launched."""
+    """A graph captured on fake tensors, which cannot be replayed."""
 
     def replay(self) -> None:
         raise RuntimeError("a step of fake tensors was only captured to count its memory")

@@ -1,7 +1,7 @@
 """Which cut and how many micro-batches are fastest here: measured, not guessed.
 
 Every setting takes real steps: the real network, executor, loss and optimizer, on random volumes of
-the size of the training's.
+the training's size.
 """
 
 import gc
@@ -42,36 +42,36 @@ from unet3d.volumes.cache import Cache
 logger = logging.getLogger(__name__)
 
 MAX_NEIGHBOURS = 2
-"""Cuts beside the balanced ones that are measured too."""
+"""Number of cuts that are measured besides the balanced ones."""
 
 NUM_WARM_UP_STEPS = 4
-"""Of a setting, before those that are timed: one GPU records a step of small patches by then."""
+"""Steps of a setting before the timed ones; by then a small step on one GPU has been captured."""
 TOLERANCE = 1.05
 """A neighbour is measured where its blocks' times promise at most this many times the best."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One way of taking the step, and what it took."""
+    """One option for the step, and what it took."""
 
     layout: Layout
     """Devices, cuts (none on one device) and micro-batches."""
     seconds: float | None
-    """Median of a step; None: it ran out of memory."""
+    """Median time of a step; None: it ran out of memory."""
     peak_bytes: dict[torch.device, int]
-    """Per device; empty where it ran out of memory."""
+    """Peak per device; empty if it ran out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a sweep found."""
+    """The results of a sweep."""
 
     tuning_key: TuningKey
-    """Of every step."""
+    """The key that all steps share."""
     rows: tuple[Row, ...]
-    """One device first, then cut after cut; of each, rising micro-batches."""
+    """One device first, then cut after cut; for each, rising micro-batches."""
     choice: TunedConfig | None
-    """The fastest way in the asked mode; None: none fits."""
+    """The fastest option in the asked mode; None: none fits."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
@@ -160,7 +160,7 @@ def micro_batch_counts(config: Config) -> list[int]:
         config: The batch, and perhaps a number that is to be among them.
     """
     batch_size = config.training.batch_size
-    if config.model.norm == "batch":  # which takes its statistics from the whole batch
+    if config.model.norm == "batch":  # its statistics are those of the whole batch
         return [1]
     powers = {2**exponent for exponent in range(batch_size.bit_length())}
     return sorted(powers | {config.training.num_micro_batches, batch_size})
@@ -177,8 +177,8 @@ def promising_neighbours(
     Args:
         known: Cuts that are measured anyway.
         cost: Seconds of one micro-batch in each possible stage.
-        num_blocks: Of the network.
-        num_micro_batches: In a step.
+        num_blocks: Number of blocks of the network.
+        num_micro_batches: Number of micro-batches in a step.
     """
 
     def seconds(cuts: tuple[int, ...]) -> float:
@@ -278,10 +278,10 @@ class _Bench:
 
         def step() -> None:
             executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
-            # The same work at any rate; at this one the network stays as it is.
+            # The work is the same at any rate; at this one the network does not change.
             optimization.step(0.0)
 
-        step()  # makes the optimizer's state
+        step()  # creates the optimizer's state
         peak_bytes = _peak_bytes(executor, optimization, step)
         return Row(
             layout=layout,
@@ -324,7 +324,7 @@ def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> TunedCon
 
 
 def _clean_up(model: UNet3d) -> None:
-    """Leave nothing of one setting that the next would have to share the devices with."""
+    """Free everything of one setting, so that the next has the devices to itself."""
     model.zero_grad()
     gc.collect()
     if torch.cuda.is_available():

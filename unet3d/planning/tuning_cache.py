@@ -1,7 +1,7 @@
-"""How a training is divided where its settings leave that open: as it was measured, if it was.
+"""How a training is divided where its settings leave that open: as measured, if it was measured.
 
 ``plan --measure`` writes the best micro-batches and cuts to a file in the cache folder, under a key
-of all that the time of a step depends on; :func:`resolve_auto` puts them in the place of ``auto``.
+of all that the time of a step depends on; :func:`resolve_auto` replaces ``auto`` by them.
 """
 
 import logging
@@ -34,21 +34,21 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TunedConfig:
-    """The fastest way that was measured to divide a training."""
+    """The fastest measured division of a training."""
 
     cuts: tuple[int, ...]
     """Index in the block list at which each stage but the first starts."""
     num_micro_batches: int
-    """Portions of a batch."""
+    """Number of micro-batches of a batch."""
     step_seconds: float
-    """What a training step took."""
+    """Seconds that a training step took."""
     measured: str
-    """When: date and time of day, ISO 8601."""
+    """Date and time of the measurement, ISO 8601."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuningKey:
-    """All that the time of a training step depends on but cuts and micro-batches."""
+    """All that the time of a training step depends on, except cuts and micro-batches."""
 
     config: Config
     """The settings."""
@@ -58,9 +58,9 @@ class TuningKey:
     """Voxels of a patch along X, Y, Z (of the median volume, where whole ones are trained on);
     multiples of the total stride."""
     devices: tuple[torch.device, ...]
-    """One for each stage, of this machine."""
+    """One device of this machine for each stage."""
     precision: str
-    """Such as ``bfloat16``; never ``auto``."""
+    """A resolved precision, such as ``bfloat16``; never ``auto``."""
     num_replicas: int = 1
     """Copies of the network on such devices, over which the batch is divided."""
 
@@ -71,7 +71,7 @@ class TuningKey:
         return folder / f"{key_of(self.describe())}.json"
 
     def describe(self) -> dict[str, Any]:
-        """Return the tuning_key as plain values."""
+        """Return the key as plain values."""
         training = self.config.training
         return {
             "topology": self.topology.to_dict(),
@@ -91,17 +91,17 @@ class TuningKey:
         }
 
     def blocks(self) -> list[str]:
-        """Return the names that a cut's number counts."""
+        """Return the names of the blocks, which the numbers of a cut index."""
         with torch.device("meta"):
             return [block.name for block in UNet3d(self.topology).blocks()]
 
 
 def remember_tuned(tuning_key: TuningKey, choice: TunedConfig) -> Path:
-    """Write a choice where trainings in the same tuning_key find it.
+    """Write a choice to where trainings with the same key find it.
 
     Args:
-        tuning_key: In which it was measured.
-        choice: What was best.
+        tuning_key: The key under which it was measured.
+        choice: The best division.
 
     Returns:
         The file.
@@ -115,10 +115,10 @@ def remember_tuned(tuning_key: TuningKey, choice: TunedConfig) -> Path:
 
 
 def recall_tuned(tuning_key: TuningKey) -> TunedConfig | None:
-    """Return what was measured best in the same tuning_key, or None.
+    """Return the best measured choice for the same key, or None.
 
     Args:
-        tuning_key: Of a training that is about to start.
+        tuning_key: The key of a training that is about to start.
     """
     return recall(tuning_key.path, _read)
 
@@ -131,7 +131,7 @@ def resolve_auto(tuning_key: TuningKey) -> Config:
     What is returned leaves nothing open: a run that records it can be repeated.
 
     Args:
-        tuning_key: Of a training that is about to start.
+        tuning_key: The key of a training that is about to start.
     """
     config = tuning_key.config
     training, parallel = config.training, config.parallel
@@ -143,7 +143,7 @@ def resolve_auto(tuning_key: TuningKey) -> Config:
         return config.with_values(
             {
                 "training.micro_batches": training.num_micro_batches,
-                # Cuts that are set need no balance, and none is made up beside them.
+                # Cuts that are set need no balance, so none is filled in.
                 "parallel.balance": parallel.wanted_balance
                 if parallel.cuts is None
                 else parallel.balance,
@@ -169,14 +169,14 @@ def resolve_auto(tuning_key: TuningKey) -> Config:
 
 
 def without_stale_cuts(config: Config, recorded: Config) -> Config:
-    """Return the settings of a resumed run without cuts that were of another placement.
+    """Return the settings of a resumed run without the cuts of another placement.
 
     A run records the cuts that it used, which may be measured ones. They do not suit other devices,
     and should not overrule a balance that is asked for now.
 
     Args:
-        config: What the run recorded, with what the user changed.
-        recorded: What the run recorded.
+        config: The settings that the run recorded, with the user's changes.
+        recorded: The settings that the run recorded.
     """
     cuts, now, before = config.parallel.cuts, config.parallel, recorded.parallel
     is_same = (now.mode, now.devices, now.balance) == (before.mode, before.devices, before.balance)
@@ -189,11 +189,11 @@ def without_stale_cuts(config: Config, recorded: Config) -> Config:
 def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
     """Return overrides that reset what a run recorded for a parallel mode that it now leaves.
 
-    They would be refused with the other mode, such as replicas with mode none, though nobody asks
-    for them any more.
+    They would be refused with the other mode, such as replicas with mode none, although
+    nothing asks for them any more.
 
     Args:
-        recorded: What the run recorded.
+        recorded: The settings that the run recorded.
         changes: ``section.key=value`` strings of the user, the mode among them.
     """
     modes = [change.partition("=")[2] for change in changes if change.startswith("parallel.mode=")]

@@ -21,7 +21,7 @@ def memory_table(record: Mapping[str, Any]) -> Table:
     """Return the memory of each slot as a table for the terminal.
 
     Args:
-        record: What :func:`unet3d.memory.meter.memory_record` returns.
+        record: What :func:`unet3d.memory.record.memory_record` returns.
     """
     slots = record["slots"]
     unit, unit_bytes = unit_of(slots)
@@ -51,7 +51,7 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
     """Draw the memory of each slot as a bar, and below how it went through one step.
 
     Args:
-        record: What :func:`unet3d.memory.meter.memory_record` returns.
+        record: What :func:`unet3d.memory.record.memory_record` returns.
     """
     slots = record["slots"]
     unit, unit_bytes = unit_of(slots)
@@ -74,7 +74,7 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
     """Write :func:`memory_figure` as a PNG.
 
     Args:
-        record: What :func:`unet3d.memory.meter.memory_record` returns.
+        record: What :func:`unet3d.memory.record.memory_record` returns.
         path: A PNG file; one of that name is replaced.
     """
     write_figure(memory_figure(record), path)

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from unet3d.distributed.group import Group
-from unet3d.memory.meter import MemoryMeter, memory_record, merged_records
+from unet3d.memory.meter import MemoryMeter
+from unet3d.memory.record import memory_record, merged_records
 from unet3d.parallel import Executor
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.memory import write_memory_picture

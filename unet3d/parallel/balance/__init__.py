@@ -1,1 +1,1 @@
-"""Where to cut the block list, so that every stage takes as long or as much memory."""
+"""Where to cut the block list so that all stages take equal time or equal memory."""

@@ -39,23 +39,23 @@ from unet3d.records import (
 logger = logging.getLogger(__name__)
 
 LOSS = "loss"
-"""Name of the last entry: what comes after the last block, on its device."""
+"""Name of the last entry: the loss, which follows the last block on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockBytes:
-    """What one block takes of a device for one micro-batch."""
+    """What one block needs on a device for one micro-batch."""
 
     name: str
-    """The block's, or ``loss``."""
+    """Name of the block, or ``loss``."""
     level: tuple[str, int]
     """The level that the block belongs to; see :class:`~unet3d.model.Block`."""
     inputs: tuple[str, ...]
     """Names of the tensors that it reads."""
     shape: tuple[int, ...]
-    """Of the tensor that it writes."""
+    """Shape of the tensor that it writes."""
     dtype: torch.dtype
-    """Likewise."""
+    """Type of the tensor that it writes."""
     parameters_bytes: int
     """Weights and buffers."""
     kept: Mapping[str, int]
@@ -63,12 +63,12 @@ class BlockBytes:
     block writes has the block's name: two blocks may keep the same tensor, which counts once in a
     stage."""
     work_bytes: int
-    """What its backward needs at most beyond that: gradients of what it writes and reads, those of
-    its parameters, and what is in between. The gradient of what it writes is there all the time, as
-    one that a later stage sent is."""
+    """The most that its backward needs beyond that: gradients of what it writes and reads, those of
+    its parameters, and intermediates. The gradient of what it writes is counted all the time,
+    because one that a later stage sent stays that long."""
     passing_work_bytes: int
-    """The same where that gradient goes once it is used, as one does that a block of the same stage
-    made."""
+    """The same where that gradient is freed once it is used, as one from a block of the same stage
+    is."""
     workspace_bytes: int
     """What libraries keep from their first call on; a stage's blocks share it."""
 
@@ -91,10 +91,10 @@ def block_bytes(
     Args:
         model: The network, on any device; it is not changed.
         size: Voxels of the image along X, Y, Z; multiples of the total stride.
-        num_samples: In one micro-batch.
+        num_samples: Number of samples in one micro-batch.
         autocast: Lower precision on a GPU, or None.
         device: A CPU and a GPU may keep different things; this machine need not have it.
-        recompute: ``norm`` leaves out what is made again. ``level`` counts all that a level keeps
+        recompute: ``norm`` leaves out what is recomputed. ``level`` counts all that a level keeps
             while backward is in it.
 
     Returns:
@@ -104,8 +104,8 @@ def block_bytes(
     place = fake_device(device)
     entries = []
     recomputing = recomputed_in_backward() if recompute == "norm" else nullcontext()
-    alive: list[Tensor] = []  # what is made again must live while others read it
-    # What is made again is not kept, so who notes what is kept is asked last.
+    alive: list[Tensor] = []  # what is recomputed must live while others read it
+    # What is recomputed is not kept, so the handler that notes what is kept is asked last.
     with counted_allocations() as recorder, _kept_bytes() as saved, recomputing:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -127,7 +127,7 @@ def block_bytes(
             made = run(*leaves)
             alive.append(made)
             tensors[name] = made.detach()
-            forget_source(made)  # later readers must not keep alive what it was made from
+            forget_source(made)  # later readers must not keep its inputs alive
             known[storage_key(made)] = name
             kept = {
                 known.get(number, f"{name} {index}"): size
@@ -142,7 +142,7 @@ def block_bytes(
                 del gradients
                 return recorder.peak[place] - before
 
-            gradient = torch.empty_like(made)  # before the count, as it is that of who sent it
+            gradient = torch.empty_like(made)  # before the count, because the sender owns it
             work_bytes = work(made, gradient) + gradient.untyped_storage().nbytes()
             del gradient
             passing_work_bytes = work(_GradientFromWithin.apply(run(*leaves), tensors[name]))  # type: ignore[no-untyped-call]
@@ -184,7 +184,7 @@ def block_bytes(
 
 
 class _GradientFromWithin(torch.autograd.Function):
-    """Ends a graph where the gradient is made in backward, so that nobody else holds it."""
+    """Ends a graph where the gradient is made in backward, so that nothing else holds it."""
 
     @staticmethod
     def forward(ctx: Any, made: Tensor, like: Tensor) -> Tensor:
@@ -208,10 +208,10 @@ def block_seconds(
 
     Args:
         model: The network; copies of its blocks are measured.
-        device: Where; each block runs there alone.
+        device: The device; each block runs there alone.
         size: Voxels of the image along X, Y, Z; multiples of the total stride.
-        num_samples: In one micro-batch.
-        autocast: Lower precision, or None; a CPU does without.
+        num_samples: Number of samples in one micro-batch.
+        autocast: Lower precision, or None; a CPU ignores it.
         folder: Where the times are remembered, under a key of everything that they depend on.
 
     Returns:
@@ -244,7 +244,7 @@ def block_seconds(
     entries = block_bytes(model, size, num_samples, autocast, device)
     made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
     made["image"] = ((num_samples, model.topology.in_channels, *size), dtype)
-    generator = torch.Generator(device).manual_seed(0)  # not the one that training draws from
+    generator = torch.Generator(device).manual_seed(0)  # not the generator that training draws from
 
     def random(name: str) -> Tensor:
         shape, dtype = made[name]
@@ -268,7 +268,7 @@ def _pass(
     device: torch.device,
     autocast: torch.dtype | None,
 ) -> Callable[[], None]:
-    """Return forward and backward of one block on tensors of its own."""
+    """Return a function that runs one block forward and backward on tensors of its own."""
     module = copy.deepcopy(block.module).to(device)
     for parameter in module.parameters():
         parameter.data = _laid_out(parameter.data, autocast)

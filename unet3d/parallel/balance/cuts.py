@@ -1,7 +1,7 @@
-"""Where to cut the block list: so that every stage takes as long, or as much memory, as the others.
+"""Where to cut the block list so that all stages take equal time or equal memory.
 
-What counts is the dearest stage. In time, because the others wait for it once the pipeline is full;
-in memory, because its device is the one that a larger volume no longer fits on.
+What counts is the most expensive stage. For time, because the others wait for it once the pipeline
+is full; for memory, because its device is the first that a larger volume no longer fits on.
 """
 
 import logging
@@ -34,12 +34,12 @@ def choose_cuts(
 
     Args:
         model: The network; it is neither moved nor changed.
-        layout: Devices, micro-batches, schedule and precision; its cuts are not looked at.
-        balance: What is to be level over the stages. ``encoder-decoder`` looks at neither time nor
+        layout: Devices, micro-batches, schedule and precision; its cuts are ignored.
+        balance: What to balance over the stages. ``encoder-decoder`` considers neither time nor
             memory.
         size: Voxels of an image along X, Y, Z; multiples of the total stride.
         batch_size: Samples of a batch.
-        num_states: Numbers that the optimizer keeps for each parameter.
+        num_states: How many numbers the optimizer keeps for each parameter.
         folder: Where measured times are remembered.
 
     Raises:
@@ -103,7 +103,7 @@ def memory_cost(
         layout: Devices, micro-batches, schedule and precision.
         size: Voxels of an image along X, Y, Z.
         batch_size: Samples of a batch.
-        num_states: Numbers that the optimizer keeps for each parameter.
+        num_states: How many numbers the optimizer keeps for each parameter.
     """
     num_samples = _samples_of_a_micro_batch(layout, batch_size)
     entries = {
@@ -123,8 +123,8 @@ def memory_cost(
         mine = entries[layout.devices[stage].type]
         run, loss = mine[start:end], mine[-1] if end == num_blocks else None
         later = {name for entry in mine[end:] for name in entry.inputs}
-        # A copy is there as soon as its maker has made it, which may be before its reader's turn.
-        # Where stages are more than two, the maker is taken to be the stage before.
+        # A copy exists as soon as its producer has run, which may be before its reader's turn.
+        # With more than two stages, the producer is taken to be the previous stage.
         early = alive[stage - 1][stage] - alive[stage][stage] if stage else 0
         outputs = {entry.name: entry for entry in mine}
         moving = stage_bytes(
@@ -157,19 +157,19 @@ def stage_bytes(
 ) -> int:
     """Return the most that a stage holds beside parameters, image and target.
 
-    While one micro-batch goes backward, the others that are alive are whole. What it keeps itself
-    shrinks block by block; at each block there are the gradients that it works with, those that
-    came from later stages, and those that wait to go to earlier ones. Where only what enters a
-    level is kept, the level that backward is in is there as well.
+    While one micro-batch goes backward, the others that are alive keep everything. What it keeps
+    itself shrinks block by block; at each block there are the gradients that it works with, those
+    that came from later stages, and those that wait to go to earlier ones. Where only what enters a
+    level is kept, the level that backward is in is recomputed and counts as well.
 
     Args:
         run: The stage's blocks.
-        loss: What the loss keeps, in the last stage.
+        loss: Costs of the loss, in the last stage.
         read_elsewhere: Names of tensors that later stages or the loss read.
-        outputs: By name, the maker of each tensor of the network.
+        outputs: By name, the block that writes each tensor of the network.
         num_alive: Micro-batches whose activations the stage keeps at a time.
         num_early: Micro-batches beyond them whose inputs have already come.
-        by_level: Whether what is within a level is made again in backward.
+        by_level: Whether what is within a level is recomputed in backward.
     """
     made = {entry.name for entry in run}
     received = {
@@ -190,20 +190,20 @@ def stage_bytes(
         for index, entry in reversed(list(enumerate(level))):
             read = [outputs[name] for name in entry.inputs if name in outputs]
             if entry.name in read_here:
-                # Of readers in this stage; what others sent for it is beside their sum.
+                # Gradients of readers in this stage; those that others sent are added to their sum.
                 work_bytes = entry.passing_work_bytes
             else:
                 work_bytes = entry.work_bytes - sent.get(entry.name, 0)
             now = _sum(before | _kept(level[: index + 1])) + _sum(sent) + leaves + work_bytes
             most = max(most, now)
             leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
-    if loss is not None:  # its gradients are there as soon as a micro-batch has come to the end
+    if loss is not None:  # its gradients exist as soon as a micro-batch has reached the end
         whole += sum(sent.get(name, 0) for name in loss.inputs)
     return (num_alive - 1) * whole + num_early * _sum(received) + most
 
 
 def _entering(level: Sequence[BlockBytes], outputs: Mapping[str, BlockBytes]) -> dict[str, int]:
-    """Return what a level reads of others; the image, which is there anyway, is left out."""
+    """Return what a level reads from others, without the image, which exists anyway."""
     made = {entry.name for entry in level}
     read = {name for entry in level for name in entry.inputs if name in outputs}
     return {name: outputs[name].output_bytes for name in read - made}
@@ -222,7 +222,7 @@ def _sum(memory: Mapping[str, int]) -> int:
 
 
 def _samples_of_a_micro_batch(layout: Layout, batch_size: int) -> int:
-    """Return the size of the largest."""
+    """Return the largest size."""
     return -(-batch_size // min(layout.num_micro_batches, batch_size))
 
 

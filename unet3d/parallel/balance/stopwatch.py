@@ -1,6 +1,6 @@
 """Times taken on devices, and a file for each thing that was measured, so that it is measured once.
 
-A file is named by a key of all that its content depends on: it is never stale, only not there.
+A file is named by a key of all that its content depends on: it may be absent, but never stale.
 """
 
 import logging
@@ -28,8 +28,8 @@ def median_seconds(
     """Return the median time of a few runs, each from idle devices to idle devices.
 
     Args:
-        run: What is timed.
-        devices: All that it uses.
+        run: The function that is timed.
+        devices: All devices that it uses.
         num_warm_up_runs: Runs before those that count.
     """
     devices = tuple(devices)
@@ -44,13 +44,13 @@ def median_seconds(
 
 
 def recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return what does the same without the time that Python takes to launch it.
+    """Return a function that does the same without the time that Python takes to launch it.
 
-    A stage that is busy launches ahead, so its blocks take what they take on the GPU.
+    A busy stage launches ahead, so its blocks take only their time on the GPU.
 
     Args:
-        run: Launches always the same; nothing is recorded for a CPU, where there is no launch.
-        device: Of all its work.
+        run: Always launches the same work. Nothing is captured for a CPU, which has no launches.
+        device: The device of all its work.
     """
     if device.type != "cuda":
         return run
@@ -66,10 +66,10 @@ def recorded(run: Callable[[], object], device: torch.device) -> Callable[[], ob
 
 
 def hardware(device: torch.device) -> str:
-    """Return what a device is, as far as times depend on it.
+    """Return a description of a device, as far as times depend on it.
 
     Args:
-        device: Of this machine.
+        device: A device of this machine.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

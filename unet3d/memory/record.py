@@ -1,0 +1,75 @@
+"""What is written down of the memory of a training: the content of ``memory.json``."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from unet3d.memory.meter import SlotLike, SlotMemory
+from unet3d.memory.timeline import Timeline
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a device: a GPU's own, or the machine's.
+
+    Args:
+        device: A CPU or CUDA device.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def memory_record(
+    parallel: str,
+    slots: Sequence[SlotLike],
+    measured: Mapping[int, SlotMemory],
+    predicted: Mapping[int, SlotMemory] | None,
+    timelines: Sequence[Timeline] = (),
+) -> dict[str, Any]:
+    """Return what ``memory.json`` holds.
+
+    Args:
+        parallel: The mode.
+        slots: The slots, in order.
+        measured: Per slot index.
+        predicted: The same, predicted before the training started; None: not predicted.
+        timelines: The marks of one step.
+    """
+    return {
+        "parallel": parallel,
+        "slots": [
+            {
+                "slot": slot.index,
+                "device": str(slot.device),
+                "blocks": list(slot.blocks),
+                "device_bytes": device_bytes(slot.device),
+                "predicted": predicted and predicted[slot.index].to_dict(),
+                "measured": measured[slot.index].to_dict(),
+            }
+            for slot in slots
+        ],
+        "timeline": [line.to_dict() for line in timelines],
+    }
+
+
+def merged_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one record of the slots of all ranks, numbered through.
+
+    Args:
+        records: Results of :func:`memory_record`, one for each rank.
+    """
+    slots: list[dict[str, Any]] = []
+    timelines: list[dict[str, Any]] = []
+    for rank, record in enumerate(records):
+        before = len(slots)
+        slots += [{**slot, "slot": before + slot["slot"], "rank": rank} for slot in record["slots"]]
+        for timeline in record["timeline"]:
+            own = [before + slot for slot in timeline["slots"]]
+            marks = [
+                {**mark, "slot": None if mark["slot"] is None else before + mark["slot"]}
+                for mark in timeline["marks"]
+            ]
+            timelines.append({**timeline, "slots": own, "marks": marks, "rank": rank})
+    return {**records[0], "slots": slots, "timeline": timelines}
