@@ -1,4 +1,5 @@
 import gc
+import sys
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -129,11 +130,75 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
 
 
 def test_coarse_logits_of_an_earlier_stage_reach_the_loss(
+    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strides = ((1, 1, 1), (2, 2, 2), (2, 2, 2), (1, 1, 1))
+    deep = replace(TOPOLOGY, channels=(4, 4, 8, 8), strides=strides)
+    monkeypatch.setattr(sys.modules[__name__], "TOPOLOGY", deep)
+    names = [block.name for block in UNet3d(replace(deep, deep_supervision=True)).blocks()]
+    cut = names.index("head.1") + 1
+    check_replayed_steps((CPU, CPU), 1e-10, deep_supervision=True, num_micro_batches=2, cuts=(cut,))
+    assert cpu_graphs.num_captured > 0
+
+
+def take_steps(executor: Executor, number: int = NUM_WARM_UP_STEPS + 2) -> list[Tensor | None]:
+    image, target = make_batch(1)
+    for _ in range(number):
+        executor.module.zero_grad()
+        terms = executor.forward_backward(image.double(), target, dice_cross_entropy)
+    return [terms.total, *(parameter.grad for parameter in executor.module.parameters())]
+
+
+def test_a_changed_network_is_captured_anew(cpu_graphs: type[CpuGraphPool]) -> None:
+    """Other storage, other frozen parameters, another mode: none of it is in the old graphs."""
+
+    def changed(executor: Executor) -> list[Tensor | None]:
+        take_steps(executor)
+        for index, parameter in enumerate(executor.module.parameters()):
+            parameter.data = parameter.data * 1.5
+            parameter.requires_grad_(index > 0)
+        return take_steps(executor)
+
+    replayed = changed(make_executor((CPU, CPU)))
+    launched = changed(make_executor((CPU, CPU), cuda_graphs="off"))
+    for actual, expected in zip(replayed, launched, strict=True):
+        assert (actual is None) == (expected is None)
+        if actual is not None and expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_a_weight_that_modules_share_gets_the_gradient_of_both(
     cpu_graphs: type[CpuGraphPool],
 ) -> None:
-    options: dict[str, Any] = {"deep_supervision": True, "num_micro_batches": 2}
-    check_replayed_steps((CPU, CPU), tolerance=1e-10, cuts=(12,), **options)
+    found = []
+    for choice in ("auto", "off"):
+        executor = make_executor((CPU,), cuda_graphs=choice)
+        first, second = executor.module.decoder.levels["0"]["units"]  # type: ignore[attr-defined]
+        second.norm.weight = first.norm.weight
+        executor = parallelize(executor.module, Layout(devices=(CPU,), cuda_graphs=choice))  # type: ignore[arg-type]
+        found.append([value for value in take_steps(executor) if value is not None])
     assert cpu_graphs.num_captured > 0
+    assert_close(found[0], found[1], 1e-10)
+
+
+def test_a_loss_that_cannot_be_captured_is_launched(
+    cpu_graphs: type[CpuGraphPool], caplog: pytest.LogCaptureFixture
+) -> None:
+    is_captured = [False]
+
+    def loss(logits: Tensor, target: Tensor) -> Any:
+        if cpu_graphs.num_captured > 0 and not is_captured[0]:
+            is_captured[0] = True
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return dice_cross_entropy(logits, target)
+
+    executor = make_executor((CPU,))
+    image, target = make_batch(1)
+    for _ in range(NUM_WARM_UP_STEPS + 3):
+        terms = executor.forward_backward(image.double(), target, loss)
+    assert is_captured[0] and terms.total.isfinite()
+    (record,) = caplog.records
+    assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
 
 
 def test_gradients_that_are_there_are_added_to_on_a_cpu(cpu_graphs: type[CpuGraphPool]) -> None:

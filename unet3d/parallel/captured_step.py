@@ -21,7 +21,7 @@ not reused by the sender's next action, and the one after that waits until it ha
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -225,11 +225,14 @@ def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
         for module in block.module.modules()
         for name, parameter in module.named_parameters(recurse=False)
     ]
+    aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though modules may share it
     for module, name, parameter in owned:
-        alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        if parameter.requires_grad:
-            alias.grad = gradients[parameter] = torch.zeros_like(parameter)
-        setattr(module, name, alias)
+        if parameter not in aliases:
+            alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                alias.grad = gradients[parameter] = torch.zeros_like(parameter)
+            aliases[parameter] = alias
+        setattr(module, name, aliases[parameter])
     try:
         yield gradients
     finally:
@@ -237,7 +240,7 @@ def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
             setattr(module, name, parameter)
 
 
-def _give_cached_memory_back(devices: Sequence[torch.device] | Mapping[torch.device, Any]) -> None:
+def _give_cached_memory_back(devices: Iterable[torch.device]) -> None:
     """Return to the devices what launched steps have left in the allocator's cache."""
     gpus = [device for device in devices if device.type == "cuda"]
     for device in gpus:

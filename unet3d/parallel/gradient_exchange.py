@@ -41,7 +41,11 @@ class NoExchange:
         """Do nothing."""
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Add gradients to the parameters' own; see :class:`GradientExchange`."""
+        """Add gradients to the parameters' own; see :class:`GradientExchange`.
+
+        Those of a replayed step become the parameters' own, and the next replay overwrites them:
+        whoever wants to keep them beyond ``zero_grad`` must copy them.
+        """
         for parameter, gradient in gradients.items():
             if parameter.grad is None:
                 parameter.grad = gradient

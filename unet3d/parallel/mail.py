@@ -111,7 +111,7 @@ class DirectMail:
     def gradients(self, stage: Stage, micro_batch: int) -> dict[str, list[Tensor]]:
         """Return the gradients of a stage's outputs by name; see :class:`Mail`."""
         return {
-            name: [gradient.wait() for gradient in self._back.pop((micro_batch, name))]
+            name: [gradient.wait() for gradient in self._back.pop((micro_batch, name), [])]
             for name in stage.outputs
         }
 

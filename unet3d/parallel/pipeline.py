@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from unet3d.config import CudaGraphs, Recompute
 from unet3d.errors import ConfigError
@@ -61,12 +62,17 @@ class PipelineExecutor:
 
         Raises:
             ConfigError: The samples of the network are not independent, and there is more than one
-                micro-batch.
+                micro-batch; or a level with dropout would be recomputed.
         """
         if num_micro_batches > 1 and not module.samples_are_independent:
             raise ConfigError(
                 f"batch normalisation with {num_micro_batches} micro-batches would take its "
                 "statistics from portions of the batch; use model.norm=instance"
+            )
+        if recompute == "level" and any(isinstance(m, _DropoutNd) for m in module.modules()):
+            raise ConfigError(
+                "memory.recompute=level would draw other random numbers when it runs a level with "
+                "dropout again; use memory.recompute=norm or off"
             )
         self.module = module
         self.stages = tuple(stages)

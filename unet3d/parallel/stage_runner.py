@@ -156,7 +156,9 @@ class EagerStage:
                 send(name, made[name].detach())
         if offloader is not None:
             offloader.end_forward()
-        roots = {name: get_gradient_edge(tensor) for name, tensor in made.items()}
+        roots = {
+            name: get_gradient_edge(tensor) for name, tensor in made.items() if tensor.requires_grad
+        }
         self._alive[micro_batch] = _Alive(leaves=leaves, roots=roots, offloader=offloader)
 
     def loss(
@@ -187,11 +189,13 @@ class EagerStage:
                 leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
         if alive.offloader is not None:
             alive.offloader.begin_backward()
-        names = list(alive.roots)
+        # A loss may leave out a result, and frozen blocks in front have no graph.
+        names = [name for name in alive.roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
         values = [functools.reduce(torch.add, gradients[name]) for name in names]
         del gradients
-        torch.autograd.backward([alive.roots[name] for name in names], values)
+        if names:
+            torch.autograd.backward([alive.roots[name] for name in names], values)
         if alive.offloader is not None:
             alive.offloader.end_backward()
 

@@ -95,7 +95,7 @@ class StaticMail:
         if self._is_captured:
             self._wait(reader, micro_batch, stage.outputs)
             return {}
-        return {name: self._handed.pop((reader, micro_batch, name)) for name in stage.outputs}
+        return {name: self._handed.pop((reader, micro_batch, name), []) for name in stage.outputs}
 
     def send_on(self, stage: Stage, micro_batch: int, name: str, made: Tensor) -> None:
         """Send to every reader; see :class:`~unet3d.parallel.mail.Mail`."""

@@ -51,6 +51,12 @@ class StepCapture:
         self._stages = tuple(stages)
         self._routes = routes
         self._devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
+        self._modules = [
+            module
+            for runner in stages
+            for block in runner.stage.blocks
+            for module in block.module.modules()
+        ]
         self._captured: CapturedStep | None = None
         self._captured_key: Any = None
         self._last_key: Any = None
@@ -75,7 +81,8 @@ class StepCapture:
         if self._has_failed or not self._is_possible(images):
             return None
         tensors = (images[0], targets[0])
-        key = (len(images), *((t.shape, t.dtype) for t in tensors), *objectives)
+        layouts = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        key = (len(images), layouts, list(objectives), self._network_state())
         if self._captured is not None and key == self._captured_key:
             return self._captured
         self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
@@ -88,8 +95,22 @@ class StepCapture:
         except torch.OutOfMemoryError:
             self._has_failed = True
             logger.debug("no memory to capture steps of %d voxels", images[0].numel())
+        except RuntimeError as error:  # such as of a loss that reads a value back to the host
+            self._has_failed = True
+            logger.warning(
+                "steps cannot be captured as CUDA graphs, so they are launched: %s; "
+                "parallel.cuda_graphs=off does not try",
+                " ".join(str(error).split())[:200],
+            )
         self._captured_key = key
         return self._captured
+
+    def _network_state(self) -> list[tuple[Any, ...]]:
+        """Return what a graph takes from the network as it was when it was captured."""
+        return [
+            (module.training, *((p.data_ptr(), p.requires_grad) for p in module.parameters(False)))
+            for module in self._modules
+        ]
 
     def _is_possible(self, images: Sequence[Tensor]) -> bool:
         return is_small(images) and all(device.type in POOLS for device in self._devices)

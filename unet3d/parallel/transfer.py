@@ -72,6 +72,7 @@ class Buffer:
         self.tensor = torch.empty_like(like, device=device)
         self._arrived: torch.cuda.Event | None = None
         self._released: torch.cuda.Event | None = None
+        self.release()  # what had this memory before may still be queued
 
     def fill(self, source: Tensor) -> torch.cuda.Event | None:
         """Start a copy, once work that is queued now has computed the source.
@@ -95,6 +96,7 @@ class Buffer:
             target.copy_(source, non_blocking=True)
             self._arrived = receiving.record_event()
             read: torch.cuda.Event = sending.record_event()
+        source.record_stream(sending)  # a batch may be let go of before it has been read
         return read
 
     def wait(self) -> None:

@@ -1,0 +1,68 @@
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unet3d.errors import ConfigError
+from unet3d.model import SequentialNetwork, Topology, UNet3d, dice_cross_entropy
+from unet3d.parallel import Layout, parallelize
+
+CPU = torch.device("cpu")
+TOPOLOGY = Topology(
+    in_channels=1,
+    num_classes=3,
+    channels=(4, 4, 8, 8),
+    strides=((1, 1, 1), (2, 2, 2), (2, 2, 2), (2, 2, 2)),
+    deep_supervision=True,
+)
+
+
+def network() -> UNet3d:
+    torch.manual_seed(0)
+    return UNet3d(TOPOLOGY).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(3, 1, 16, 16, 16, generator=generator, dtype=torch.float64)
+    return image, torch.randint(0, 3, (3, 16, 16, 16), generator=generator)
+
+
+def assert_same_gradients(model: UNet3d, plain: UNet3d) -> None:
+    for (name, value), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if expected.grad is None:
+            assert value.grad is None, name
+        else:
+            scale = expected.grad.norm().clamp_min(1e-8)
+            assert value.grad is not None and (value.grad - expected.grad).norm() < 1e-9 * scale
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_a_frozen_encoder_is_passed_by(num_micro_batches: int) -> None:
+    """As in fine-tuning: the first stage has nothing to learn."""
+    model, plain = network(), network()
+    for one in (model, plain):
+        one.encoder.requires_grad_(False)
+    image, target = batch()
+    layout = Layout(devices=(CPU, CPU), num_micro_batches=num_micro_batches)
+    parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
+    dice_cross_entropy(plain(image), target).total.backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_loss_may_leave_out_a_result() -> None:
+    model, plain = network(), network()
+    image, target = batch()
+
+    def fine_only(logits: list[Tensor], target: Tensor) -> object:
+        return dice_cross_entropy(logits[0], target)
+
+    parallelize(model, Layout(devices=(CPU, CPU))).forward_backward(image, target, fine_only)
+    dice_cross_entropy(plain(image)[0], target).total.backward()
+    assert_same_gradients(model, plain)
+
+
+def test_a_level_with_dropout_is_not_recomputed() -> None:
+    chain = nn.Sequential(nn.Conv3d(1, 4, 3), nn.Dropout(0.5), nn.Conv3d(4, 2, 3))
+    layout = Layout(devices=(CPU,), recompute="level")
+    with pytest.raises(ConfigError, match="memory.recompute=norm"):
+        parallelize(SequentialNetwork(chain, (1, 8, 8, 8)), layout)
