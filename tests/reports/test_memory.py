@@ -75,9 +75,24 @@ def test_no_number_of_the_table_is_cut_off_on_a_narrow_terminal() -> None:
 )
 def test_table_and_picture_say_what_a_peak_is(devices: list[str], note: str) -> None:
     record = record_of(devices, [memory_of(180), memory_of(260)])
-    assert str(memory_table(record).caption) == note
+    caption = str(memory_table(record).caption)
+    assert note in caption
+    for device in devices:
+        assert ("cpu" not in device) == (f"{device} reserved" in caption)
     label = memory_figure(record).axes[0].get_xlabel()
     assert label == (f"MiB\n{note}" if note else "MiB")
+
+
+def test_what_a_gpu_has_reserved_stands_beside_what_was_predicted() -> None:
+    record = record_of(["cuda:0", "cuda:0", "cuda:1"], [memory_of(180)] * 3)
+    for slot in record["slots"]:
+        slot["measured"]["reserved_bytes"] = 500 * 1024**2
+        slot["predicted"]["reserved_bytes"] = 490 * 1024**2
+    caption = str(memory_table(record).caption)
+    assert caption.count("cuda:0 reserved 500 MiB (490 predicted).") == 1
+    assert "cuda:1 reserved 500 MiB (490 predicted)." in caption
+    record["slots"][2]["predicted"] = None
+    assert "cuda:1 reserved 500 MiB." in str(memory_table(record).caption)
 
 
 def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts() -> None:

@@ -46,6 +46,7 @@ class CapturedStep:
 
     def __init__(
         self,
+        *,
         run: Run,
         stages: Sequence[EagerStage],
         routes: Routes,

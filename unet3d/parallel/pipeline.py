@@ -150,7 +150,14 @@ class PipelineExecutor:
         images, targets, _, run = self._divided(image, target, loss_fn, 1.0)
         if self._capture is None or not is_small(images):
             return None
-        return CapturedStep(run, self._eager, self._routes, images, targets, make_pool)
+        return CapturedStep(
+            run=run,
+            stages=self._eager,
+            routes=self._routes,
+            images=images,
+            targets=targets,
+            make_pool=make_pool,
+        )
 
     def _divided(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float

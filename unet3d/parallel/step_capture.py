@@ -91,7 +91,13 @@ class StepCapture:
             return None
         self._captured = None  # frees the memory of another shape
         try:
-            self._captured = CapturedStep(run, self._stages, self._routes, images, targets)
+            self._captured = CapturedStep(
+                run=run,
+                stages=self._stages,
+                routes=self._routes,
+                images=images,
+                targets=targets,
+            )
         except torch.OutOfMemoryError:
             self._has_failed = True
             logger.debug("no memory to capture steps of %d voxels", images[0].numel())

@@ -27,7 +27,7 @@ def memory_table(record: Mapping[str, Any]) -> Table:
     unit, unit_bytes = unit_of(slots)
     table = Table(
         title=f"Memory in training ({unit}), parallel mode {record['parallel']}",
-        caption=" ".join(memory_notes(slots)),
+        caption=" ".join([*memory_notes(slots), *_reserved_notes(slots, unit, unit_bytes)]),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=0,  # the column divider is a space already
@@ -45,6 +45,23 @@ def memory_table(record: Mapping[str, Any]) -> Table:
         cells = [NOTHING if value is None else amount(value, unit_bytes) for value in values]
         table.add_row(str(slot["slot"]), slot["device"], _range(slot["blocks"]), *cells)
     return table
+
+
+def _reserved_notes(slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: int) -> list[str]:
+    """Return, for each GPU, what its allocator has reserved: gaps and captured steps included."""
+    notes: dict[tuple[Any, str], str] = {}
+    for slot in slots:
+        if slot["device"] != "cpu":
+            reserved = amount(slot["measured"]["reserved_bytes"], unit_bytes)
+            predicted = slot["predicted"]
+            beside = (
+                f" ({amount(predicted['reserved_bytes'], unit_bytes)} predicted)"
+                if predicted
+                else ""
+            )
+            place = slot.get("rank"), slot["device"]
+            notes[place] = f"{slot['device']} reserved {reserved} {unit}{beside}."
+    return list(notes.values())
 
 
 def memory_figure(record: Mapping[str, Any]) -> Figure:

@@ -135,7 +135,7 @@ def _train(
                 num_replicas=dims.num_replicas,
             )
         ),
-        to_plain=lambda settled: settled.model_dump(mode="json"),
+        to_plain=lambda resolved: resolved.model_dump(mode="json"),
         from_plain=Config.from_plain,
     )
     experiment = replace(experiment, config=config)

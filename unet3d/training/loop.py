@@ -26,7 +26,7 @@ from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.memory_report import report_memory
+from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import device_name, epoch_metrics, run_summary, write_scalars
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
@@ -145,6 +145,8 @@ class TrainingLoop:
                 if validation is not None:
                     self._keep(validation)
                 line.epoch_done(metrics, (epochs - self.state.epoch) * metrics["seconds"])
+        if self.memory is not None:
+            update_reserved(self.memory, self.executor, self.folder, self.group)
         if is_first:
             self._write_summary()
         return TrainingResult(

@@ -47,3 +47,32 @@ def report_memory(
         folder.write_json(folder.memory, record)
         write_memory_picture(record, folder.memory_picture)
     return record
+
+
+def update_reserved(
+    record: dict[str, Any], executor: Executor, folder: RunFolder, group: Group
+) -> None:
+    """Write down what the allocators have reserved in the end.
+
+    Steps are measured while they are launched; those of small volumes are captured later, and keep
+    memory of their own.
+
+    Args:
+        record: What :func:`report_memory` returned; it is changed.
+        executor: The placed network.
+        folder: Where the first rank writes.
+        group: The ranks; all of them call it.
+    """
+    own = [
+        torch.cuda.max_memory_reserved(slot.device) if slot.device.type == "cuda" else 0
+        for slot in executor.slots
+    ]
+    reserved = [number for numbers in group.exchange(own) for number in numbers]
+    is_changed = False
+    for slot, number in zip(record["slots"], reserved, strict=True):
+        measured = slot["measured"]
+        if number > measured["reserved_bytes"]:
+            measured["reserved_bytes"] = number
+            is_changed = True
+    if is_changed and group.is_first:
+        folder.write_json(folder.memory, record)

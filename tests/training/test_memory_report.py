@@ -1,0 +1,34 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.memory_report import update_reserved
+
+
+def test_what_captured_steps_reserve_later_is_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserved = {torch.device("cuda", 0): 500, torch.device("cuda", 1): 100}
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", reserved.__getitem__)
+    devices = [torch.device("cpu"), *reserved]
+    executor = SimpleNamespace(slots=[SimpleNamespace(device=device) for device in devices])
+    record = {"slots": [{"measured": {"reserved_bytes": 300}} for _ in devices]}
+    folder = RunFolder(tmp_path)
+    update_reserved(record, executor, folder, Group(Ranks()))  # type: ignore[arg-type]
+    found = [slot["measured"]["reserved_bytes"] for slot in record["slots"]]
+    assert found == [300, 500, 300]
+    assert json.loads(folder.memory.read_text()) == record
+
+
+def test_a_record_that_stays_true_is_not_written_again(tmp_path: Path) -> None:
+    executor = SimpleNamespace(slots=[SimpleNamespace(device=torch.device("cpu"))])
+    record = {"slots": [{"measured": {"reserved_bytes": 300}}]}
+    folder = RunFolder(tmp_path)
+    update_reserved(record, executor, folder, Group(Ranks()))  # type: ignore[arg-type]
+    assert not folder.memory.exists()
