@@ -26,7 +26,10 @@ from unet3d.planning.memory_estimate import (
 
 
 def activations(step: Step) -> list[int]:
-    return [memory.activations_bytes for memory in predict_memory(step).memory.values()]
+    return [
+        memory.activations_bytes
+        for memory in predict_memory(step, counts_reserved=False).memory.values()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,9 @@ def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> No
 
 def test_gpus_are_predicted_without_gpus() -> None:
     step = make_step(GPUS[:2], (128, 128, 128), 4, 4, "bfloat16", LARGE)
-    in_float32 = predict_memory(replace(step, layout=replace(step.layout, autocast=None)))
+    in_float32 = predict_memory(
+        replace(step, layout=replace(step.layout, autocast=None)), counts_reserved=False
+    )
     prediction = predict_memory(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
     for memory in prediction.memory.values():
@@ -170,7 +175,10 @@ def test_every_parameter_and_buffer_is_on_its_device(
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]], ids=str)
 def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
     level, norm, off = (
-        predict_memory(make_step(devices, (128, 128, 128), 1, 1, "bfloat16", LARGE, recompute=how))
+        predict_memory(
+            make_step(devices, (128, 128, 128), 1, 1, "bfloat16", LARGE, recompute=how),
+            counts_reserved=False,
+        )
         for how in ("level", "norm", "off")
     )
     for index in range(len(devices)):
@@ -219,7 +227,10 @@ def test_more_voxels_take_more(devices: tuple[torch.device, ...]) -> None:
     step = make_step(devices)
     sizes: list[Shape] = [(16, 16, 16), (16, 16, 20), (24, 24, 20), (64, 64, 64)]
     peaks = [
-        sum(m.peak_bytes for m in predict_memory(replace(step, size=size)).memory.values())
+        sum(
+            m.peak_bytes
+            for m in predict_memory(replace(step, size=size), counts_reserved=False).memory.values()
+        )
         for size in sizes
     ]
     assert peaks == sorted(set(peaks))
@@ -241,13 +252,13 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
     assert all(
         abs(u - max(1, s * scale)) <= 0.5 + 1e-9 for u, s in zip(units, shape_units, strict=True)
     )
-    assert predict_memory(replace(step, size=found)).load(memory) <= 1
+    assert predict_memory(replace(step, size=found), counts_reserved=False).load(memory) <= 1
     x, y, z = (
         max(1, round(s * (max(units) + 1) / max(shape_units))) * one
         for s, one in zip(shape_units, stride, strict=True)
     )
     assert math.prod((x, y, z)) > math.prod(found)
-    assert predict_memory(replace(step, size=(x, y, z))).load(memory) > 1
+    assert predict_memory(replace(step, size=(x, y, z)), counts_reserved=False).load(memory) > 1
 
 
 def test_nothing_fits_where_the_parameters_alone_do_not() -> None:

@@ -246,6 +246,6 @@ def _give_cached_memory_back(devices: Iterable[torch.device]) -> None:
     gpus = [device for device in devices if device.type == "cuda"]
     for device in gpus:
         torch.cuda.synchronize(device)
-    gc.collect()
     if gpus:
+        gc.collect()
         torch.cuda.empty_cache()

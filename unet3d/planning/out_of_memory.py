@@ -41,7 +41,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, step: Step) -> str:
         error: The allocator's error.
         step: The step of the training that failed.
     """
-    prediction = predict_memory(step)
+    prediction = predict_memory(step, counts_reserved=False)
     asked, index, free = _numbers(str(error))
     device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device
     slots = [slot for slot in prediction.slots if slot.device == device]
@@ -104,7 +104,7 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
 
 
 def _advice(flags: str, step: Step, limits: dict[torch.device, int]) -> Iterator[str]:
-    prediction = predict_memory(step)
+    prediction = predict_memory(step, counts_reserved=False)
     if prediction.load(limits) <= 1:
         peaks = {slot.device: prediction.memory[slot.index].peak_bytes for slot in prediction.slots}
         yield (
