@@ -15,7 +15,7 @@ from tests.kernels.norm.closed_form import (
     relative_error,
     value_and_gradients,
 )
-from unet3d.kernels.norm import op, reference
+from unet3d.kernels.norm import op, reference, rows
 from unet3d.kernels.norm.grid import WANTED_PROGRAMS, grid_of
 from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import with_padding
@@ -70,7 +70,7 @@ def test_parts_of_a_volume_give_what_the_whole_gives(
 def test_the_fused_operations_are_the_stages_of_one_part(slope: float) -> None:
     x, *affine, dy = (v.double() for v in arguments(SHAPE, 2.0, torch.float32, "cpu"))
     voxels = x[0, 0].numel()
-    y, mean, rstd = reference.fused(x, *affine, EPS, slope)
+    y, mean, rstd = rows.forward(x, *affine, EPS, slope)
     given = reference.merge(reference.moments(x), voxels, EPS)[:2]
     for a, b in zip(given, (mean, rstd), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
@@ -78,7 +78,7 @@ def test_the_fused_operations_are_the_stages_of_one_part(slope: float) -> None:
     torch.testing.assert_close(reference.normalize(x, *affine, slope=slope), y, rtol=0, atol=1e-13)
     total = reference.total(reference.sums(dy, x, *affine, slope=slope))
     dx = reference.gradient(dy, x, *affine, total=total, voxels=voxels, slope=slope)
-    expected = reference.fused_backward(dy, x, *affine, slope=slope)
+    expected = rows.backward(dy, x, *affine, slope=slope)
     for a, b in zip((dx, total[1].sum(0), total[0].sum(0)), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

@@ -6,15 +6,17 @@ PyTorch normalises each (sample, channel) in one thread block: a single sample o
 The work is done in stages, which divide at the point where parts of a volume have something to
 exchange (:mod:`unet3d.kernels.norm.stages`). :func:`stages_for` picks Triton's version for large
 CUDA tensors of at most 32 bits, and the reference, PyTorch's own operations, for everything else.
-Both give the same values and gradients.
+Both give the same values and gradients. Where a volume that is whole takes the reference, several
+stages are one operation (:mod:`unet3d.kernels.norm.rows`, :mod:`unet3d.kernels.norm.columns`).
 """
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unet3d.kernels.norm import op, reference
+from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.recompute import offer
@@ -58,6 +60,7 @@ def instance_norm(
     folds = stages is not reference and can_fold(x, x.shape[1])
     options = _Options(
         stages=stages,
+        whole=_whole_for(x) if stages is reference else None,
         eps=eps,
         slope=negative_slope,
         pads_output=pads_output and folds,
@@ -69,9 +72,12 @@ def instance_norm(
     x, weight, bias = (value.detach() for value in (x, weight, bias))
 
     def recompute() -> Tensor:
-        if options.is_fused(x):
-            return reference.fused(x, weight, bias, eps, negative_slope)[0]
-        return _normalized(x, weight, bias, mean, rstd, options=options, pads=False)
+        if options.whole is rows:  # the statistics are in the same operation
+            return rows.forward(x, weight, bias, eps, negative_slope)[0]
+        given = (x, weight, bias, mean, rstd)
+        if options.whole is columns:
+            return columns.normalize(*given, slope=negative_slope)
+        return _normalized(*given, options=options, pads=False)
 
     offer(y, recompute, x)
     return y  # type: ignore[no-any-return]
@@ -88,23 +94,21 @@ def stages_for(x: Tensor) -> Stages:
     return reference
 
 
+def _whole_for(x: Tensor) -> ModuleType:
+    """Return the module that does several of the reference's stages at once."""
+    return columns if not is_gpu(x.device) and columns.are_in(x) else rows
+
+
 class _Options(NamedTuple):
     """How a map is normalised."""
 
     stages: Stages
+    whole: ModuleType | None
+    """Does several of the stages at once; None: each is done by itself."""
     eps: float
     slope: float
     pads_output: bool
     pads_gradient: bool
-
-    def is_fused(self, x: Tensor) -> bool:
-        """Return whether one operation of PyTorch's does all stages of forward.
-
-        The time of a small map on a GPU is its launches, and the fused operation takes fewer. On a
-        CPU the stages take no longer and have the same values, and to recompute the result the last
-        one is enough.
-        """
-        return self.stages is reference and is_gpu(x.device)
 
 
 class _InstanceNorm(torch.autograd.Function):
@@ -114,8 +118,8 @@ class _InstanceNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if options.is_fused(x):
-            y, mean, rstd = reference.fused(x, weight, bias, options.eps, options.slope)
+        if options.whole is not None:
+            y, mean, rstd = options.whole.forward(x, weight, bias, options.eps, options.slope)
         else:
             stages, laid_out = options.stages, _laid_out(x, options)
             parts = stages.moments(laid_out)
@@ -136,8 +140,8 @@ class _InstanceNorm(torch.autograd.Function):
         x, *affine = ctx.saved_tensors
         options: _Options = ctx.options
         stages, slope = options.stages, options.slope
-        if stages is reference:  # PyTorch's own operation takes one pass over memory less
-            return *reference.fused_backward(dy, x, *affine, slope=slope), None
+        if options.whole is not None:
+            return *options.whole.backward(dy, x, *affine, slope=slope), None
         x, dy = _laid_out(x, options), _laid_out(dy, options)
         total = stages.total(stages.sums(dy, x, *affine, slope=slope))
         dx = stages.gradient(
@@ -159,9 +163,7 @@ def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Te
 
 
 def _laid_out(x: Tensor, options: _Options) -> Tensor:
-    """Return a map as the stages take it: Triton's are for channels-last memory."""
-    if options.stages is reference:
-        return x
+    """Return a map as Triton's stages take it."""
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 

@@ -116,41 +116,6 @@ def gradient(
     return padded_copy(dx) if pads else dx
 
 
-def fused(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the three stages of forward on a whole volume at once.
-
-    Returns:
-        The result, the mean (N, C, 1) and 1 / deviation (N, C).
-    """
-    n, c = x.shape[:2]
-    given = (weight.repeat(n), bias.repeat(n), None, None, True, 0.0, eps)
-    y, mean, rstd = torch.native_batch_norm(_rows(x), *given)
-    return _activated(y, slope).reshape(x.shape), mean.view(n, c, 1), rstd.view(n, c)
-
-
-def fused_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    *,
-    slope: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the three stages of backward on a whole volume at once.
-
-    Returns:
-        The gradients of x, weight and bias.
-    """
-    n, c = x.shape[:2]
-    g = _before_activation(dy, x, weight, bias, mean, rstd, slope=slope)
-    dx, sum_gx, sum_g = _batch_norm_backward(g, x, weight, mean, rstd, [True] * 3)
-    return dx.reshape(x.shape), sum_gx.view(n, c).sum(0), sum_g.view(n, c).sum(0)
-
-
 def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -184,7 +149,8 @@ def _before_activation(
     scale = rstd.flatten() * weight.repeat(n)
     before = (rows - mean.view(_ALONG_CHANNELS)) * scale.view(_ALONG_CHANNELS)
     before += bias.repeat(n).view(_ALONG_CHANNELS)
-    return torch.where(before > 0, g, g * slope)
+    gradient: Tensor = torch.ops.aten.leaky_relu_backward(g.to(before.dtype), before, slope, False)
+    return gradient
 
 
 def _batch_norm_backward(

@@ -1,0 +1,178 @@
+"""A whole volume at once on a CPU, where memory is channels-last.
+
+A sample is a matrix of V voxels by C channels. PyTorch's batch normalisation goes through it row by
+row, which is slow where a row is short: with four channels at 64^3 its statistics take 4.6 ms, 33
+times as long as with 64. So k voxels are taken as one of k * C channels, which is a view, and what
+belongs to one channel is added up afterwards, in float64. That also keeps the sums short, and so
+exact.
+
+Backward is made of the sums, and of one pass each over x and the gradient, because PyTorch's
+operation for all of it would take the sums of k voxels for those of one.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+MAX_COLUMNS = 2048
+"""The most columns that a matrix is folded to."""
+
+# PyTorch's statistics, and its variant that writes to given memory, have no fake versions.
+torch.library.define("unet3d::column_statistics", "(Tensor x, float eps) -> (Tensor, Tensor)")
+torch.library.define(
+    "unet3d::scale_columns", "(Tensor(a!) y, Tensor x, Tensor scale, Tensor shift) -> ()"
+)
+
+
+def are_in(x: Tensor) -> bool:
+    """Return whether a map is such a matrix, and not also channels-first.
+
+    Args:
+        x: (N, C, X, Y, Z), on a CPU.
+    """
+    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the three stages of forward.
+
+    Returns:
+        The result, the mean (N, C, 1) and 1 / deviation (N, C).
+    """
+    mean, rstd = torch.ops.unet3d.column_statistics.default(x, eps)
+    mean = mean.unsqueeze(-1)
+    return normalize(x, weight, bias, mean, rstd, slope=slope), mean, rstd
+
+
+def normalize(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor, *, slope: float
+) -> Tensor:
+    """Do the last stage of forward."""
+    y = _before_activation(x, weight, bias, mean, rstd)
+    return y if slope == 1 else F.leaky_relu_(y, slope)
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the three stages of backward.
+
+    Returns:
+        The gradients of x, weight and bias.
+    """
+    g = dy.contiguous(memory_format=torch.channels_last_3d)
+    scaled_g = torch.empty_like(x) if slope == 1 else g
+    if slope != 1:
+        before = _before_activation(x, weight, bias, mean, rstd)
+        # Into the memory of what is not needed any more.
+        g = torch.ops.aten.leaky_relu_backward.grad_input(
+            g, before, slope, False, grad_input=before
+        )
+        scaled_g = g
+    sum_g, sum_gx = _sums(g, x, mean.squeeze(-1), rstd)
+    voxels = x[0, 0].numel()
+    # The gradient scale * (g - mean of g - normalised * mean of gx), as scale * g + (a * x + b).
+    scale = rstd * weight
+    a = -scale * rstd * (sum_gx / voxels)
+    b = -scale * (sum_g / voxels) - a * mean.squeeze(-1)
+    torch.ops.unet3d.scale_columns.default(scaled_g, g, scale, torch.zeros_like(scale))
+    dx = scaled_g.add_(_scaled(x, a, b))
+    return dx, sum_gx.sum(0), sum_g.sum(0)
+
+
+@torch.library.impl("unet3d::column_statistics", "cpu")
+def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    n, c = x.shape[:2]
+    views = _views(x)
+    columns = views[0].shape[1]
+    # Running statistics that nobody reads make PyTorch return a low type's in float32.
+    unused = torch.zeros(2, columns, dtype=_exact(x))
+    parts = [torch.batch_norm_update_stats(view, unused[0], unused[1], 0.0) for view in views]
+    means, variances = (
+        torch.stack(values).double().view(n, -1, c) for values in zip(*parts, strict=True)
+    )
+    mean = means.mean(1)
+    variance = (variances + (means - mean.unsqueeze(1)).square()).mean(1)
+    return mean.to(_exact(x)), (variance + eps).rsqrt().to(_exact(x))
+
+
+@torch.library.register_fake("unet3d::column_statistics")  # type: ignore[untyped-decorator]
+def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, rstd = (x.new_empty(x.shape[:2], dtype=_exact(x)) for _ in range(2))
+    return mean, rstd
+
+
+@torch.library.impl("unet3d::scale_columns", "cpu")
+def _(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    # A normalisation by a mean of nothing and a variance of one, which scales and shifts in a pass.
+    views, made = _views(x), _views(y)
+    columns = views[0].shape[1]
+    nothing, one, unused = scale.new_zeros(columns), scale.new_ones(columns), scale.new_empty(0)
+    k = columns // x.shape[1]
+    for index, view in enumerate(views):
+        given = (scale[index].repeat(k), shift[index].repeat(k), nothing, one, False, 0.0, 0.0)
+        torch.ops.aten.native_batch_norm.out(
+            view, *given, out=made[index], save_mean=unused, save_invstd=unused
+        )
+
+
+@torch.library.register_fake("unet3d::scale_columns")  # type: ignore[untyped-decorator]
+def _(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
+    pass
+
+
+def _before_activation(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, rstd: Tensor
+) -> Tensor:
+    scale = rstd * weight
+    return _scaled(x, scale, torch.addcmul(bias, mean.squeeze(-1), scale, value=-1))
+
+
+def _scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    torch.ops.unet3d.scale_columns.default(y, x, scale, shift)
+    return y
+
+
+def _sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums (N, C) of g and of g * normalised."""
+    n, c = x.shape[:2]
+    k = _fold(x)
+    sums = []
+    for g_one, x_one, mean_one, rstd_one in zip(_views(g), _views(x), mean, rstd, strict=True):
+        given = (None, None, None, mean_one.repeat(k), rstd_one.repeat(k), True, 0.0)
+        _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
+            g_one, x_one, *given, (False, True, True)
+        )
+        sums.append(torch.stack((sum_g, sum_gx)))
+    together = torch.stack(sums, 1).double().view(2, n, k, c).sum(2).to(_exact(x))
+    return together[0], together[1]
+
+
+def _fold(x: Tensor) -> int:
+    """Return how many voxels are taken as one: a power of two that divides them."""
+    voxels, k = x[0, 0].numel(), 1
+    while 2 * k * x.shape[1] <= MAX_COLUMNS and voxels % (2 * k) == 0:
+        k *= 2
+    return k
+
+
+def _views(x: Tensor) -> list[Tensor]:
+    """Return each sample as (1, k * C, V / k, 1, 1)."""
+    n, c = x.shape[:2]
+    k = _fold(x)
+    rows = x.permute(0, 2, 3, 4, 1).view(n, 1, -1, 1, 1, k * c).permute(0, 1, 5, 2, 3, 4)
+    return list(rows.unbind(0))
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
