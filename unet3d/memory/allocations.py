@@ -153,9 +153,10 @@ class _AutocastOfGpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run one function as autocast would run it on a GPU."""
+        """Run one function as autocast would run it on a GPU, if it is to be on one."""
         kwargs = kwargs or {}
-        if func in (F.group_norm, F.avg_pool3d) and torch.is_autocast_enabled("cpu"):
+        differs = func in (F.group_norm, F.avg_pool3d) and is_fake_device(args[0].device)
+        if differs and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 if func is F.group_norm:
                     return func(args[0].float(), *args[1:], **kwargs)

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor, nn
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer, as_loss
+from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.placement import Slot, check_thread_devices
+from unet3d.parallel.precision import lowering
 
 
 class DataParallelExecutor:
@@ -50,9 +51,8 @@ class DataParallelExecutor:
                 "portions of the batch; use model.norm=instance"
             )
         torch.backends.cudnn.benchmark = False
-        self.module = module.to(devices[0])
-        if autocast is not None:
-            module.to(memory_format=torch.channels_last_3d)
+        computed_in = autocast or next(iter(module.parameters())).dtype
+        self.module = module.to(devices[0], memory_format=memory_format(devices[0], computed_in))
         self.input_device = devices[0]
         self.output_device = output_device or devices[0]
         names = tuple(block.name for block in module.blocks())
@@ -100,11 +100,7 @@ class _Lowered(nn.Module):
         self._executor = weakref.proxy(executor)
 
     def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
-        lowering = (
-            nullcontext()
-            if self.autocast is None
-            else torch.autocast(image.device.type, dtype=self.autocast)
-        )
         slot = self._slots[image.device]
-        with self._executor.observer.during(slot, "forward", 0), lowering:
+        lowered = lowering(slot.device, self.autocast)
+        with self._executor.observer.during(slot, "forward", 0), lowered:
             return self.network(image)  # type: ignore[no-any-return]

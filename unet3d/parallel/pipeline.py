@@ -54,7 +54,7 @@ class PipelineExecutor:
             stages: Its blocks, divided.
             num_micro_batches: Portions of a training batch.
             schedule: When and where each of them runs.
-            autocast: Lower precision on the GPU stages, or None.
+            autocast: Lower precision of the stages whose device has it, or None.
             recompute: What is recomputed in backward instead of being kept.
             offloads_skips: Whether GPU stages keep skips in host memory while nothing reads them.
             cuda_graphs: Whether steps are captured where that is possible and worth it.

@@ -41,7 +41,7 @@ class Layout:
     num_micro_batches: int = 1
     """Portions that a training batch is divided into, along N."""
     autocast: torch.dtype | None = None
-    """Lower precision for the GPU stages, or None for the network's own."""
+    """Lower precision of the stages whose device has it, or None for the network's own."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
     """The order in which the micro-batches run."""
     recompute: Recompute = "norm"

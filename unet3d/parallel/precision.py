@@ -1,11 +1,19 @@
-"""The precision in which the stages of a network compute; it is resolved here and nowhere else."""
+"""The precision in which the stages of a network compute; it is resolved here and nowhere else.
 
+A network has one precision, and each stage lowers its operations to it if its device has it in
+hardware: a CPU without bfloat16 beside a GPU computes in float32. Parameters stay in float32.
+"""
+
+import functools
+import platform
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
 from unet3d.errors import DeviceError
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.model.optimizer import HasParameters
 
 
@@ -18,17 +26,17 @@ def resolve_precision(
 
     Args:
         wanted: A precision, or ``auto``: bfloat16 where every GPU has it in hardware, else float16;
-            float32 where there is no GPU.
+            where there is no GPU, bfloat16 if the CPU has it in hardware, else float32.
         devices: The devices that the network runs on. GPUs that are not here are taken to have
             bfloat16.
         exchange: Maps this process's answer to those of all ranks, which must agree.
 
     Raises:
-        DeviceError: The precision is computed wrongly on these devices.
+        DeviceError: The precision is computed wrongly on these devices, or emulated.
     """
     if wanted == "auto":
         choices = set(exchange(default_precision(devices)))
-        wanted = choices.pop() if len(choices) == 1 else "float16"
+        wanted = next(one for one in ("float32", "float16", "bfloat16") if one in choices)
     check_precision(wanted, devices)
     return wanted
 
@@ -40,12 +48,13 @@ def default_precision(devices: Sequence[torch.device]) -> str:
         devices: The devices that the network runs on.
 
     Returns:
-        ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong;
-        ``float32`` where there is no GPU. GPUs that are not here are taken to have ``bfloat16``.
+        ``bfloat16``, or ``float16`` where a GPU lacks it (P100, V100, T4) or cuDNN gets it wrong.
+        Where there is no GPU, ``bfloat16`` if this CPU has it, else ``float32``. GPUs that are not
+        here are taken to have ``bfloat16``.
     """
     gpus = [device for device in devices if device.type == "cuda"]
     if not gpus:
-        return "float32"
+        return "bfloat16" if cpu_has_bfloat16() else "float32"
     here = [gpu for gpu in gpus if (gpu.index or 0) < torch.cuda.device_count()]
     if len(here) < len(gpus):
         return "bfloat16"
@@ -55,21 +64,46 @@ def default_precision(devices: Sequence[torch.device]) -> str:
 
 
 def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
-    """Refuse a precision that would train wrongly here.
+    """Refuse a precision that would train wrongly here, or not be computed in.
 
     Args:
         precision: A resolved one, such as ``bfloat16``; never ``auto``.
         devices: The devices that the network runs on.
 
     Raises:
-        DeviceError: The precision is bfloat16, and cuDNN's convolutions in it are wrong.
+        DeviceError: The precision is bfloat16, and cuDNN's convolutions in it are wrong; or there
+            are only CPUs, and they do not have it.
     """
     on_gpu = any(device.type == "cuda" for device in devices)
+    if precision == "float16" and not on_gpu:
+        raise DeviceError(
+            "training.precision=float16 needs a GPU; use training.precision=auto, which is "
+            f"{default_precision(devices)} on this CPU"
+        )
+    if precision == "bfloat16" and not on_gpu and not cpu_has_bfloat16():
+        raise DeviceError(
+            "training.precision=bfloat16 is slower than float32 on this CPU, which does not have "
+            "it in hardware; use training.precision=float32"
+        )
     if precision == "bfloat16" and on_gpu and cudnn_breaks_bfloat16():
         raise DeviceError(
             f"cuDNN {_cudnn_version()} computes bfloat16 convolutions of volumes wrongly (PyTorch "
             "issue 163539); install cuDNN 9.15 or newer, or use training.precision=float16"
         )
+
+
+@functools.cache
+def cpu_has_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware, through oneDNN.
+
+    On x86 that is AVX512-BF16 or AMX; PyTorch also reports emulation as support. On Arm it asks the
+    processor itself.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cudnn_breaks_bfloat16() -> bool:
@@ -83,12 +117,37 @@ def _cudnn_version() -> int:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the type that GPU stages lower their operations to, or None.
+    """Return the type that stages lower their operations to, where their device has it, or None.
 
     Args:
         precision: A resolved one, such as ``bfloat16``; never ``auto``.
     """
     return {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(precision)
+
+
+def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Return the type that a stage on one device lowers its operations to, or None.
+
+    Args:
+        device: The stage's device.
+        autocast: That of the network, or None.
+    """
+    if is_gpu(device):
+        return autocast
+    return autocast if autocast == torch.bfloat16 and cpu_has_bfloat16() else None
+
+
+def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[None]:
+    """Return a context in which operations are lowered as a stage on one device lowers them.
+
+    The lowered weights are remembered until the context ends.
+
+    Args:
+        device: The stage's device.
+        autocast: That of the network, or None.
+    """
+    dtype = lowered_on(device, autocast)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def image_dtype(network: HasParameters) -> torch.dtype:

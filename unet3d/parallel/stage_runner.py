@@ -25,11 +25,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
 from unet3d.kernels import recomputed_in_backward
-from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block, run_blocks, run_levels
 from unet3d.parallel.executor import Loss, LossFunction, as_loss
+from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.offload import SkipOffloader, StepOffload
 from unet3d.parallel.partition import Stage
+from unet3d.parallel.precision import lowered_on, lowering
 
 Send = Callable[[str, Tensor], None]
 """Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
@@ -123,7 +124,7 @@ class EagerStage:
 
         Args:
             stage: Slot and blocks; the parameters are all of one precision.
-            autocast: Lower precision where the device is a GPU, or None.
+            autocast: Lower precision where the device has it, or None.
             recompute: What is recomputed in backward instead of being kept.
             offload: Offloads skips to host memory and back, shared by the stages; None: no offload.
         """
@@ -132,15 +133,13 @@ class EagerStage:
         self.offload = offload
         self._alive: dict[int, _Alive] = {}
         device = stage.slot.device
-        self.autocast = autocast if is_gpu(device) else None
+        self.autocast = lowered_on(device, autocast)
         parameters = [value for block in stage.blocks for value in block.module.parameters()]
         # A stage may have no parameters, such as one that pools: it accepts any type.
         self._dtype = parameters[0].dtype if parameters else None
+        computed_in = self.autocast or self._dtype or torch.float32
         for block in stage.blocks:
-            if self.autocast is not None:  # the layout for tensor cores
-                block.module.to(device, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
-            else:
-                block.module.to(device)
+            block.module.to(device, memory_format=memory_format(device, computed_in))  # type: ignore[call-overload]
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks; see :class:`StageRunner`."""
@@ -245,10 +244,8 @@ class EagerStage:
         return self.offload.of_stage(device, blocks, micro_batch, leaves)
 
     def _lowered(self) -> AbstractContextManager[None]:
-        if self.autocast is None:
-            return nullcontext()
-        # Its cache of lowered weights lives until the context ends: once per micro-batch and stage.
-        return torch.autocast(self.stage.slot.device.type, dtype=self.autocast)
+        # Weights are lowered once per micro-batch and stage.
+        return lowering(self.stage.slot.device, self.autocast)
 
 
 class _Sending:

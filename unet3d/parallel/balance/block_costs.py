@@ -21,7 +21,7 @@ from unet3d.config import Recompute, Shape
 from unet3d.kernels import recomputed_in_backward
 from unet3d.kernels.recompute import forget_source
 from unet3d.memory.allocations import counted_allocations
-from unet3d.memory.fake_devices import fake_device, is_gpu
+from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import Block, UNet3d, dice_cross_entropy
 from unet3d.parallel.balance.stopwatch import (
@@ -30,6 +30,8 @@ from unet3d.parallel.balance.stopwatch import (
     recorded,
     versions,
 )
+from unet3d.parallel.memory_format import laid_out, memory_format
+from unet3d.parallel.precision import lowered_on, lowering
 from unet3d.records import (
     key_of,
     recall,
@@ -92,7 +94,7 @@ def block_bytes(
         model: The network, on any device; it is not changed.
         size: Voxels of the image along X, Y, Z; multiples of the total stride.
         num_samples: Number of samples in one micro-batch.
-        autocast: Lower precision on a GPU, or None.
+        autocast: Lower precision where the device has it, or None.
         device: A CPU and a GPU may keep different things; this machine need not have it.
         recompute: ``norm`` leaves out what is recomputed. ``level`` counts all that a level keeps
             while backward is in it.
@@ -102,6 +104,7 @@ def block_bytes(
     """
     dtype = next(model.parameters()).dtype
     place = fake_device(device)
+    format_ = memory_format(place, lowered_on(place, autocast) or dtype)
     entries = []
     recomputing = recomputed_in_backward() if recompute == "norm" else nullcontext()
     alive: list[Tensor] = []  # what is recomputed must live while others read it
@@ -109,7 +112,7 @@ def block_bytes(
     with counted_allocations() as recorder, _kept_bytes() as saved, recomputing:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-            return _laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), autocast)
+            return laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), format_)
 
         def entry(
             name: str,
@@ -170,7 +173,7 @@ def block_bytes(
             }
 
             def run(*inputs: Tensor, block: Block = block, own: Any = own) -> Tensor:
-                with _lowered(place, autocast):
+                with lowering(place, autocast):
                     made: Tensor = torch.func.functional_call(block.module, own, inputs)
                 return made
 
@@ -211,7 +214,7 @@ def block_seconds(
         device: The device; each block runs there alone.
         size: Voxels of the image along X, Y, Z; multiples of the total stride.
         num_samples: Number of samples in one micro-batch.
-        autocast: Lower precision, or None; a CPU ignores it.
+        autocast: Lower precision where the device has it, or None.
         folder: Where the times are remembered, under a key of everything that they depend on.
 
     Returns:
@@ -226,7 +229,7 @@ def block_seconds(
         "size": size,
         "num_samples": num_samples,
         "device": hardware(device),
-        "precision": [str(dtype), str(autocast if is_gpu(device) else None)],
+        "precision": [str(dtype), str(lowered_on(device, autocast))],
         "versions": versions(),
     }
     path = folder / f"{key_of(description)}.json"
@@ -244,17 +247,18 @@ def block_seconds(
     entries = block_bytes(model, size, num_samples, autocast, device)
     made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
     made["image"] = ((num_samples, model.topology.in_channels, *size), dtype)
+    format_ = memory_format(device, lowered_on(device, autocast) or dtype)
     generator = torch.Generator(device).manual_seed(0)  # not the generator that training draws from
 
     def random(name: str) -> Tensor:
         shape, dtype = made[name]
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-        return _laid_out(values, autocast)
+        return laid_out(values, format_)
 
     def timed(run: Callable[[], None]) -> float:
         return median_seconds(recorded(run, device), (device,))
 
-    seconds = [timed(_pass(block, random, device, autocast)) for block in model.blocks()]
+    seconds = [timed(_pass(block, random, device, autocast, format_)) for block in model.blocks()]
     seconds.append(timed(_loss_pass(model, random, (num_samples, *size))))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -267,17 +271,16 @@ def _pass(
     random: Callable[[str], Tensor],
     device: torch.device,
     autocast: torch.dtype | None,
+    format_: torch.memory_format,
 ) -> Callable[[], None]:
     """Return a function that runs one block forward and backward on tensors of its own."""
-    module = copy.deepcopy(block.module).to(device)
-    for parameter in module.parameters():
-        parameter.data = _laid_out(parameter.data, autocast)
+    module = copy.deepcopy(block.module).to(device, memory_format=format_)  # type: ignore[call-overload]
     inputs = [random(name).requires_grad_(name != "image") for name in block.inputs]
     gradient = random(block.name)
     wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
 
     def run() -> None:
-        with _lowered(device, autocast):
+        with lowering(device, autocast):
             made = module(*inputs)
         torch.autograd.grad(made, wanted, gradient)
 
@@ -298,22 +301,6 @@ def _loss_pass(
 
 def _loss(logits: Sequence[Tensor], target: Tensor) -> Tensor:
     return dice_cross_entropy(logits if len(logits) > 1 else logits[0], target).total
-
-
-@contextmanager
-def _lowered(device: torch.device, autocast: torch.dtype | None) -> Iterator[None]:
-    """Compute as a stage on this device does."""
-    with torch.autocast(
-        device.type, dtype=autocast, enabled=autocast is not None and is_gpu(device)
-    ):
-        yield
-
-
-def _laid_out(tensor: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Return a tensor in the memory layout that it has in a stage on its device."""
-    if autocast is None or not is_gpu(tensor.device) or tensor.dim() != 5:
-        return tensor
-    return tensor.contiguous(memory_format=torch.channels_last_3d)
 
 
 @contextmanager
