@@ -12,7 +12,8 @@ the network and how it is run:
 * ``dynunet``, ``basicunet``: MONAI's, bfloat16, ``cudnn.benchmark``. ``BasicUNet`` always has five
   levels and so takes the first five channels.
 
-On a CPU all of them run in float32.
+On a CPU ours runs in bfloat16 where the processor has it in hardware, and ``nnunet`` in float32, as
+nnU-Net itself does: it lowers the precision on GPUs only.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ class Variant:
     """Which."""
     precision: str = "auto"
     """On a GPU; ``auto`` is the best that it has."""
+    cpu_precision: str = "float32"
+    """On a CPU."""
     compiled: bool = False
     """Whether by ``torch.compile``."""
     recompute: Recompute = "norm"
@@ -60,7 +63,8 @@ class Variant:
 
 
 VARIANTS = (
-    Variant(key="ours", network="ours"),
+    Variant(key="ours", network="ours", cpu_precision="auto"),
+    Variant(key="ours-float32", network="ours", precision="float32"),
     Variant(key="ours-unrecorded", network="ours", recorded=False),
     Variant(key="ours-off", network="ours", recompute="off"),
     Variant(key="ours-level", network="ours", recompute="level"),
@@ -68,6 +72,9 @@ VARIANTS = (
     Variant(key="ours-level-offload", network="ours", recompute="level", offload="skips"),
     Variant(key="nnunet-compiled", network="nnunet", precision="float16", compiled=True),
     Variant(key="nnunet-eager", network="nnunet", precision="float16"),
+    Variant(
+        key="nnunet-bfloat16", network="nnunet", precision="bfloat16", cpu_precision="bfloat16"
+    ),
     Variant(key="dynunet-compiled", network="dynunet", precision="bfloat16", compiled=True),
     Variant(key="dynunet-eager", network="dynunet", precision="bfloat16"),
     Variant(key="basicunet-compiled", network="basicunet", precision="bfloat16", compiled=True),
@@ -208,8 +215,8 @@ class Trainee:
             devices: One; for ours, several put a stage on each.
         """
         on_gpu = any(device.type == "cuda" for device in devices)
-        self.precision = "float32" if not on_gpu else variant.precision
-        self.precision = resolve_precision(self.precision, devices)
+        wanted = variant.precision if on_gpu else variant.cpu_precision
+        self.precision = resolve_precision(wanted, devices)
         lowered = autocast_dtype(self.precision)
         torch.backends.cudnn.benchmark = variant.network != "ours"
         torch.manual_seed(0)
@@ -229,6 +236,7 @@ class Trainee:
             first, last = self._executor.input_device, self._executor.output_device
         else:
             network.to(first)
+        self._module = network
         self._network = torch.compile(network) if variant.compiled else network
         self._autocast = torch.autocast(first.type, lowered) if lowered else nullcontext()
         self._optimization = Optimization(network, settings, self.precision)
@@ -256,3 +264,18 @@ class Trainee:
         self._optimization.step(self._learning_rate)
         loss: Tensor = terms.total.detach()
         return loss
+
+    def window(self) -> Tensor:
+        """Predict the logits of the batch.
+
+        Returns:
+            Shape (N, K, X, Y, Z).
+        """
+        if self._executor is not None:
+            logits: Tensor = self._executor.predict(self._image)
+            return logits
+        self._module.eval()
+        with torch.inference_mode(), self._autocast:
+            logits = self._network(self._image)
+        self._module.train()
+        return logits

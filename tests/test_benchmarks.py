@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from unet3d.parallel.precision import cpu_has_bfloat16
+
 ROOT = Path(__file__).resolve().parent.parent
 CHANNELS = ("--channels", "4,8,8")
 
@@ -33,7 +35,7 @@ def run(script: str, json_path: Path, *arguments: str) -> tuple[dict[str, Any], 
 
 @pytest.mark.slow
 def test_step_compares_networks_or_says_why_not(tmp_path: Path) -> None:
-    names = "ours,ours-unrecorded,ours-level,dynunet-eager,basicunet-eager,nnunet-eager"
+    names = "ours,ours-float32,ours-level,dynunet-eager,basicunet-eager,nnunet-eager"
     small = ("--shape", "16,16,16", "--warmup", "1", "--steps", "2", *CHANNELS)
     record, table = run(
         "step.py", tmp_path / "step.json", "--device", "cpu", "--variants", names, *small
@@ -42,16 +44,30 @@ def test_step_compares_networks_or_says_why_not(tmp_path: Path) -> None:
     assert list(rows) == names.split(",")
     for key in ("ours", "ours-level", "dynunet-eager"):
         assert rows[key]["seconds"] > 0 and len(rows[key]["all_seconds"]) == 2
+        assert rows[key]["window_seconds"] > 0 and len(rows[key]["all_window_seconds"]) == 2
         assert rows[key]["num_operations"] == rows["ours"]["num_operations"]
         assert rows[key]["num_parameters"] == pytest.approx(
             rows["ours"]["num_parameters"], rel=0.02
         )
-    assert rows["ours"]["loss"] == pytest.approx(rows["ours-level"]["loss"], rel=1e-4)
+    assert rows["ours-float32"]["loss"] == pytest.approx(rows["ours-level"]["loss"], rel=1e-4)
+    assert rows["ours"]["loss"] == pytest.approx(rows["ours-level"]["loss"], rel=2e-2)
+    lowered = "bfloat16" if cpu_has_bfloat16() else "float32"
+    assert [row.get("precision") for row in rows.values()][:3] == [lowered, "float32", "float32"]
     assert "5 levels, not 3" in rows["basicunet-eager"]["reason"]
     peer = rows["nnunet-eager"]
     assert "seconds" in peer or "dynamic_network_architectures" in peer["reason"]
     assert 0 < record["floor"]["floor"] < record["floor"]["longer_of_both"]
     assert "floor" in table and rows["basicunet-eager"]["reason"] in table
+
+
+def test_a_shape_that_does_not_suit_the_levels_is_one_line() -> None:
+    step = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--device", "cpu", *CHANNELS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*step, "--shape", "8,8,8"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("--shape 8,8,8 does not suit 3 levels: ")
 
 
 @pytest.mark.slow

@@ -1,8 +1,20 @@
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 
 from unet3d.errors import DeviceError
-from unet3d.parallel.precision import check_precision, default_precision, resolve_precision
+from unet3d.parallel import precision
+from unet3d.parallel.precision import (
+    check_precision,
+    cpu_has_bfloat16,
+    default_precision,
+    lowered_on,
+    lowering,
+    precision_on,
+    resolve_precision,
+)
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(2)]
@@ -13,14 +25,16 @@ def pretend(
     num_gpus: int,
     capability: tuple[int, int] = (9, 0),
     cudnn: int | None = 91900,
+    cpu_bfloat16: bool = False,
 ) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: cpu_bfloat16)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
 
 
 @pytest.mark.parametrize(
-    ("capability", "cudnn", "devices", "precision"),
+    ("capability", "cudnn", "devices", "expected"),
     [
         ((9, 0), 91900, [GPUS[0]], "bfloat16"),
         ((8, 0), 90701, [GPUS[0], CPU], "bfloat16"),
@@ -36,10 +50,10 @@ def test_the_default_precision_is_the_best_that_is_right(
     capability: tuple[int, int],
     cudnn: int | None,
     devices: list[torch.device],
-    precision: str,
+    expected: str,
 ) -> None:
     pretend(monkeypatch, 1, capability, cudnn)
-    assert default_precision(devices) == precision
+    assert default_precision(devices) == expected
 
 
 def test_one_old_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +78,7 @@ def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
     else:
         check_precision("bfloat16", [CPU, GPUS[0]])
     check_precision("float16", GPUS[:1])
+    pretend(monkeypatch, 1, cudnn=cudnn, cpu_bfloat16=True)
     check_precision("bfloat16", [CPU])
 
 
@@ -82,3 +97,84 @@ def test_ranks_that_differ_agree_on_float16(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DeviceError, match="163539"):
         pretend(monkeypatch, 1, cudnn=91002)
         resolve_precision("bfloat16", GPUS[:1])
+
+
+def test_a_cpu_computes_in_bfloat16_where_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0, cpu_bfloat16=True)
+    assert resolve_precision("auto", [CPU, CPU]) == "bfloat16"
+    assert resolve_precision("float32", [CPU]) == "float32"
+    pretend(monkeypatch, 0, cpu_bfloat16=False)
+    assert resolve_precision("auto", [CPU]) == "float32"
+
+
+def test_ranks_on_cpus_that_differ_agree_on_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0, cpu_bfloat16=True)
+    assert resolve_precision("auto", [CPU], lambda own: [own, "float32"]) == "float32"
+
+
+def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, 0, cpu_bfloat16=False)
+    with pytest.raises(DeviceError, match=r"bfloat16 is slower.*use training\.precision=float32"):
+        resolve_precision("bfloat16", [CPU])
+    with pytest.raises(DeviceError, match=r"float16 needs a GPU.*float32 on this CPU"):
+        resolve_precision("float16", [CPU])
+    # Beside a GPU it computes in float32 instead.
+    pretend(monkeypatch, 1, cpu_bfloat16=False)
+    assert resolve_precision("bfloat16", [GPUS[0], CPU]) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "cpu_bfloat16", "expected"),
+    [
+        (GPUS[0], "bfloat16", False, "bfloat16"),
+        (GPUS[0], "float16", True, "float16"),
+        (CPU, "bfloat16", True, "bfloat16"),
+        (CPU, "bfloat16", False, "float32"),
+        (CPU, "float16", True, "float32"),
+        (CPU, "float32", True, "float32"),
+        (CPU, "float64", True, "float64"),
+    ],
+)
+def test_each_device_lowers_to_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    wanted: str,
+    cpu_bfloat16: bool,
+    expected: str,
+) -> None:
+    pretend(monkeypatch, 1, cpu_bfloat16=cpu_bfloat16)
+    assert precision_on(device, wanted) == expected
+    dtype = lowered_on(device, precision.autocast_dtype(wanted))
+    assert (str(dtype) == f"torch.{expected}") == (dtype is not None)
+
+
+def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.ones(1, 1, 3, 3, 3), torch.ones(2, 1, 1, 1, 1)
+    for has_it, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        pretend(monkeypatch, 0, cpu_bfloat16=has_it)
+        with lowering(CPU, torch.bfloat16):
+            assert torch.conv3d(x, weight).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("avx512f avx512_bf16", True), ("amx_bf16 amx_tile", True), ("", False)]
+)
+def test_emulation_is_no_hardware(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "avx512_bf16" in flags)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in flags)
+    cpu_has_bfloat16.cache_clear()
+    try:
+        assert cpu_has_bfloat16() == expected
+    finally:
+        cpu_has_bfloat16.cache_clear()
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86 processor")
+def test_the_hardware_is_what_the_kernel_reports() -> None:
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert cpu_has_bfloat16() == bool({"avx512_bf16", "amx_bf16"} & set(flags))

@@ -15,6 +15,7 @@ from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
 from unet3d.model import UNet3d
+from unet3d.parallel import precision
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
@@ -46,6 +47,13 @@ def activations(step: Step) -> list[int]:
         ),
         pytest.param(make_step((CPU, CPU), cuts=(3,)), id="another cut"),
         pytest.param(make_step((CPU, CPU), precision="float64"), id="float64"),
+        pytest.param(make_step((CPU, CPU), precision="bfloat16"), id="bfloat16"),
+        pytest.param(
+            make_step(
+                (CPU,), precision="bfloat16", model=SMALL.model_copy(update={"encoder": "residual"})
+            ),
+            id="residual, bfloat16",
+        ),
         pytest.param(make_step((CPU,), optimizer="adamw"), id="adamw"),
         pytest.param(
             make_step((CPU, CPU), model=SMALL.model_copy(update={"norm": "batch"})), id="buffers"
@@ -59,7 +67,11 @@ def activations(step: Step) -> list[int]:
         ),
     ],
 )
-def test_what_is_predicted_is_what_is_measured_to_the_byte(step: Step) -> None:
+def test_what_is_predicted_is_what_is_measured_to_the_byte(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where a CPU does not have it, it computes the same, emulated.
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
     assert predict_memory(step).memory == measure(step)
 
 
@@ -206,10 +218,16 @@ def test_two_slots_on_one_gpu_share_its_peak() -> None:
     )
 
 
-def test_a_cpu_beside_a_gpu_stays_in_its_own_precision() -> None:
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_a_cpu_beside_a_gpu_computes_in_what_it_has(
+    has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: has_bfloat16)
     mixed = predict_memory(make_step((CPU, GPUS[0]), precision="bfloat16"))
     on_cpu = predict_memory(make_step((CPU, CPU)))
-    assert mixed.memory[0].activations_bytes == on_cpu.memory[0].activations_bytes
+    lowered = predict_memory(make_step((CPU, CPU), precision="bfloat16"))
+    alike = lowered if has_bfloat16 else on_cpu
+    assert mixed.memory[0].activations_bytes == alike.memory[0].activations_bytes
     assert mixed.memory[1].activations_bytes < on_cpu.memory[1].activations_bytes
     assert list(mixed.needed_bytes()) == [CPU, GPUS[0]]
 

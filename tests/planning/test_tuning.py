@@ -21,12 +21,13 @@ from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.tuning import Tuning, micro_batch_counts, promising_neighbours, tune
 from unet3d.planning.tuning_cache import recall_tuned
 
+FLOAT32 = "training.precision=float32"
 SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 
 
 def settings(cache: Path, *overrides: str) -> Config:
-    return load_config(None, [*SMALL, *SPREAD, f"data.cache={cache}", *overrides])
+    return load_config(None, [*SMALL, FLOAT32, *SPREAD, f"data.cache={cache}", *overrides])
 
 
 def sweep(cache: Path, *overrides: str) -> Tuning:
@@ -99,7 +100,7 @@ def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
             size=here.size,
             batch_size=2,
             settings=here.config.training,
-            precision="float32",
+            precision=here.precision,
         )
         assert row.peak_bytes == predict_memory(step).needed_bytes()
 
@@ -236,7 +237,8 @@ def test_the_command_shows_draws_and_remembers(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     cache, path = tmp_path / "cache", tmp_path / "tuning.json"
-    options = ("--set", f"data.cache={cache}", "--set", SMALL[0], "--set", SMALL[1])
+    changes = (f"data.cache={cache}", SMALL[0], SMALL[1], FLOAT32)
+    options = [word for change in changes for word in ("--set", change)]
     shape = ("--shape", "8,8,8", "--devices", "cpu,cpu")
     with monkeypatch.context() as patch:
         fail_for(patch, num_stages=1, num_micro_batches=1)
@@ -375,6 +377,7 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
         "model.base_channels=16",
         "model.num_levels=4",
         "training.batch_size=4",
+        "training.precision=auto",
     )
     assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
     assert all(row.seconds is not None for row in found.rows)

@@ -19,7 +19,7 @@ from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
 from unet3d.cli.train import train
 from unet3d.errors import LostRankError, Unet3dError
-from unet3d.memory.allocator import use_expandable_segments
+from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from unet3d.distributed.ranks import is_launched, leave, report_end
 
     use_expandable_segments()
+    keep_host_memory()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:  # accepted anywhere, because people add it at the end, after an error

@@ -45,9 +45,13 @@ class Predictor:
         """
         devices = ParallelDims.resolve(parallel).devices
         model = checkpoint.build_model()
-        # A network trained in float64 stays there; the others compute as they would in training.
+        # A network trained in float64 or float32 stays there.
         double = next(model.parameters()).dtype == torch.float64
-        precision = resolve_precision("float64" if double else "auto", devices)
+        wanted = "float64" if double else checkpoint.config.training.precision
+        # Lower ones suit the devices of training, which need not be these.
+        precision = resolve_precision(
+            wanted if wanted in ("float32", "float64") else "auto", devices
+        )
         layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast_dtype(precision))
         self._topology = checkpoint.topology
         self.preprocessing = checkpoint.preprocessing

@@ -5,9 +5,11 @@ from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.padding import was_folded
+from unet3d.kernels.pool import average_pool
 from unet3d.kernels.recompute import kept_for, recomputed_in_backward
 
 __all__ = [
+    "average_pool",
     "conv1x1x1",
     "conv3x3x3",
     "convolve",

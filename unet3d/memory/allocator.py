@@ -1,8 +1,18 @@
-"""Settings of CUDA's caching allocator. PyTorch reads them at its start, so it is not imported."""
+"""Settings of the allocators of GPU and host memory, made before they are first used.
 
+PyTorch reads some of them at its start, so it is not imported here.
+"""
+
+import ctypes
 import os
+import sys
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def use_expandable_segments() -> None:
@@ -14,3 +24,19 @@ def use_expandable_segments() -> None:
     """
     if not any(variable in os.environ for variable in VARIABLES):
         os.environ[VARIABLES[0]] = "expandable_segments:True"
+
+
+def keep_host_memory() -> None:
+    """Have this process keep the host memory that it frees, for its next tensors.
+
+    By default glibc takes every large tensor from the system and gives it back when it is freed,
+    and the system fills each new page with zeros: on a CPU that takes as long as several passes
+    over the tensor, and up to half of a training step. What a user has set is kept, and other C
+    libraries are left alone.
+    """
+    if sys.platform != "linux" or any(variable in os.environ for variable in _MALLOC_VARIABLES):
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:  # musl has none
+        set_option(_M_MMAP_MAX, 0)
+        set_option(_M_TRIM_THRESHOLD, -1)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from unet3d.config import Shape
 from unet3d.kernels import (
+    average_pool,
     conv1x1x1,
     conv3x3x3,
     convolve,
@@ -283,6 +284,18 @@ class ConvUnit(nn.Module):
         return out
 
 
+class AveragePool(nn.Module):
+    """Average of the voxels of each block."""
+
+    def __init__(self, stride: Shape) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, C, X', Y', Z')."""
+        return average_pool(x, self.stride)
+
+
 class ResidualUnit(nn.Module):
     """Two convolutions whose result is added to the input (He et al., arXiv 1512.03385)."""
 
@@ -299,7 +312,7 @@ class ResidualUnit(nn.Module):
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
         # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
-        pool = nn.AvgPool3d(stride, stride) if max(stride) > 1 else nn.Identity()
+        pool = AveragePool(stride) if max(stride) > 1 else nn.Identity()
         project = (
             nn.Sequential(
                 Projection(in_channels, channels),

@@ -137,6 +137,17 @@ def lowered_on(device: torch.device, autocast: torch.dtype | None) -> torch.dtyp
     return autocast if autocast == torch.bfloat16 and cpu_has_bfloat16() else None
 
 
+def precision_on(device: torch.device, precision: str) -> str:
+    """Return the precision that a stage on one device computes in, as a name.
+
+    Args:
+        device: The stage's device.
+        precision: That of the network, a resolved one.
+    """
+    dtype = autocast_dtype(precision)
+    return precision if lowered_on(device, dtype) == dtype else "float32"
+
+
 def lowering(device: torch.device, autocast: torch.dtype | None) -> AbstractContextManager[None]:
     """Return a context in which operations are lowered as a stage on one device lowers them.
 

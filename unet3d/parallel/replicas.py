@@ -58,7 +58,8 @@ class ReducerExchange:
                 f"the ranks' stages are on different kinds of devices ({described}); give every "
                 "machine the same kinds"
             )
-        use_plain_strides(module)
+        if any(stage.slot.device.type == "cuda" for stage in stages):
+            use_plain_strides(module)
         self._group = group
         self._wrapped = []
         for stage in stages:
@@ -101,7 +102,7 @@ class ReducerExchange:
 
 
 def use_plain_strides(module: BlockNetwork) -> None:
-    """Give kernels of a single voxel the strides of the gradients that autograd computes.
+    """Give kernels of a single voxel the strides of the gradients that GPUs compute.
 
     Along an axis of length one a stride means nothing, and ``to(memory_format=...)`` sets another;
     but DDP compares them, and warns.

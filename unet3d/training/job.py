@@ -26,7 +26,7 @@ from unet3d.parallel import (
     parallelize,
     resolve_precision,
 )
-from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.parallel.precision import precision_on, to_parameter_dtype
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
@@ -174,7 +174,13 @@ def _train(
         folder.summary.unlink(missing_ok=True)  # not finished any more
         folder.write_config(experiment.config)
     for slot in executor.slots:
-        logger.info("slot %d on %s: %s", slot.index, slot.device, ", ".join(slot.blocks))
+        logger.info(
+            "slot %d on %s, %s: %s",
+            slot.index,
+            slot.device,
+            precision_on(slot.device, precision),
+            ", ".join(slot.blocks),
+        )
     try:
         return loop.run(console, quiet)
     except torch.OutOfMemoryError as error:

@@ -14,7 +14,7 @@ from unet3d.config import ModelSettings
 from unet3d.errors import CacheError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.parallel import Layout, parallelize
+from unet3d.parallel import Layout, parallelize, precision
 from unet3d.parallel.balance import block_costs as costs
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.parallel.balance.block_costs import BlockBytes, block_bytes, block_seconds
@@ -165,7 +165,8 @@ def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(costs, "median_seconds", refuse)
     assert block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "new" / "timings") == first
-    # A CPU computes in the parameters' precision, whatever the GPUs beside it do.
+    # A CPU without bfloat16 computes in float32, whatever the GPUs beside it do.
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: False)
     folder = tmp_path / "new" / "timings"
     assert block_seconds(model, CPU, SIZE, 1, torch.bfloat16, folder) == first
 

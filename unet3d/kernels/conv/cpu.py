@@ -18,7 +18,7 @@ from unet3d.kernels.conv.geometry import Axis, halves
 from unet3d.kernels.conv.planes import (
     Padding,
     axis_of,
-    channels_last,
+    empty,
     gradients,
     padding_in_plane,
     samples,
@@ -79,7 +79,8 @@ def convolve_backward(
             dx = _product(weight.flatten(1).t(), dy)
         if wanted[1]:
             products = torch.bmm(dy.flatten(2), x.flatten(2).transpose(1, 2))
-            dweight = products.sum(0).view(weight.shape)
+            # In the strides of the weight, as other gradients are.
+            dweight = torch.empty_like(weight).copy_(products.sum(0).view(weight.shape))
         return dx, dweight
     axis = axis_of(x.shape[2], weight, stride, padding)
     both = _two_slabs(x, axis)
@@ -144,7 +145,11 @@ def _joined(both: Tensor, planes: int) -> Tensor:
 def _product(matrix: Tensor, x: Tensor) -> Tensor:
     """Multiply the channels of each voxel of (N, I, X, Y, Z) with (O, I), in x's memory layout."""
     n, _, *space = x.shape
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d):
+        y = empty((n, len(matrix), *space), x)
+        voxels, made = (value.permute(0, 2, 3, 4, 1).flatten(0, 3) for value in (x, y))
+        torch.mm(voxels, matrix.t(), out=made)
+        return y
     y = x.new_empty((n, len(matrix), *space))
     torch.bmm(matrix.expand(n, -1, -1), x.flatten(2), out=y.flatten(2))
-    is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
-    return channels_last(y) if is_last else y
+    return y

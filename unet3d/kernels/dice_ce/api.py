@@ -1,13 +1,14 @@
 """The sums over voxels that the Dice and the cross-entropy of a prediction are made of.
 
-PyTorch would keep several float32 tensors of the logits' size for backward; the Triton version
-keeps the logits alone and reads them once each way.
+Autograd would keep several float32 tensors of the logits' size for backward; here only the logits
+are kept. The Triton version reads them once each way and stores no probabilities.
 """
 
 import torch
 from torch import Tensor
 
 import unet3d.kernels.dice_ce.op  # noqa: F401 - registers the operation
+from unet3d.kernels.dice_ce import reference
 from unet3d.kernels.triton_support import triton_available
 
 MAX_CLASSES = 256
@@ -30,24 +31,4 @@ def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
     if logits.dtype in _FAST_TYPES and logits.shape[1] <= MAX_CLASSES and triton_available(logits):
         sums: Tensor = torch.ops.unet3d.dice_ce_sums(logits, target)
         return sums
-    return reference(logits, target)
-
-
-def reference(logits: Tensor, target: Tensor) -> Tensor:
-    """Do as :func:`dice_ce_sums` does, with PyTorch's own operations."""
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    logs = torch.log_softmax(logits, 1, exact)
-    probabilities = logs.exp()
-    rows = []
-    for label in range(logits.shape[1]):
-        inside = target == label
-        log, probability = logs[:, label], probabilities[:, label]
-        nothing = log.new_zeros(())
-        sums = [
-            torch.where(inside, -log, nothing),
-            torch.where(inside, probability, nothing),
-            probability,
-            inside.to(exact),
-        ]
-        rows.append(torch.stack([value.sum((1, 2, 3)) for value in sums]))
-    return torch.stack(rows, -1)
+    return reference.sums(logits, target)

@@ -1,0 +1,48 @@
+"""What the settings of the allocators do to a process."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, sys
+from unet3d.memory.allocator import keep_host_memory
+if "keep" in sys.argv:
+    keep_host_memory()
+import torch
+torch.set_num_threads(1)
+
+def touch():
+    for _ in range(10):
+        torch.zeros(16 * 2**20)  # 64 MiB: more than glibc ever keeps of its own accord
+
+touch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+touch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*arguments: str, **variables: str) -> int:
+    """Return how many pages the system had to make for ten large tensors, after ten others."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    process = subprocess.run(
+        [sys.executable, "-c", FAULTS, *arguments],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(process.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again() -> None:
+    by_default = page_faults()
+    assert by_default > 300  # 64 MiB are 16,384 pages, or 32 huge ones
+    assert page_faults("keep") < by_default / 10
+    # What the user has set is kept.
+    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > by_default / 2

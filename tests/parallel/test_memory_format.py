@@ -1,0 +1,86 @@
+"""The memory format of a network: one for all of it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.parallel import Layout, parallelize
+from unet3d.parallel.memory_format import memory_format
+
+CPU, GPU, FAKE_GPU = torch.device("cpu"), torch.device("cuda", 0), torch.device("cpu", 0)
+LAST, FIRST = torch.channels_last_3d, torch.contiguous_format
+CHANNELS = (5, 10)
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN"
+)
+
+
+@pytest.mark.parametrize("device", [GPU, FAKE_GPU], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [(torch.bfloat16, LAST), (torch.float16, LAST), (torch.float32, FIRST), (torch.float64, FIRST)],
+)
+def test_gpus(device: torch.device, dtype: torch.dtype, expected: torch.memory_format) -> None:
+    assert memory_format(device, dtype) == expected
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(torch.bfloat16, LAST), (torch.float32, LAST), (torch.float64, FIRST)]
+)
+def test_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    expected: torch.memory_format,
+    has_onednn: bool,
+) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    assert memory_format(CPU, dtype) == (expected if has_onednn else FIRST)
+
+
+class Formats(TorchDispatchMode):
+    """Notes maps that are channels-first, and operations that change the format of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **kwargs or {})
+        given = {value.data_ptr() for value in args if isinstance(value, Tensor)}
+        for value in made if isinstance(made, tuple | list) else (made,):
+            # Only the image and the logits have other channels. Views of a map have its format.
+            is_map = isinstance(value, Tensor) and value.dim() == 5 and value.shape[1] in CHANNELS
+            is_first = is_map and not value.is_contiguous(memory_format=LAST)
+            if is_first and value.data_ptr() not in given:
+                self.first.append(f"{func} {tuple(value.shape)}")
+        return made
+
+
+@needs_onednn
+@pytest.mark.parametrize("recompute", ["norm", "off", "level"])
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_no_map_of_a_network_changes_its_format(
+    encoder: str, autocast: torch.dtype | None, batch_size: int, recompute: str
+) -> None:
+    topology = Topology(
+        in_channels=1,
+        num_classes=3,
+        channels=(*CHANNELS, CHANNELS[-1]),
+        strides=((1, 1, 1), (2, 2, 2), (1, 2, 2)),
+        encoder=encoder,  # type: ignore[arg-type]
+        deep_supervision=True,
+    )
+    layout = Layout(devices=(CPU, CPU), autocast=autocast, recompute=recompute)  # type: ignore[arg-type]
+    executor = parallelize(UNet3d(topology), layout)
+    image = torch.randn(batch_size, 1, 16, 16, 8)
+    target = torch.randint(3, (batch_size, 16, 16, 8))
+    with Formats() as formats:
+        executor.forward_backward(image, target, dice_cross_entropy)
+        executor.module.eval()
+        executor.predict(image)
+    assert formats.first == []
