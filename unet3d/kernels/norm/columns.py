@@ -8,13 +8,17 @@ exact.
 
 Backward is made of the sums, and of one pass each over x and the gradient, because PyTorch's
 operation for all of it would take the sums of k voxels for those of one.
+
+Small maps are common on CPUs, and there the time is that of the calls: so there are few.
 """
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_COLUMNS = 2048
+MAX_COLUMNS = 1024
 """The most columns that a matrix is folded to."""
 
 # PyTorch's statistics, and its variant that writes to given memory, have no fake versions.
@@ -92,17 +96,17 @@ def backward(
 @torch.library.impl("unet3d::column_statistics", "cpu")
 def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     n, c = x.shape[:2]
-    views = _views(x)
-    columns = views[0].shape[1]
+    k, exact = _fold(x), _exact(x)
     # Running statistics that nobody reads make PyTorch return a low type's in float32.
-    unused = torch.zeros(2, columns, dtype=_exact(x))
-    parts = [torch.batch_norm_update_stats(view, unused[0], unused[1], 0.0) for view in views]
+    unused = torch.empty(k * c, dtype=exact)
+    parts = [torch.batch_norm_update_stats(view, unused, unused, 0.0) for view in _views(x, k)]
     means, variances = (
-        torch.stack(values).double().view(n, -1, c) for values in zip(*parts, strict=True)
+        torch.cat(values).view(n, k, c).double() for values in zip(*parts, strict=True)
     )
-    mean = means.mean(1)
-    variance = (variances + (means - mean.unsqueeze(1)).square()).mean(1)
-    return mean.to(_exact(x)), (variance + eps).rsqrt().to(_exact(x))
+    # The variance of all is the mean of the variances, and the variance of the means.
+    between, mean = torch.var_mean(means, 1, correction=0)
+    rstd = between.add_(variances.mean(1)).add_(eps).rsqrt_()
+    return mean.to(exact), rstd.to(exact)
 
 
 @torch.library.register_fake("unet3d::column_statistics")  # type: ignore[untyped-decorator]
@@ -114,14 +118,13 @@ def _(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 @torch.library.impl("unet3d::scale_columns", "cpu")
 def _(y: Tensor, x: Tensor, scale: Tensor, shift: Tensor) -> None:
     # A normalisation by a mean of nothing and a variance of one, which scales and shifts in a pass.
-    views, made = _views(x), _views(y)
-    columns = views[0].shape[1]
-    nothing, one, unused = scale.new_zeros(columns), scale.new_ones(columns), scale.new_empty(0)
-    k = columns // x.shape[1]
-    for index, view in enumerate(views):
-        given = (scale[index].repeat(k), shift[index].repeat(k), nothing, one, False, 0.0, 0.0)
+    k = _fold(x)
+    nothing, one, unused = _constants(k * x.shape[1], scale.dtype)
+    scales, shifts = _repeated(scale, k), _repeated(shift, k)
+    for view, made, *affine in zip(_views(x, k), _views(y, k), scales, shifts, strict=True):
+        given = (*affine, nothing, one, False, 0.0, 0.0)
         torch.ops.aten.native_batch_norm.out(
-            view, *given, out=made[index], save_mean=unused, save_invstd=unused
+            view, *given, out=made, save_mean=unused, save_invstd=unused
         )
 
 
@@ -147,31 +150,49 @@ def _sums(g: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Ten
     """Return the sums (N, C) of g and of g * normalised."""
     n, c = x.shape[:2]
     k = _fold(x)
+    given = (_views(g, k), _views(x, k), _repeated(mean, k), _repeated(rstd, k))
     sums = []
-    for g_one, x_one, mean_one, rstd_one in zip(_views(g), _views(x), mean, rstd, strict=True):
-        given = (None, None, None, mean_one.repeat(k), rstd_one.repeat(k), True, 0.0)
+    for g_one, x_one, mean_one, rstd_one in zip(*given, strict=True):
         _, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
-            g_one, x_one, *given, (False, True, True)
+            g_one, x_one, None, None, None, mean_one, rstd_one, True, 0.0, (False, True, True)
         )
-        sums.append(torch.stack((sum_g, sum_gx)))
-    together = torch.stack(sums, 1).double().view(2, n, k, c).sum(2).to(_exact(x))
-    return together[0], together[1]
+        sums += [sum_g, sum_gx]
+    together = torch.cat(sums).view(n, 2, k, c).sum(2, dtype=torch.float64).to(_exact(x))
+    return together[:, 0], together[:, 1]
 
 
 def _fold(x: Tensor) -> int:
     """Return how many voxels are taken as one: a power of two that divides them."""
-    voxels, k = x[0, 0].numel(), 1
-    while 2 * k * x.shape[1] <= MAX_COLUMNS and voxels % (2 * k) == 0:
+    n, c, *space = x.shape
+    voxels, k = space[0] * space[1] * space[2], 1
+    while 2 * k * c <= MAX_COLUMNS and voxels % (2 * k) == 0:
         k *= 2
     return k
 
 
-def _views(x: Tensor) -> list[Tensor]:
+def _views(x: Tensor, k: int) -> list[Tensor]:
     """Return each sample as (1, k * C, V / k, 1, 1)."""
-    n, c = x.shape[:2]
-    k = _fold(x)
-    rows = x.permute(0, 2, 3, 4, 1).view(n, 1, -1, 1, 1, k * c).permute(0, 1, 5, 2, 3, 4)
-    return list(rows.unbind(0))
+    n, c, *space = x.shape
+    elements, columns = c * space[0] * space[1] * space[2], k * c
+    shape, strides = (
+        (1, columns, elements // columns, 1, 1),
+        (elements, 1, columns, columns, columns),
+    )
+    start = x.storage_offset()
+    return [x.as_strided(shape, strides, start + index * elements) for index in range(n)]
+
+
+def _repeated(values: Tensor, k: int) -> tuple[Tensor, ...]:
+    """Return k times the values of each sample's channels."""
+    n, c = values.shape
+    return values.unsqueeze(1).expand(n, k, c).reshape(n, k * c).unbind(0)
+
+
+@functools.cache
+def _constants(columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return nothing and one for each column, and memory that nobody reads."""
+    nothing = torch.zeros(columns, dtype=dtype)
+    return nothing, torch.ones_like(nothing), nothing.new_empty(0)
 
 
 def _exact(x: Tensor) -> torch.dtype:
