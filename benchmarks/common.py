@@ -9,11 +9,10 @@ from typing import Any, Literal
 import torch
 
 from unet3d.config import ParallelSettings, Shape
-from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
+from unet3d.memory.allocator import use_expandable_segments
 from unet3d.parallel import ParallelDims
 
 use_expandable_segments()  # as the command line does
-keep_host_memory()
 
 
 def synchronize() -> None:

@@ -11,8 +11,9 @@ whatever the caches on disk hold. The peak is that of CUDA's allocator over all 
 (the record has that one's too), so also over the one that is recorded, and the ones before it,
 where later steps replay a CUDA graph.
 
-On a CPU the variants take their steps by turns, because its speed changes with what else runs, and
-each also predicts a window: the logits of the same batch. Times are medians of the clock.
+On a CPU each variant has a process, set up as its own command line sets it up, and they take their
+steps by turns, because the speed of a CPU changes with what else runs. Each also predicts a window:
+the logits of the same batch. Times are medians of the clock.
 
 A variant that cannot be built, compiled or run is a row with the reason.
 """
@@ -21,11 +22,13 @@ import argparse
 import gc
 import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
 from unet3d.errors import Unet3dError
+from unet3d.memory.allocator import keep_host_memory
 from unet3d.model import UNet3d
 from unet3d.parallel import autocast_dtype, resolve_precision
 
@@ -110,32 +114,49 @@ def measure_by_turns(
     variants: Sequence[Variant], problem: Problem, num_warm_up: int, num_steps: int
 ) -> list[dict[str, Any]]:
     """Train a few steps and predict a few windows with each variant in turn, on this CPU."""
+    context = multiprocessing.get_context("spawn")
     rows: list[dict[str, Any]] = []
-    running: list[tuple[dict[str, Any], Trainee]] = []
+    running: list[tuple[dict[str, Any], Connection]] = []
     for variant in variants:
-        row: dict[str, Any] = {"key": variant.key, "compiled": variant.compiled}
+        here, there = context.Pipe()
+        context.Process(target=_serve, args=(variant, problem, there), daemon=True).start()
+        row: dict[str, Any] = {"key": variant.key, "compiled": variant.compiled} | here.recv()
         rows.append(row)
-        try:
-            row |= count(variant, problem)
-            trainee = Trainee(variant, problem, [torch.device("cpu")])
-            row["first_step_seconds"], _ = _timed(trainee.step)
-        except Exception as error:  # a peer can raise anything
-            row["reason"] = reason_of(error)
-            continue
-        row |= {"precision": trainee.precision, "all_seconds": [], "all_window_seconds": []}
-        running.append((row, trainee))
+        if "reason" not in row:
+            row |= {"all_seconds": [], "all_window_seconds": []}
+            running.append((row, here))
     for turn in range(1, num_warm_up + num_steps):
-        for row, trainee in running:
-            step_seconds, loss = _timed(trainee.step)
-            window_seconds, _ = _timed(trainee.window)
+        for row, here in running:
+            here.send(True)
+            step_seconds, window_seconds, loss = here.recv()
             if turn >= num_warm_up:
                 row["all_seconds"].append(step_seconds)
                 row["all_window_seconds"].append(window_seconds)
-                row["loss"] = loss.item()
-    for row, _ in running:
+                row["loss"] = loss
+    for row, here in running:
+        here.send(False)
         row["seconds"] = statistics.median(row["all_seconds"])
         row["window_seconds"] = statistics.median(row["all_window_seconds"])
     return rows
+
+
+def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
+    """Take a step and predict a window of one variant whenever it is asked, in a process."""
+    if variant.network == "ours":
+        keep_host_memory()  # as the command line does; the others' do not
+    try:
+        row: dict[str, Any] = dict(count(variant, problem))
+        trainee = Trainee(variant, problem, [torch.device("cpu")])
+        row["first_step_seconds"], _ = _timed(trainee.step)
+        row["precision"] = trainee.precision
+    except Exception as error:  # a peer can raise anything
+        asked.send({"reason": reason_of(error)})
+        return
+    asked.send(row)
+    while asked.recv():
+        step_seconds, loss = _timed(trainee.step)
+        window_seconds, _ = _timed(trainee.window)
+        asked.send((step_seconds, window_seconds, loss.item()))
 
 
 def _timed(action: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
