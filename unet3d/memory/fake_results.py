@@ -29,12 +29,8 @@ _PLAIN = frozenset(
     )
 )
 """Types of arguments that are compared by value."""
-_UNPREDICTABLE = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-)
-"""Tags of operations whose results do not follow from the shapes, or that change an argument's."""
+_UNPREDICTABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+"""Tags of operations whose results do not follow from the arguments' shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +53,18 @@ class _Result:
     """The device that it pretends to be on."""
 
 
-_Results = tuple[_Result | None, ...] | _Result
-"""What an operation returns; None within is itself."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Results:
+    """All that an operation returns."""
+
+    several: tuple[_Result | None, ...]
+    """Each result; None is returned as such."""
+    container: type[tuple[Any, ...]] | type[list[Any]] | None
+    """What holds them; None: the only one is returned by itself."""
+
 
 _known: dict[tuple[Any, ...], _Results | None] = {}
-"""By operation and arguments, in all of a process; None: it cannot be told from them."""
+"""By operation and arguments, in all of a process; None: the arguments do not tell."""
 
 
 class FakeResults:
@@ -78,29 +81,37 @@ class FakeResults:
             args: Its arguments.
             kwargs: Its named arguments.
         """
-        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         tensors: list[Tensor] = []
-        if kwargs:
-            key += kwargs
-        if not (
-            self._describe(args, key, tensors) and self._describe(kwargs.values(), key, tensors)
-        ):
+        key = self._key(func, args, kwargs, tensors)
+        if key is None:
             return func(*args, **kwargs)
-        described = tuple(key)
         try:
-            known = _known[described]
+            known = _known[key]
         except KeyError:
             results = func(*args, **kwargs)
-            _known[described] = _described(func, results, tensors)
+            is_same = self._key(func, args, kwargs, []) == key  # no argument's shape was changed
+            _known[key] = _described(func, results, tensors) if is_same else None
             return results
         if known is None:
             return func(*args, **kwargs)
-        if isinstance(known, tuple):
-            return tuple(result and self._make(result, tensors) for result in known)
-        return self._make(known, tensors)
+        made = [result and self._make(result, tensors) for result in known.several]
+        return made[0] if known.container is None else known.container(made)
+
+    def _key(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
+    ) -> tuple[Any, ...] | None:
+        """Return all that results depend on, and add the tensors; None: more than is known here."""
+        key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if self._describe(args, key, tensors):
+            if not kwargs:
+                return tuple(key)
+            key += kwargs
+            if self._describe(kwargs.values(), key, tensors):
+                return tuple(key)
+        return None
 
     def _describe(self, values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
-        """Add all that results depend on to a key; return whether that is known here."""
+        """Add what results depend on to a key; return whether that is all."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
@@ -139,14 +150,15 @@ class FakeResults:
 
 
 def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results | None:
-    """Return what makes such results again; None: it cannot be told from the arguments.
+    """Return what makes such results again; None: the arguments do not tell.
 
     Args:
         func: The operation.
         results: What it returned.
         tensors: The tensors among its arguments.
     """
-    several = results if isinstance(results, tuple) else (results,)
+    container = type(results) if isinstance(results, (tuple, list)) else None
+    several = (results,) if container is None else results
     made = [one for one in several if one is not None]
     if any(tag in func.tags for tag in _UNPREDICTABLE) or not all(map(_is_plain, made)):
         return None
@@ -174,7 +186,7 @@ def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results |
                 device=one.device,
             )
         )
-    return tuple(described) if isinstance(results, tuple) else described[0]
+    return _Results(several=tuple(described), container=container)
 
 
 def _is_plain(result: Any) -> bool:
