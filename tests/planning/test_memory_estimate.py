@@ -15,6 +15,7 @@ from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
 from unet3d.model import UNet3d
+from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
@@ -263,6 +264,27 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
 
 def test_nothing_fits_where_the_parameters_alone_do_not() -> None:
     assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
+
+
+def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, memory = make_step((CPU,)), {CPU: 4 * 1024**2}
+    known = predict_memory(step)
+    asked: list[Shape] = []
+
+    def predict(step: Step, **options: bool) -> MemoryEstimate:
+        asked.append(step.size)
+        return predict_memory(step, **options)
+
+    monkeypatch.setattr(memory_estimate, "predict_memory", predict)
+    found = largest_size(step, memory)
+    first, *others = asked
+    assert first == step.size
+    asked.clear()
+    assert largest_size(step, memory, known) == found
+    assert asked == others
+    asked.clear()
+    assert largest_size(replace(step, batch_size=1), memory, known) != found  # of another step
+    assert asked[0] == step.size
 
 
 def test_a_size_between_the_strides_is_refused() -> None:
