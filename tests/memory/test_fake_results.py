@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_results import _known
@@ -101,3 +101,16 @@ def test_a_settings_change_is_no_recollection() -> None:
             made.append(torch.arange(3) / 2)
     assert [one.dtype for one in made] == [torch.float32, torch.float64, torch.float32]
     assert [one.is_inference() for one in made] == [False, False, True]
+
+
+def test_a_real_parameter_is_copied_each_time() -> None:
+    parameter, place = nn.Parameter(torch.ones(3, 4)), torch.device("cpu", 1)
+    with counted_allocations() as recorder:
+        copies = [parameter.to(place, torch.float64) for _ in range(3)]
+        likes = [torch.empty_like(parameter) for _ in range(2)]
+    assert [(one.shape, one.dtype, one.device) for one in copies] == [
+        ((3, 4), torch.float64, place)
+    ] * 3
+    made = [*copies, *likes]
+    assert len({one.untyped_storage()._cdata for one in made}) == len(made)
+    assert recorder.now == {place: 3 * 512, torch.device("cpu"): 2 * 512}

@@ -177,8 +177,10 @@ def counted_allocations() -> Iterator[AllocationRecorder]:
 
     Tensors on real CPU devices that come from outside may be read and moved in it.
     """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # two would only take longer, and memory
     with (
-        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        mode,
         _AutocastOfGpu(),
         AllocationRecorder(mode) as recorder,
     ):

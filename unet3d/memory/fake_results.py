@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from unet3d.memory.saved_tensors import storage_key
@@ -29,6 +29,8 @@ _PLAIN = frozenset(
     )
 )
 """Types of arguments that are compared by value."""
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default)
+"""Operations whose result never has the memory of its argument, which may be a real parameter."""
 _UNPREDICTABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 """Tags of operations whose results do not follow from the arguments' shapes."""
 
@@ -128,6 +130,11 @@ class FakeResults:
                 )
             elif kind in _PLAIN:
                 key += (kind, value)  # 1 and 1.0 are equal
+            elif kind is nn.Parameter:  # a real one, which a result may not share memory with
+                if key[0] not in _COPIES:
+                    return False
+                tensors.append(value)
+                key += (kind, value.shape, value.stride(), value.dtype, value.device)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
                 if not self._describe(value, key, tensors):
