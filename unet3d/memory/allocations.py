@@ -8,7 +8,7 @@ follows the code by itself, and takes seconds for volumes of any size on a machi
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -172,18 +172,18 @@ class _AutocastOfGpu(TorchFunctionMode):
 
 
 @contextmanager
-def counted_allocations() -> Iterator[AllocationRecorder]:
+def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecorder]:
     """Make every tensor in the context fake, and count them.
 
     Tensors on real CPU devices that come from outside may be read and moved in it.
+
+    Args:
+        with_autocast: Whether autocast may be on in the context; without it, all is faster.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # two would only take longer, and memory
-    with (
-        mode,
-        _AutocastOfGpu(),
-        AllocationRecorder(mode) as recorder,
-    ):
+    autocast = _AutocastOfGpu() if with_autocast else nullcontext()
+    with mode, autocast, AllocationRecorder(mode) as recorder:
         yield recorder
 
 

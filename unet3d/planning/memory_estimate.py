@@ -104,7 +104,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     if layout.cuts is None:
         layout = replace(layout, cuts=default_cuts(model, len(layout.devices)))
     num_samples, num_micro_batches = _sample(layout, step.batch_size)
-    with counted_allocations() as recorder:
+    with counted_allocations(layout.autocast is not None) as recorder:
         placed = replace(
             layout,
             devices=tuple(fake_device(device) for device in layout.devices),

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import logging
 import random
@@ -163,7 +164,7 @@ def test_memory_is_balanced_as_well_as_can_be(
         num_states=1,
         folder=tmp_path,
     )
-    cost = memory_cost(model, layout, SIZE, batch_size, 1)
+    cost = functools.cache(memory_cost(model, layout, SIZE, batch_size, 1))
     num_blocks = len(model.blocks())
     assert dearest(cost, cuts, num_blocks) == best_of_all(cost, num_blocks, num_devices)
     assert not list(tmp_path.iterdir())  # nothing is measured
