@@ -13,10 +13,10 @@ demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
 check: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not slow and not trains"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not slow and not trains"
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -40,6 +40,14 @@ def plain_gradients(
     return loss.detach(), gradients, model
 
 
+@functools.lru_cache(maxsize=64)
+def plain_logits(topology: Topology, num_samples: int) -> Tensor:
+    """Return what the network of :func:`plain_gradients` predicts for the same images."""
+    _, _, model = plain_gradients(topology, num_samples)
+    with torch.no_grad():
+        return model.eval()(make_batch(num_samples)[0])
+
+
 def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
     assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"

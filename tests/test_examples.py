@@ -1,10 +1,9 @@
 """The examples run as their documents say, at sizes where a CPU is enough."""
 
 import json
-import os
 import re
+import runpy
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,22 @@ ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--shape", "17,17,17", "--width", "0.0625", "--batch-size", "4", "--steps", "3")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "resnet50_two_stages.py"), *arguments]
-    paths = os.pathsep.join([str(ROOT), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
-
-
-def check_sweep(devices: str, folder: Path) -> None:
+def check_sweep(
+    devices: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Run the example's file as a program, in this process, which has imported MONAI already."""
     picture, record_path = folder / "times.png", folder / "times.json"
-    done = run("--devices", devices, *SMALL, "--output", str(picture), "--json", str(record_path))
-    assert done.returncode == 0, done.stderr
+    options = ("--devices", devices, *SMALL, "--output", str(picture), "--json", str(record_path))
+    example = str(ROOT / "examples" / "resnet50_two_stages.py")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [example, *options])
+    with pytest.raises(SystemExit) as ending:
+        runpy.run_path(example, run_name="__main__")
+    output, errors = capsys.readouterr()
+    assert ending.value.code == 0, errors
     record = json.loads(record_path.read_text())
     rows = record["rows"]
     assert [(row["name"], row["num_stages"], row["split_size"]) for row in rows] == [
@@ -43,19 +47,23 @@ def check_sweep(devices: str, folder: Path) -> None:
         # The same network and batch, whatever the split.
         assert row["first_loss"] == pytest.approx(rows[0]["first_loss"], rel=1e-2)
         milliseconds = 1000 * statistics.median(row["seconds"])
-        assert f"{milliseconds:.1f}" in done.stdout and f"{row['first_loss']:.4f}" in done.stdout
-    assert f"cut before {record['cut_before'][0]}" in done.stdout
+        assert f"{milliseconds:.1f}" in output and f"{row['first_loss']:.4f}" in output
+    assert f"cut before {record['cut_before'][0]}" in output
     height, width, _ = imread(picture).shape
     assert width > height > 100
 
 
-def test_resnet50_in_two_stages_on_a_cpu(tmp_path: Path) -> None:
-    check_sweep("cpu,cpu", tmp_path)
+def test_resnet50_in_two_stages_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_sweep("cpu,cpu", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.multigpu
-def test_resnet50_in_two_stages_on_two_gpus(tmp_path: Path) -> None:
-    check_sweep("0,1", tmp_path)
+def test_resnet50_in_two_stages_on_two_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_sweep("0,1", tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

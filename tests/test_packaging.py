@@ -218,8 +218,9 @@ def test_the_layers_of_the_design_are_those_that_imports_are_checked_by():
 
 def test_the_python_of_the_readme_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    check = "assert logits.shape == (2, 3, 64, 64, 32) and loss.total.isfinite()"
-    python("-W", "error", "-c", code + check, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    names = {}
+    exec(code, names)
+    assert names["logits"].shape == (2, 3, 64, 64, 32) and names["loss"].total.isfinite()
 
 
 def test_the_scripts_can_be_run():

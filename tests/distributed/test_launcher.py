@@ -92,35 +92,34 @@ def probe_folder(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("how", ["absolute", "relative", "inserted"])
-def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path, how: str) -> None:
-    folder, elsewhere = probe_folder(tmp_path / "start" / "packages"), tmp_path / "elsewhere"
-    elsewhere.mkdir()
+def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path) -> None:
+    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
+    absolute, inserted = tmp_path / "absolute", probe_folder(tmp_path / "inserted")
+    for folder in (start / "packages", absolute, elsewhere):
+        folder.mkdir(parents=True)
     (elsewhere / "torch.py").write_text("raise SystemExit('a file of the current folder')")
     code = f"""
 import json, os, sys
 sys.path.remove("")  # which -c adds, and an installed command does not
 os.chdir({str(elsewhere)!r})
-if {how == "inserted"}:
-    sys.path.insert(0, {str(folder)!r})
+sys.path.insert(0, {str(inserted)!r})
 from unet3d.distributed.launcher import launch
 launch(["--version"], 2, 0, on_gpus=False)
 print(json.dumps(sys.path))
 """
     own = environment()
-    paths = {"absolute": [str(folder)], "relative": ["packages"], "inserted": []}[how]
-    own["PYTHONPATH"] = os.pathsep.join([*paths, own["PYTHONPATH"]])
+    own["PYTHONPATH"] = os.pathsep.join([str(absolute), "packages", own["PYTHONPATH"]])
     del own["PYTHONSAFEPATH"]
     own["PROBE"] = str(tmp_path)
     command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(
-        command, env=own, cwd=tmp_path / "start", timeout=100, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=own, cwd=start, timeout=100, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     path = json.loads(done.stdout.splitlines()[-1])
+    assert path[:2] == [str(inserted), str(absolute)]
+    expected = [str(start / entry) for entry in path]  # absolute ones stay as they are
+    assert expected[2] == str(start / "packages")
     for rank in range(2):
-        of_rank = json.loads((tmp_path / str(rank)).read_text())
-        assert of_rank == [str(tmp_path / "start" / entry) for entry in path]
+        assert json.loads((tmp_path / str(rank)).read_text()) == expected
 
 
 def test_processes_of_the_tests_import_what_the_tests_can(
@@ -130,7 +129,7 @@ def test_processes_of_the_tests_import_what_the_tests_can(
     (tmp_path / "packages" / "unet3d_probe.py").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend("packages")
-    command = [sys.executable, "-c", "import unet3d_probe, tests.ranks, unet3d"]
+    command = [sys.executable, "-c", "import unet3d_probe, tests, unet3d"]
     done = subprocess.run(command, env=environment(), cwd="/", check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
 

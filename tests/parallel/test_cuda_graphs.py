@@ -32,6 +32,7 @@ TOPOLOGY = Topology(
 
 
 CPU = torch.device("cpu")
+SIZE = 16 if torch.cuda.is_available() else 8
 
 
 def make_executor(devices: tuple[torch.device, ...], **options: Any) -> Executor:
@@ -45,7 +46,7 @@ def make_executor(devices: tuple[torch.device, ...], **options: Any) -> Executor
     return parallelize(model, Layout(devices=devices, autocast=autocast, **options))
 
 
-def make_batch(number: int, num_samples: int = 2, size: int = 16) -> tuple[Tensor, Tensor]:
+def make_batch(number: int, num_samples: int = 2, size: int = SIZE) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     image = torch.randn(num_samples, 1, size, size, size, generator=generator)
     target = torch.randint(0, 3, (num_samples, size, size, size), generator=generator)

@@ -26,7 +26,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Instead of searching for the largest volume, tell how many MiB there are for a patch."""
 
-    def mib_for_a_patch(step: Step, memory: Mapping[torch.device, int]) -> Shape:
+    def mib_for_a_patch(step: Step, memory: Mapping[torch.device, int], _: object) -> Shape:
         mib = min(memory.values()) // 1024**2 // step.batch_size
         return mib, mib, mib
 

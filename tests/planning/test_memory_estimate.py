@@ -16,6 +16,7 @@ from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
 from unet3d.model import UNet3d
 from unet3d.parallel import precision
+from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
@@ -176,7 +177,7 @@ def test_every_parameter_and_buffer_is_on_its_device(
 ) -> None:
     model = SMALL.model_copy(update={"norm": norm})
     step = make_step(devices, model=model, precision="bfloat16")
-    found = predict_memory(step)
+    found = predict_memory(step, counts_reserved=False)
     modules = {block.name: block.module for block in UNet3d(step.topology).blocks()}
     for slot in found.slots:
         own = [modules[name] for name in slot.blocks]
@@ -205,8 +206,10 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
 
 
 def test_two_slots_on_one_gpu_share_its_peak() -> None:
-    apart = predict_memory(make_step(GPUS[:2], precision="bfloat16"))
-    shared = predict_memory(make_step((GPUS[1], GPUS[1]), precision="bfloat16"))
+    apart, shared = (
+        predict_memory(make_step(gpus, precision="bfloat16"), counts_reserved=False)
+        for gpus in (GPUS[:2], (GPUS[1], GPUS[1]))
+    )
     peaks = {memory.peak_bytes for memory in shared.memory.values()}
     assert len(peaks) == 1
     (peak,) = peaks
@@ -281,6 +284,27 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
 
 def test_nothing_fits_where_the_parameters_alone_do_not() -> None:
     assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
+
+
+def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, memory = make_step((CPU,)), {CPU: 4 * 1024**2}
+    known = predict_memory(step)
+    asked: list[Shape] = []
+
+    def predict(step: Step, **options: bool) -> MemoryEstimate:
+        asked.append(step.size)
+        return predict_memory(step, **options)
+
+    monkeypatch.setattr(memory_estimate, "predict_memory", predict)
+    found = largest_size(step, memory)
+    first, *others = asked
+    assert first == step.size
+    asked.clear()
+    assert largest_size(step, memory, known) == found
+    assert asked == others
+    asked.clear()
+    assert largest_size(replace(step, batch_size=1), memory, known) != found  # of another step
+    assert asked[0] == step.size
 
 
 def test_a_size_between_the_strides_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Sweeps over cuts and micro-batches, with real steps of a tiny network on one CPU."""
 
 import json
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from unet3d.planning.tuning import Tuning, micro_batch_counts, promising_neighbo
 from unet3d.planning.tuning_cache import recall_tuned
 
 FLOAT32 = "training.precision=float32"
+NUM_TIMED_RUNS, NUM_WARM_UP_STEPS = timings.NUM_TIMED_RUNS, tuning.NUM_WARM_UP_STEPS
 SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 
@@ -42,8 +44,21 @@ def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tuning.gc, "collect", lambda: 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def fewer_steps() -> Iterator[pytest.MonkeyPatch]:
+    """Take each time once, after one step, because one test sees how times are taken.
+
+    A GPU needs the steps in which a step is captured.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(timings, "NUM_TIMED_RUNS", 1)
+            patch.setattr(tuning, "NUM_WARM_UP_STEPS", 1)
+        yield patch
+
+
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Tuning:
+def swept(tmp_path_factory: pytest.TempPathFactory, fewer_steps: pytest.MonkeyPatch) -> Tuning:
     return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=2")
 
 
@@ -108,6 +123,8 @@ def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
 def test_a_time_is_the_median_of_steps_that_do_all_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(timings, "NUM_TIMED_RUNS", NUM_TIMED_RUNS)
+    monkeypatch.setattr(tuning, "NUM_WARM_UP_STEPS", NUM_WARM_UP_STEPS)
     calls: list[str] = []
     now = [0.0]
     forward_backward, take = PipelineExecutor.forward_backward, tuning.Optimization.step

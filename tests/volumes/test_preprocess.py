@@ -293,9 +293,15 @@ def test_a_case_that_cannot_be_prepared_is_named(
     write_volume(root / "labelsTr/case_1.nii.gz", np.full((12, 14, 10), 7, np.uint8))
     with pytest.raises(VolumeError, match=r"labelsTr/case_1.nii.gz: .*value 7"):
         prepare_cases(dataset.cases, plan, settings.cache, num_workers)
+
+
+def test_a_label_on_another_grid_is_named(tmp_path: Path, settings: DataSettings) -> None:
+    root = write_msd(tmp_path / "data")
+    dataset = load_dataset(root)
+    plan, _ = plan_preprocessing(dataset, settings)
     write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 9), np.uint8))
     with pytest.raises(VolumeError, match=r"labelsTr/case_1.nii.gz: not on the grid of .*case_1"):
-        prepare_cases(dataset.cases, plan, settings.cache, num_workers)
+        prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 
 def test_a_killed_worker_is_explained() -> None:

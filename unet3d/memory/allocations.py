@@ -8,7 +8,7 @@ follows the code by itself, and takes seconds for volumes of any size on a machi
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from unet3d.memory.fake_devices import is_fake_device
+from unet3d.memory.fake_results import FakeResults
 from unet3d.memory.segments import Segments, rounded
 
 WORKSPACE_BYTES = 32 * 1024**2
@@ -32,8 +32,9 @@ _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the memory of every tensor that is made while it is active."""
 
-    def __init__(self) -> None:
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._results = FakeResults(mode)
         self.now: dict[torch.device, int] = defaultdict(int)
         """Bytes in use, per device."""
         self.peak: dict[torch.device, int] = defaultdict(int)
@@ -53,8 +54,15 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run one operation and count the memory of its results, unless they share older memory."""
-        results = func(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
+        if func is torch.ops.prim.device.default:  # half of all calls
+            return args[0].device
+        # What is done here and below is no function of the step, so no mode of functions sees it.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        results = self._results.run(func, args, kwargs)
+        for result in results if isinstance(results, (tuple, list)) else (results,):
             if isinstance(result, Tensor):
                 self._count(result)
         if func in _CONVOLUTIONS:
@@ -165,16 +173,18 @@ class _AutocastOfGpu(TorchFunctionMode):
 
 
 @contextmanager
-def counted_allocations() -> Iterator[AllocationRecorder]:
+def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecorder]:
     """Make every tensor in the context fake, and count them.
 
     Tensors on real CPU devices that come from outside may be read and moved in it.
+
+    Args:
+        with_autocast: Whether autocast may be on in the context; without it, all is faster.
     """
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _AutocastOfGpu(),
-        AllocationRecorder() as recorder,
-    ):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # two would only take longer, and memory
+    autocast = _AutocastOfGpu() if with_autocast else nullcontext()
+    with mode, autocast, AllocationRecorder(mode) as recorder:
         yield recorder
 
 

@@ -149,7 +149,7 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                     replicas=dims.replicas,
                     prediction=prediction,
                     fits=prediction.load(limits) <= 1,
-                    largest=largest_size(step, limits),
+                    largest=largest_size(step, limits, prediction),
                     is_asked=dims == asked and count == config.training.num_micro_batches,
                     balance=config.parallel.balance if is_balanced else None,
                 )

@@ -104,7 +104,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     if layout.cuts is None:
         layout = replace(layout, cuts=default_cuts(model, len(layout.devices)))
     num_samples, num_micro_batches = _sample(layout, step.batch_size)
-    with counted_allocations() as recorder:
+    with counted_allocations(layout.autocast is not None) as recorder:
         placed = replace(
             layout,
             devices=tuple(fake_device(device) for device in layout.devices),
@@ -183,7 +183,11 @@ class _Meter(MemoryMeter):
         self._recorder.resized(tensor)
 
 
-def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape | None:
+def largest_size(
+    step: Step,
+    device_bytes: Mapping[torch.device, int],
+    predicted: MemoryEstimate | None = None,
+) -> Shape | None:
     """Return the largest patch that fits, or None where even the smallest does not.
 
     The memory of a step grows nearly linearly with the voxels. So the search goes to where a line
@@ -192,6 +196,7 @@ def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape 
     Args:
         step: The step. Only the aspect of its patch's size matters.
         device_bytes: Memory of each device.
+        predicted: What was predicted for that step; None: it is predicted here.
     """
     stride = step.topology.total_stride
     units = [max(1, round(voxels / one)) for voxels, one in zip(step.size, stride, strict=True)]
@@ -211,7 +216,10 @@ def largest_size(step: Step, device_bytes: Mapping[torch.device, int]) -> Shape 
     while too_large is None or too_large - fitting > 1:
         voxels = math.prod(scaled(scale))
         sized = replace(step, size=scaled(scale))
-        load = predict_memory(sized, counts_reserved=False).load(device_bytes)
+        if predicted is not None and sized == predicted.step:
+            load = predicted.load(device_bytes)
+        else:
+            load = predict_memory(sized, counts_reserved=False).load(device_bytes)
         if load <= 1:
             fitting = scale
         else:

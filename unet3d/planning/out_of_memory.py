@@ -97,7 +97,7 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
         # Other replicas are on the other GPUs now, but would not be then.
         room = available_bytes if num_replicas == 1 else device_bytes
         yield from _advice(flags, spread, {gpu: room(gpu) for gpu in gpus} | limits)
-    size = largest_size(step, limits)
+    size = largest_size(step, limits, prediction)
     if size is not None:
         smaller = replace(step, size=size)
         yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)

@@ -1,3 +1,4 @@
+import functools
 import itertools
 import logging
 import random
@@ -163,7 +164,7 @@ def test_memory_is_balanced_as_well_as_can_be(
         num_states=1,
         folder=tmp_path,
     )
-    cost = memory_cost(model, layout, SIZE, batch_size, 1)
+    cost = functools.cache(memory_cost(model, layout, SIZE, batch_size, 1))
     num_blocks = len(model.blocks())
     assert dearest(cost, cuts, num_blocks) == best_of_all(cost, num_blocks, num_devices)
     assert not list(tmp_path.iterdir())  # nothing is measured
@@ -240,7 +241,8 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
         settings=TrainingSettings(),
         precision="bfloat16",
     )
-    allocated = [slot.peak_bytes for slot in predict_memory(step).memory.values()]
+    predicted = predict_memory(step, counts_reserved=False)
+    allocated = [slot.peak_bytes for slot in predicted.memory.values()]
     model = UNet3d(topology)
     cost = memory_cost(model, layout, (64, 64, 64), 4, 1)
     ends = itertools.pairwise((0, *cuts, len(model.blocks())))

@@ -109,7 +109,8 @@ def block_bytes(
     recomputing = recomputed_in_backward() if recompute == "norm" else nullcontext()
     alive: list[Tensor] = []  # what is recomputed must live while others read it
     # What is recomputed is not kept, so the handler that notes what is kept is asked last.
-    with counted_allocations() as recorder, _kept_bytes() as saved, recomputing:
+    counting = counted_allocations(autocast is not None)
+    with counting as recorder, _kept_bytes() as saved, recomputing:
 
         def fake(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return laid_out(torch.empty(tuple(shape), dtype=dtype, device=place), format_)
