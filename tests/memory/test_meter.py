@@ -238,8 +238,9 @@ def test_parameters_gradients_and_optimizer_by_arithmetic(
 def test_micro_batches_lower_the_activations_of_one_slot() -> None:
     _, whole = measure(spread(small_topology(), 1), num_samples=4)
     _, portions = measure(spread(small_topology(), 1, num_micro_batches=4), num_samples=4)
-    image = make_batch(4)[0].numel() * 4  # a portion of it is a view, which keeps the whole batch
-    ratio = (portions[0].activations_bytes - image) / (whole[0].activations_bytes - image)
+    # A portion of image and target is a view, which keeps the whole batch.
+    batch = sum(value.untyped_storage().nbytes() for value in make_batch(4))
+    ratio = (portions[0].activations_bytes - batch) / (whole[0].activations_bytes - batch)
     assert ratio == pytest.approx(1 / 4, rel=1e-5)  # each keeps one number, that of its voxels
 
 

@@ -97,6 +97,16 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def release_streams() -> None:
+    """Let go of the streams that steps were captured on, and of cuBLAS's workspaces for them.
+
+    There must be no captured step left. What is measured next then finds the GPUs as a new process
+    would.
+    """
+    _capture_stream.cache_clear()
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class _Bytes:
     """Memory by its address, in the form that libraries for GPUs exchange."""
 

@@ -33,6 +33,7 @@ from unet3d.parallel import (
 )
 from unet3d.parallel.balance.cuts import time_cost
 from unet3d.parallel.balance.stopwatch import median_seconds
+from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.parallel.partition import StageCost, default_cuts
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import NetworkPlan
@@ -328,4 +329,5 @@ def _clean_up(model: UNet3d) -> None:
     model.zero_grad()
     gc.collect()
     if torch.cuda.is_available():
+        release_streams()
         torch.cuda.empty_cache()
