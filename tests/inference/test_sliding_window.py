@@ -3,6 +3,7 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from monai.data.utils import compute_importance_map
@@ -11,7 +12,13 @@ from torch import Tensor
 
 from unet3d.config import ModelSettings, Shape
 from unet3d.errors import DoesNotFitError
-from unet3d.inference.sliding_window import gaussian_weight, predict_logits, window_starts
+from unet3d.inference.sliding_window import (
+    gaussian_weight,
+    predict_logits,
+    strongest_class,
+    window_starts,
+    windows_at_a_time,
+)
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
 
@@ -250,3 +257,36 @@ def test_too_little_memory_says_what_to_do() -> None:
         "windows of 16x16x8 voxels do not fit on cpu (CUDA out of memory); "
         "use a smaller inference.window or more devices"
     )
+
+
+@pytest.mark.parametrize(
+    ("window", "devices", "expected"),
+    [
+        ((16, 16, 16), ("cpu",), 256),
+        ((40, 40, 40), ("cpu", "cpu"), 16),
+        ((96, 96, 96), ("cpu",), 1),
+        ((256, 256, 256), ("cpu",), 1),
+        ((16, 16, 16), ("cuda:0",), 1),
+        ((16, 16, 16), ("cpu", "cuda:0"), 1),
+    ],
+)
+def test_a_cpu_takes_small_windows_together(
+    window: Shape, devices: tuple[str, ...], expected: int
+) -> None:
+    assert windows_at_a_time(window, [torch.device(name) for name in devices]) == expected
+
+
+def test_auto_takes_as_many_windows_as_are_best() -> None:
+    executor = Voxelwise()
+    image = make_image((128, 64, 64))
+    predict_logits(executor, image, executor.module.topology, (64, 64, 64), 0.5, "auto")
+    predict_logits(executor, image, executor.module.topology, (128, 64, 64), 0.5, "auto")
+    assert [shape[0] for shape in executor.batches] == [3, 1]
+
+
+@pytest.mark.parametrize("num_classes", [1, 2, 3, 300])
+def test_the_strongest_class_is_the_first_of_the_largest(num_classes: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(-3, 4, (num_classes, 6, 5, 4), generator=generator).float()
+    expected = np.argmax(logits.numpy(), 0)  # the first of equal ones
+    np.testing.assert_array_equal(strongest_class(logits).numpy(), expected)

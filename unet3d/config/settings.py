@@ -302,8 +302,8 @@ class InferenceSettings(Section):
     whole volume for a network trained on whole volumes."""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Share of a window that its neighbour covers again."""
-    batch_size: Positive = 1
-    """Windows in one forward pass."""
+    batch_size: Positive | Literal["auto"] = "auto"
+    """Windows in one forward pass; auto: one on a GPU, as many as 2^20 voxels hold on a CPU."""
 
 
 class Config(Section):

@@ -9,7 +9,7 @@ import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.inference.sliding_window import predict_logits
+from unet3d.inference.sliding_window import predict_logits, strongest_class
 from unet3d.parallel import (
     Executor,
     Layout,
@@ -94,10 +94,10 @@ class Predictor:
     def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
         """Return the strongest class of each voxel of the scan's own grid, on the CPU."""
         try:
-            return restore_logits(logits, shape).argmax(0).cpu()
+            return strongest_class(restore_logits(logits, shape)).cpu()
         except torch.OutOfMemoryError:
             # The scan's grid may be much finer than the network's.
-            return restore_logits(logits.cpu(), shape).argmax(0)
+            return strongest_class(restore_logits(logits.cpu(), shape))
 
     def _logits(self, image: torch.Tensor) -> torch.Tensor:
         settings = self._inference
@@ -110,7 +110,8 @@ class Predictor:
         window: list[int] = [x, y, z]
         while True:
             try:
-                return self._windows(image, (window[0], window[1], window[2]))
+                # One at a time: several would need what has just turned out not to be there.
+                return self._windows(image, (window[0], window[1], window[2]), alone=True)
             except DoesNotFitError:
                 longest = max(range(3), key=lambda axis: window[axis])
                 stride = self._topology.total_stride[longest]
@@ -121,8 +122,11 @@ class Predictor:
                     "the volume does not fit; trying windows of %s", "x".join(map(str, window))
                 )
 
-    def _windows(self, image: torch.Tensor, window: Shape | Literal["whole"]) -> torch.Tensor:
+    def _windows(
+        self, image: torch.Tensor, window: Shape | Literal["whole"], alone: bool = False
+    ) -> torch.Tensor:
         settings = self._inference
+        batch_size = 1 if alone and settings.batch_size == "auto" else settings.batch_size
         return predict_logits(
-            self.executor, image, self._topology, window, settings.overlap, settings.batch_size
+            self.executor, image, self._topology, window, settings.overlap, batch_size
         )

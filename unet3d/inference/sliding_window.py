@@ -13,7 +13,7 @@ of the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError
+from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
 from unet3d.parallel import Executor
 
@@ -30,6 +31,11 @@ logger = logging.getLogger(__name__)
 SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
 
+CPU_VOXELS = 2**20
+"""Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
+4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
+with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
+
 
 def predict_logits(
     executor: Executor,
@@ -37,7 +43,7 @@ def predict_logits(
     topology: Topology,
     window: Shape | Literal["whole"],
     overlap: float,
-    batch_size: int,
+    batch_size: int | Literal["auto"],
 ) -> Tensor:
     """Return the logits of one volume.
 
@@ -47,7 +53,7 @@ def predict_logits(
         topology: The network's.
         window: Voxels along X, Y, Z, or the whole volume at once.
         overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
-        batch_size: Windows in one forward pass.
+        batch_size: Windows in one forward pass, or :func:`windows_at_a_time`.
 
     Returns:
         Shape (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output
@@ -63,6 +69,8 @@ def predict_logits(
     if (x, y, z) == strides:
         # The lowest level would be one voxel, for which instance norm is not defined.
         x, y, z = 2 * x, 2 * y, 2 * z
+    if batch_size == "auto":
+        batch_size = windows_at_a_time((x, y, z), [slot.device for slot in executor.slots])
     padded, corner = _pad_to(image, (x, y, z))
     try:
         logits = _blend(executor, padded, topology.num_classes, (x, y, z), overlap, batch_size)
@@ -74,6 +82,40 @@ def predict_logits(
         ) from error
     inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
     return logits[(slice(None), *inside)]
+
+
+def strongest_class(logits: Tensor) -> Tensor:
+    """Return the class of the largest logit of each voxel, the first of equal ones.
+
+    Args:
+        logits: Shape (K, X, Y, Z).
+
+    Returns:
+        Shape (X, Y, Z) of an integer type, on the device of the logits.
+    """
+    if is_gpu(logits.device):
+        return logits.argmax(0)
+    # On a CPU argmax goes through the classes of one voxel after the other, 20 times as slowly.
+    dtype = torch.uint8 if len(logits) <= 256 else torch.int64
+    classes = torch.zeros(logits.shape[1:], dtype=dtype)
+    largest = logits[0].clone()
+    for label, values in enumerate(logits[1:], start=1):
+        # It is larger than those before, so it takes the place of any of them.
+        torch.maximum(classes, (values > largest).to(dtype).mul_(label), out=classes)
+        torch.maximum(largest, values, out=largest)
+    return classes
+
+
+def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:
+    """Return how many windows are best computed in one forward pass.
+
+    Args:
+        window: Voxels along X, Y, Z.
+        devices: The devices of the network's stages.
+    """
+    if any(is_gpu(device) for device in devices):
+        return 1
+    return max(1, CPU_VOXELS // math.prod(window))
 
 
 def window_starts(size: int, window: int, overlap: float) -> list[int]:
@@ -133,13 +175,13 @@ def _blend(
     weights = torch.zeros(size, device=device)
     for batch in _batches(starts, batch_size):
         windows = torch.stack([image[(slice(None), *_place(start, window))] for start in batch])
-        logits = executor.predict(windows.to(executor.input_device)).to(device)
+        logits = executor.predict(windows.to(executor.input_device))
+        logits = logits.to(device, _accumulation_dtype(logits)).contiguous()
         if total is None:
-            dtype = _accumulation_dtype(logits)
-            total = torch.zeros(num_classes, *size, device=device, dtype=dtype)
+            total = torch.zeros(num_classes, *size, device=device, dtype=logits.dtype)
         for start, logit in zip(batch, logits, strict=True):
             place = _place(start, window)
-            total[(slice(None), *place)] += logit * weight
+            total[(slice(None), *place)].addcmul_(logit, weight)
             weights[place] += weight
     assert total is not None  # there is at least one window
     return total.div_(weights)

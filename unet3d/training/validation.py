@@ -7,7 +7,7 @@ import torch
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.inference.evaluation import dice_per_class
-from unet3d.inference.sliding_window import predict_logits
+from unet3d.inference.sliding_window import predict_logits, strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.planning.experiment import Experiment
@@ -77,7 +77,9 @@ class Validator:
             executor, image, experiment.topology, window, settings.overlap, settings.batch_size
         )
         label = torch.from_numpy(case.label().copy()).to(logits.device)
-        return dice_per_class(logits.argmax(0), label, len(experiment.preprocessing.label_names))
+        return dice_per_class(
+            strongest_class(logits), label, len(experiment.preprocessing.label_names)
+        )
 
     def _mean_over_cases(self, scores: list[list[float | None]]) -> Validation:
         names = self._experiment.preprocessing.label_names

@@ -154,7 +154,7 @@ def test_a_training_step_of_a_small_network_never_takes_the_slow_path(encoder: s
     )
     model = UNet3d(topology)
     image, target = torch.randn(1, 1, 16, 16, 16), torch.randint(0, 3, (1, 16, 16, 16))
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         dice_cross_entropy(model(image), target).total.backward()
     names = {event.key for event in profiled.key_averages()}
     assert "aten::mkldnn_convolution" in names
