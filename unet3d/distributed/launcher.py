@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import unet3d
 from unet3d.distributed.interruption import Interrupted
-from unet3d.distributed.ranks import LAUNCHED
+from unet3d.distributed.ranks import LAUNCHED, num_cores
 from unet3d.errors import RankError, Unet3dError
 
 POLL_SECONDS = 0.1
@@ -114,7 +114,7 @@ def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
     }
     if not on_gpus:
-        defaults["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_ranks))
+        defaults["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
     # What the user has set stands.
     return variables | {key: os.environ.get(key, value) for key, value in defaults.items()}
 

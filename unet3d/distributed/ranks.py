@@ -80,6 +80,13 @@ class Ranks:
         return self.rank == 0
 
 
+def num_cores() -> int:
+    """Return how many cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def is_launched() -> bool:
     """Return whether ``unet3d train`` has started this process as one of its ranks."""
     return LAUNCHED in os.environ

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -32,6 +31,7 @@ from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.cores import leave_cores, loading_processes, preparing_processes
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.volumes.cache import Cache
 
@@ -110,7 +110,9 @@ def _train(
     group: Group,
 ) -> TrainingResult:
     """Train in a folder that is this process's own, or its first rank's."""
-    num_workers = _num_workers(config, dims.devices, group.ranks.local_world_size)
+    num_ranks = group.ranks.local_world_size
+    num_preparing = preparing_processes(config, dims.devices, num_ranks)
+    num_workers = loading_processes(config, dims.devices, num_ranks)
     try:
         if group.is_first:
             if resume:
@@ -118,7 +120,7 @@ def _train(
             else:
                 folder.create()
             group.begin(str(folder.path))
-        experiment = group.in_turn(lambda: plan_experiment(config, num_workers))
+        experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
     except Unet3dError:
         if group.is_first:
             folder.discard_if_empty()
@@ -158,6 +160,7 @@ def _train(
     if dims.predicts_memory:
         prediction = predict_memory(step)
         warn_if_too_large(prediction)
+    leave_cores(num_workers, dims.devices, num_ranks)
     executor = _executor(dims, model, step.layout, group)
     loop = TrainingLoop(
         experiment=experiment,
@@ -237,12 +240,3 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
         folder=Cache(experiment.config.data.cache).folder / "timings",
     )
     return replace(layout, cuts=cuts)
-
-
-def _num_workers(config: Config, devices: tuple[torch.device, ...], num_ranks: int) -> int:
-    """Return how many processes cut patches: on a CPU the network wants the cores itself."""
-    if config.data.num_workers != "auto":
-        return config.data.num_workers
-    cores = len(os.sched_getaffinity(0)) // num_ranks
-    on_gpu = any(device.type == "cuda" for device in devices)
-    return max(0, min(16, cores - 1) if on_gpu else min(4, (cores - 1) // 2))

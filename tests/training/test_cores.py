@@ -1,0 +1,90 @@
+"""No core is given to the network and to a process beside it."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from unet3d.config import Config, load_config
+from unet3d.training import cores
+from unet3d.training.cores import leave_cores, loading_processes, preparing_processes
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+AUTO = Config()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Pretend that there are so many cores, and perhaps that the user has set the threads."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def pretend(num_cores: int, threads: int | None = None) -> None:
+        monkeypatch.setattr(cores, "num_cores", lambda: num_cores)
+        torch.set_num_threads(num_cores if threads is None else threads)
+        if threads is not None:
+            monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", str(threads))
+
+    yield pretend
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "devices", "num_ranks", "preparing", "loading"),
+    [
+        (1, (CPU,), 1, 0, 0),
+        (2, (CPU, CPU), 1, 0, 0),
+        (8, (CPU,), 1, 3, 0),
+        (16, (CPU,), 1, 4, 1),
+        (64, (CPU, GPU), 1, 4, 4),
+        (64, (CPU,), 4, 4, 1),
+        (2, (GPU,), 1, 1, 1),
+        (64, (GPU,), 1, 16, 16),
+        (64, (GPU,), 8, 7, 7),
+    ],
+)
+def test_processes_by_cores(
+    machine: Callable[..., None],
+    num_cores: int,
+    devices: tuple[torch.device, ...],
+    num_ranks: int,
+    preparing: int,
+    loading: int,
+) -> None:
+    machine(num_cores)
+    assert preparing_processes(AUTO, devices, num_ranks) == preparing
+    assert loading_processes(AUTO, devices, num_ranks) == loading
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(32, 0), (31, 1), (8, 2), (64, 0)])
+def test_threads_that_the_user_set_are_kept(
+    machine: Callable[..., None], threads: int, expected: int
+) -> None:
+    machine(32, threads)
+    num_processes = loading_processes(AUTO, (CPU,), 1)
+    assert num_processes == expected
+    leave_cores(num_processes, (CPU,), 1)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_network_leaves_the_cores_of_the_others(machine: Callable[..., None]) -> None:
+    machine(8)
+    leave_cores(3, (CPU,), 1)
+    assert torch.get_num_threads() == 5
+    machine(8)
+    leave_cores(8, (CPU,), 1)
+    assert torch.get_num_threads() == 1
+    machine(8)
+    leave_cores(2, (CPU,), 2)
+    assert torch.get_num_threads() == 2
+    machine(8)
+    leave_cores(3, (GPU,), 1)
+    assert torch.get_num_threads() == 8
+
+
+def test_processes_that_the_settings_name(machine: Callable[..., None]) -> None:
+    machine(8, 8)
+    config = load_config(None, ["data.num_workers=5"])
+    assert preparing_processes(config, (CPU,), 1) == 5
+    assert loading_processes(config, (CPU,), 1) == 5
