@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import (
     Optimization,
 )
-from unet3d.parallel import Layout, parallelize, resolve_precision
+from unet3d.parallel import Layout, parallelize, resolve_precision, stage_runner
+from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
@@ -60,11 +62,24 @@ class Variant:
     """What it parks in host memory."""
     recorded: bool = True
     """Whether it may replay its launches as a CUDA graph."""
+    channels_first: bool = False
+    """Whether the memory format is channels-first wherever it runs."""
+    keeps_host_memory: bool = True
+    """Whether its process keeps the host memory that it frees, as our command line has it."""
+
+    def memory_format(self, device: torch.device, dtype: torch.dtype) -> torch.memory_format:
+        """Return the memory format of a stage."""
+        if self.channels_first:
+            return torch.contiguous_format
+        return memory_format(device, dtype)
 
 
 VARIANTS = (
     Variant(key="ours", network="ours", cpu_precision="auto"),
     Variant(key="ours-float32", network="ours", precision="float32"),
+    Variant(key="ours-first", network="ours", cpu_precision="auto", channels_first=True),
+    Variant(key="ours-float32-first", network="ours", precision="float32", channels_first=True),
+    Variant(key="ours-returning", network="ours", cpu_precision="auto", keeps_host_memory=False),
     Variant(key="ours-unrecorded", network="ours", recorded=False),
     Variant(key="ours-off", network="ours", recompute="off"),
     Variant(key="ours-level", network="ours", recompute="level"),
@@ -232,7 +247,8 @@ class Trainee:
                 offload=variant.offload,
                 cuda_graphs="auto" if variant.recorded else "off",
             )
-            self._executor = parallelize(network, layout)
+            with patch.object(stage_runner, "memory_format", variant.memory_format):
+                self._executor = parallelize(network, layout)
             first, last = self._executor.input_device, self._executor.output_device
         else:
             network.to(first)

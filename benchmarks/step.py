@@ -42,7 +42,18 @@ from unet3d.memory.allocator import keep_host_memory
 from unet3d.model import UNet3d
 from unet3d.parallel import autocast_dtype, resolve_precision
 
-GPU_DEFAULT = [variant.key for variant in VARIANTS if variant.offload == "none"]
+ON_CPU_ONLY = (
+    "ours-float32",
+    "ours-first",
+    "ours-float32-first",
+    "ours-returning",
+    "nnunet-bfloat16",
+)
+GPU_DEFAULT = [
+    variant.key
+    for variant in VARIANTS
+    if variant.offload == "none" and variant.key not in ON_CPU_ONLY
+]
 CPU_DEFAULT = ["ours", "ours-float32", "nnunet-eager", "nnunet-bfloat16"]
 
 BESIDE = ("ours", "nnunet-compiled", "nnunet-eager", "dynunet-eager")
@@ -142,7 +153,7 @@ def measure_by_turns(
 
 def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
     """Take a step and predict a window of one variant whenever it is asked, in a process."""
-    if variant.network == "ours":
+    if variant.network == "ours" and variant.keeps_host_memory:
         keep_host_memory()  # as the command line does; the others' do not
     try:
         row: dict[str, Any] = dict(count(variant, problem))

@@ -182,7 +182,8 @@ class TrainingSettings(Section):
     """Largest L2 norm of all gradients together."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
-    bfloat16 where every GPU has it, else float16; float32 on a CPU."""
+    bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
+    has it in hardware, else float32."""
     validate_every: Positive = 5
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0)] = 60.0

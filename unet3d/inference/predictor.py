@@ -19,6 +19,7 @@ from unet3d.parallel import (
     parallelize,
     resolve_precision,
 )
+from unet3d.parallel.precision import precision_on
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.transform import prepare_image, restore_logits
@@ -53,6 +54,13 @@ class Predictor:
             wanted if wanted in ("float32", "float64") else "auto", devices
         )
         layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast_dtype(precision))
+        logger.info(
+            "computing %s",
+            " and ".join(
+                f"on {device} in {precision_on(device, precision)}"
+                for device in dict.fromkeys(devices)
+            ),
+        )
         self._topology = checkpoint.topology
         self.preprocessing = checkpoint.preprocessing
         self.executor: Executor = parallelize(model, layout)
