@@ -36,9 +36,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         (1, (CPU,), 1, 0, 0),
         (2, (CPU, CPU), 1, 0, 0),
         (8, (CPU,), 1, 3, 0),
-        (16, (CPU,), 1, 4, 1),
-        (64, (CPU, GPU), 1, 4, 4),
-        (64, (CPU,), 4, 4, 1),
+        (31, (CPU,), 1, 4, 0),
+        (32, (CPU,), 1, 4, 1),
+        (64, (CPU, GPU), 1, 4, 2),
+        (64, (CPU,), 2, 4, 1),
         (2, (GPU,), 1, 1, 1),
         (64, (GPU,), 1, 16, 16),
         (64, (GPU,), 8, 7, 7),
@@ -57,11 +58,11 @@ def test_processes_by_cores(
     assert loading_processes(AUTO, devices, num_ranks) == loading
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(32, 0), (31, 1), (8, 2), (64, 0)])
+@pytest.mark.parametrize(("threads", "expected"), [(64, 0), (63, 1), (8, 2), (96, 0)])
 def test_threads_that_the_user_set_are_kept(
     machine: Callable[..., None], threads: int, expected: int
 ) -> None:
-    machine(32, threads)
+    machine(64, threads)
     num_processes = loading_processes(AUTO, (CPU,), 1)
     assert num_processes == expected
     leave_cores(num_processes, (CPU,), 1)

@@ -80,7 +80,7 @@ class DataSettings(Section):
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Count | Literal["auto"] = "auto"
     """Processes that cut and augment patches; 0: in the training process; auto: as many as the
-    cores allow, at most 16; beside a network on a CPU one for 16 cores, so none on most."""
+    cores allow, at most 16; beside a network on a CPU one for 32 cores, so none on most."""
 
 
 class AugmentationSettings(Section):

@@ -16,9 +16,10 @@ MAX_PROCESSES = 16
 """The most processes that cut patches for GPUs."""
 MAX_ON_CPU = 4
 """The most processes beside a network on a CPU."""
-CORES_OF_A_LOADER = 16
+CORES_OF_A_LOADER = 32
 """On a CPU a step takes so much longer than cutting its patches that below as many cores the
-training process cuts them itself."""
+training process cuts them itself. With 16, patches of 96^3 and 32 to 256 channels, an epoch takes
+5.2 s so, 5.2 with one process beside it and 6.3 with four, which also take 14 s to start."""
 
 
 def preparing_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
