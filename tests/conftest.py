@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 
 from unet3d.memory.allocator import use_expandable_segments
 
@@ -26,6 +25,8 @@ TRAINING_WORDS = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # not above: the process that hands out tests to others needs none
+
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for marker, needed in (("gpu", 1), ("multigpu", 2)):
         if num_gpus < needed:

@@ -34,6 +34,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Made]] = {
     "shape in place": lambda x, y: (x.t_(), x.unsqueeze_(0), x.squeeze_()),
     "the same or new": lambda x, y: (x.contiguous(), x.t().contiguous(), x.reshape(-1), x.to(x)),
     "out": lambda x, y: (*add_out(x, y, x), *add_out(x, y, y), *add_out(x, x, torch.empty(4, 6))),
+    "one or another": lambda x, y: (*add_out(x, x, x), *add_out(x, x, y), *add_out(x, y, y)),
     "list": lambda x, y: (torch.cat([x, y]), torch.cat([x, y], 1), torch.stack([x, x])),
     "expanded": lambda x, y: (x[:1].expand(3, 6), torch.empty(2, 0, 3), x.new_empty((3, 2))),
     "strided": lambda x, y: (torch.empty_strided((2, 3), (1, 2)), x.as_strided((2,), (4,), 1)),
@@ -114,3 +115,15 @@ def test_a_real_parameter_is_copied_each_time() -> None:
     made = [*copies, *likes]
     assert len({one.untyped_storage()._cdata for one in made}) == len(made)
     assert recorder.now == {place: 3 * 512, torch.device("cpu"): 2 * 512}
+
+
+def test_a_result_in_the_memory_of_an_argument_is_recalled() -> None:
+    _known.clear()
+    with counted_allocations():
+        x, y = torch.ones(3, 4), torch.ones(3, 4)
+        assert torch.add(x, y, out=y) is y
+        assert torch.add(x, y, out=x) is x
+        assert torch.add(x, x, out=y) is y
+    of_out = [known for key, known in _known.items() if key[0] is torch.ops.aten.add.out]
+    assert len(of_out) == 3
+    assert all(of_out)

@@ -188,7 +188,7 @@ def test_awkward_file(test_data, name):
         reference = nib.as_closest_canonical(nib.load(path))
         expected = reference.get_fdata().astype(np.float32)
         expected = np.moveaxis(expected.reshape(*expected.shape[:3], -1), 3, 0)
-        np.testing.assert_array_equal(volume.array, expected)
+        assert np.array_equal(volume.array, expected)  # a fifth of the time of numpy.testing
         assert volume.array.dtype == np.float32 and volume.array.flags.c_contiguous
         assert volume.header.shape == volume.array.shape[1:]
         assert volume.header.num_channels == as_image

@@ -83,15 +83,16 @@ class FakeResults:
             args: Its arguments.
             kwargs: Its named arguments.
         """
-        tensors: list[Tensor] = []
-        key = self._key(func, args, kwargs, tensors)
+        given: dict[int, Tensor] = {}
+        key = self._key(func, args, kwargs, given)
         if key is None:
             return func(*args, **kwargs)
+        tensors = list(given.values())
         try:
             known = _known[key]
         except KeyError:
             results = func(*args, **kwargs)
-            is_same = self._key(func, args, kwargs, []) == key  # no argument's shape was changed
+            is_same = self._key(func, args, kwargs, {}) == key  # no argument's shape was changed
             _known[key] = _described(func, results, tensors) if is_same else None
             return results
         if known is None:
@@ -100,9 +101,12 @@ class FakeResults:
         return made[0] if known.container is None else known.container(made)
 
     def _key(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: list[Tensor]
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: dict[int, Tensor]
     ) -> tuple[Any, ...] | None:
-        """Return all that results depend on, and add the tensors; None: more than is known here."""
+        """Return all that results depend on, and add the tensors, each once, by their ids.
+
+        None: more than is known here.
+        """
         key: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if self._describe(args, key, tensors):
             if not kwargs:
@@ -112,14 +116,17 @@ class FakeResults:
                 return tuple(key)
         return None
 
-    def _describe(self, values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    def _describe(self, values: Iterable[Any], key: list[Any], tensors: dict[int, Tensor]) -> bool:
         """Add what results depend on to a key; return whether that is all."""
         for value in values:
             kind = type(value)
             if kind is FakeTensor:
                 if value.fake_mode is not self._mode or value.constant is not None:
                     return False
-                tensors.append(value)
+                if id(value) in tensors:  # such as an argument that the result is written to
+                    key += (kind, list(tensors).index(id(value)))
+                    continue
+                tensors[id(value)] = value
                 key += (
                     value.shape,
                     value.stride(),
@@ -133,7 +140,7 @@ class FakeResults:
             elif kind is nn.Parameter:  # a real one, which a result may not share memory with
                 if key[0] not in _COPIES:
                     return False
-                tensors.append(value)
+                tensors[id(value)] = value
                 key += (kind, value.shape, value.stride(), value.dtype, value.device)
             elif kind is list or kind is tuple:
                 key += (kind, len(value))
@@ -162,7 +169,7 @@ def _described(func: Any, results: Any, tensors: Sequence[Tensor]) -> _Results |
     Args:
         func: The operation.
         results: What it returned.
-        tensors: The tensors among its arguments.
+        tensors: The tensors among its arguments, each once.
     """
     container = type(results) if isinstance(results, (tuple, list)) else None
     several = (results,) if container is None else results
