@@ -64,8 +64,9 @@ class Variant:
     """Whether it may replay its launches as a CUDA graph."""
     channels_first: bool = False
     """Whether the memory format is channels-first wherever it runs."""
-    keeps_host_memory: bool = True
-    """Whether its process keeps the host memory that it frees, as our command line has it."""
+    keeps_host_memory: bool | None = None
+    """Whether its process keeps the host memory that it frees; None: as its own command line does,
+    which ours does."""
 
     def memory_format(self, device: torch.device, dtype: torch.dtype) -> torch.memory_format:
         """Return the memory format of a stage."""
@@ -87,6 +88,7 @@ VARIANTS = (
     Variant(key="ours-level-offload", network="ours", recompute="level", offload="skips"),
     Variant(key="nnunet-compiled", network="nnunet", precision="float16", compiled=True),
     Variant(key="nnunet-eager", network="nnunet", precision="float16"),
+    Variant(key="nnunet-keeping", network="nnunet", precision="float16", keeps_host_memory=True),
     Variant(
         key="nnunet-bfloat16", network="nnunet", precision="bfloat16", cpu_precision="bfloat16"
     ),

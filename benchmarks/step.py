@@ -47,6 +47,7 @@ ON_CPU_ONLY = (
     "ours-first",
     "ours-float32-first",
     "ours-returning",
+    "nnunet-keeping",
     "nnunet-bfloat16",
 )
 GPU_DEFAULT = [
@@ -153,8 +154,9 @@ def measure_by_turns(
 
 def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
     """Take a step and predict a window of one variant whenever it is asked, in a process."""
-    if variant.network == "ours" and variant.keeps_host_memory:
-        keep_host_memory()  # as the command line does; the others' do not
+    keeps = variant.keeps_host_memory
+    if keeps or (keeps is None and variant.network == "ours"):
+        keep_host_memory()
     try:
         row: dict[str, Any] = dict(count(variant, problem))
         trainee = Trainee(variant, problem, [torch.device("cpu")])
