@@ -23,15 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.errors import VolumeError
-from unet3d.model.blocks import (
+from unet3d.model.blocks import Block, run_blocks
+from unet3d.model.layers import (
     NEGATIVE_SLOPE,
-    Block,
     Conv3x3x3,
     ConvUnit,
     Head,
     ResidualUnit,
     Upsample,
-    run_blocks,
 )
 from unet3d.model.topology import Topology
 

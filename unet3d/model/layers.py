@@ -1,0 +1,208 @@
+"""The modules that a U-Net is made of."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.config import Shape
+from unet3d.kernels import (
+    average_pool,
+    conv1x1x1,
+    conv3x3x3,
+    convolve,
+    instance_norm,
+    strided_conv3x3x3,
+    upsample,
+    was_folded,
+)
+
+Norm = Literal["instance", "group", "batch"]
+
+NORM_EPS = 1e-5
+NEGATIVE_SLOPE = 0.01
+"""Slope of LeakyReLU, as in nnU-Net."""
+
+
+class InstanceNorm(nn.Module):
+    """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
+
+    def __init__(self, channels: int, negative_slope: float, feeds_convolution: bool) -> None:
+        """Start as the plain normalisation.
+
+        Args:
+            channels: Channels of the feature map.
+            negative_slope: Slope of LeakyReLU; 1 leaves the activation out.
+            feeds_convolution: Whether a 3x3x3 convolution reads the result.
+        """
+        super().__init__()
+        self.feeds_convolution = feeds_convolution
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to the same shape."""
+        return instance_norm(
+            x,
+            self.weight,
+            self.bias,
+            NORM_EPS,
+            self.negative_slope,
+            pads_output=self.feeds_convolution,
+            pads_gradient=was_folded(x),
+        )
+
+
+def make_norm(
+    norm: Norm, channels: int, activated: bool, feeds_convolution: bool = False
+) -> nn.Sequential | InstanceNorm:
+    """Return the normalisation that follows a convolution.
+
+    Args:
+        norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
+        channels: Channels of the feature map.
+        activated: Whether LeakyReLU follows.
+        feeds_convolution: Whether a 3x3x3 convolution reads the result.
+    """
+    if norm == "instance":
+        return InstanceNorm(channels, NEGATIVE_SLOPE if activated else 1.0, feeds_convolution)
+    if norm == "group":
+        num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
+        layers: list[nn.Module] = [nn.GroupNorm(num_groups, channels, eps=NORM_EPS)]
+    else:
+        layers = [nn.BatchNorm3d(channels, eps=NORM_EPS)]
+    if activated:
+        layers.append(nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True))
+    return nn.Sequential(*layers)
+
+
+class Conv3x3x3(nn.Conv3d):
+    """3x3x3 convolution with zero padding.
+
+    It has no bias, because the normalisation that follows removes the mean.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape = (1, 1, 1)) -> None:
+        super().__init__(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        Args:
+            x: The features.
+            added: A tensor of the result's shape to add to it, or None; only where the stride is 1.
+        """
+        if self.stride == (1, 1, 1):
+            return conv3x3x3(x, self.weight, added)
+        return strided_conv3x3x3(x, self.weight, self.stride)
+
+
+class Projection(nn.Conv3d):
+    """1x1x1 convolution from features to features."""
+
+    def __init__(self, in_channels: int, channels: int) -> None:
+        super().__init__(in_channels, channels, kernel_size=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X, Y, Z)."""
+        return convolve(x, self.weight, (1, 1, 1), (0, 0, 0))
+
+
+class ConvUnit(nn.Module):
+    """3x3x3 convolution, normalisation, LeakyReLU."""
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        channels: int,
+        stride: Shape,
+        norm: Norm,
+        feeds_convolution: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv = Conv3x3x3(in_channels, channels, stride)
+        self.norm = make_norm(norm, channels, True, feeds_convolution)
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        Args:
+            x: The features.
+            added: A tensor of the shape of the convolution's result to add to it, or None.
+        """
+        out: Tensor = self.norm(self.conv(x, added))
+        return out
+
+
+class AveragePool(nn.Module):
+    """Average of the voxels of each block."""
+
+    def __init__(self, stride: Shape) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, C, X', Y', Z')."""
+        return average_pool(x, self.stride)
+
+
+class ResidualUnit(nn.Module):
+    """Two convolutions whose result is added to the input (He et al., arXiv 1512.03385)."""
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
+        super().__init__()
+        self.first = ConvUnit(
+            in_channels=in_channels,
+            channels=channels,
+            stride=stride,
+            norm=norm,
+            feeds_convolution=True,
+        )
+        self.conv = Conv3x3x3(channels, channels)
+        self.norm = make_norm(norm, channels, activated=False)
+        self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
+        # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
+        pool = AveragePool(stride) if max(stride) > 1 else nn.Identity()
+        project = (
+            nn.Sequential(
+                Projection(in_channels, channels),
+                make_norm(norm, channels, activated=False),
+            )
+            if in_channels != channels
+            else nn.Identity()
+        )
+        self.shortcut = nn.Sequential(pool, project)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        out: Tensor = self.activation(self.norm(self.conv(self.first(x))) + self.shortcut(x))
+        return out
+
+
+class Upsample(nn.ConvTranspose3d):
+    """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
+
+    It has no bias, because except at the edge of the volume the normalisation after the next
+    convolution would remove it.
+    """
+
+    def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
+        super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=False)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        return upsample(x, self.weight, self.stride)
+
+
+class Head(nn.Conv3d):
+    """1x1x1 convolution from features to logits."""
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__(in_channels, num_classes, kernel_size=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, num_classes, X, Y, Z)."""
+        assert self.bias is not None  # it was asked for
+        return conv1x1x1(x, self.weight, self.bias)
