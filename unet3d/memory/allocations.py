@@ -69,8 +69,7 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_conversions(func, args, results)
         elif func in _PRODUCTS:
             # cuBLAS has a workspace for two threads, because backward has its own. A GPU before
-            # Hopper takes a quarter
-            # of it (``getChosenWorkspaceSize`` of PyTorch).
+            # Hopper takes a quarter of it (``getChosenWorkspaceSize`` of PyTorch).
             device = args[-1].device
             if is_fake_device(device) and not self.workspace_bytes[device]:
                 self.workspace_bytes[device] = 2 * WORKSPACE_BYTES
