@@ -100,6 +100,16 @@ def test_loader_counts_patches_and_waiting(tmp_path: Path) -> None:
     assert record["rows"][0]["step_seconds"] > record["rows"][0]["busy_step_seconds"]
 
 
+@pytest.mark.slow
+def test_windows_are_timed_by_their_number(tmp_path: Path) -> None:
+    record, _ = run(
+        "windows.py", tmp_path / "windows.json", "--device", "cpu", "--shape", "16,16,16",
+        "--max-voxels", "20000", "--repeats", "1", *CHANNELS,
+    )  # fmt: skip
+    assert set(record["seconds_a_window"]) == {"1", "2", "4"}
+    assert min(record["seconds_a_window"].values()) > 0
+
+
 def test_the_floor_counts_the_operations_that_pytorch_counts(scripts: None) -> None:
     from floor import Rates, count_passes, floor_seconds
     from peers import Problem
