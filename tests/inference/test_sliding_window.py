@@ -3,7 +3,6 @@ import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from monai.data.utils import compute_importance_map
@@ -15,7 +14,6 @@ from unet3d.errors import DoesNotFitError
 from unet3d.inference.sliding_window import (
     gaussian_weight,
     predict_logits,
-    strongest_class,
     window_starts,
     windows_at_a_time,
 )
@@ -282,11 +280,3 @@ def test_auto_takes_as_many_windows_as_are_best() -> None:
     predict_logits(executor, image, executor.module.topology, (64, 64, 64), 0.5, "auto")
     predict_logits(executor, image, executor.module.topology, (128, 64, 64), 0.5, "auto")
     assert [shape[0] for shape in executor.batches] == [3, 1]
-
-
-@pytest.mark.parametrize("num_classes", [1, 2, 3, 300])
-def test_the_strongest_class_is_the_first_of_the_largest(num_classes: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randint(-3, 4, (num_classes, 6, 5, 4), generator=generator).float()
-    expected = np.argmax(logits.numpy(), 0)  # the first of equal ones
-    np.testing.assert_array_equal(strongest_class(logits).numpy(), expected)

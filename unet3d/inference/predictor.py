@@ -9,7 +9,8 @@ import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.inference.sliding_window import predict_logits, strongest_class
+from unet3d.inference.sliding_window import predict_logits
+from unet3d.kernels import strongest_class
 from unet3d.parallel import (
     Executor,
     Layout,

@@ -1,5 +1,6 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
+from unet3d.kernels.classes import strongest_class
 from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
@@ -18,6 +19,7 @@ __all__ = [
     "dice_ce_sums",
     "recomputed_in_backward",
     "strided_conv3x3x3",
+    "strongest_class",
     "upsample",
     "was_folded",
 ]

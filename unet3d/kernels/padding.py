@@ -107,3 +107,12 @@ def mark_folded(x: Tensor) -> Tensor:
 def was_folded(x: Tensor) -> bool:
     """Return whether a folded convolution made a map."""
     return getattr(x, _FOLDED, False)
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Return whether a map is in channels-last memory, and not also channels-first.
+
+    Args:
+        x: (N, C, X, Y, Z).
+    """
+    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()

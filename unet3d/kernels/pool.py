@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unet3d.kernels.padding import is_channels_last
 from unet3d.memory.fake_devices import is_gpu
 
 
@@ -22,8 +22,7 @@ def average_pool(x: Tensor, stride: Sequence[int]) -> Tensor:
     Returns:
         (N, C, X // stride, ...).
     """
-    is_last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
-    if is_gpu(x.device) or not is_last:
+    if is_gpu(x.device) or not is_channels_last(x):
         return F.avg_pool3d(x, tuple(stride), tuple(stride))
     n, c, *space = x.shape
     counts = [size // step for size, step in zip(space, stride, strict=True)]

@@ -7,7 +7,8 @@ import torch
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.inference.evaluation import dice_per_class
-from unet3d.inference.sliding_window import predict_logits, strongest_class
+from unet3d.inference.sliding_window import predict_logits
+from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.planning.experiment import Experiment

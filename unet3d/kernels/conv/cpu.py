@@ -24,6 +24,7 @@ from unet3d.kernels.conv.planes import (
     samples,
     some_planes,
 )
+from unet3d.kernels.padding import is_channels_last
 
 SLOW_ELEMENTS = 20480
 """Of N * C * X * Y: at most so many are slow."""
@@ -145,7 +146,7 @@ def _joined(both: Tensor, planes: int) -> Tensor:
 def _product(matrix: Tensor, x: Tensor) -> Tensor:
     """Multiply the channels of each voxel of (N, I, X, Y, Z) with (O, I), in x's memory layout."""
     n, _, *space = x.shape
-    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d):
+    if is_channels_last(x):
         y = empty((n, len(matrix), *space), x)
         voxels, made = (value.permute(0, 2, 3, 4, 1).flatten(0, 3) for value in (x, y))
         torch.mm(voxels, matrix.t(), out=made)

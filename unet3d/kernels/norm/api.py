@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
-from unet3d.kernels.padding import can_fold, mark_padded
+from unet3d.kernels.padding import can_fold, is_channels_last, mark_padded
 from unet3d.kernels.recompute import offer
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
@@ -96,7 +96,7 @@ def stages_for(x: Tensor) -> Stages:
 
 def _whole_for(x: Tensor) -> ModuleType:
     """Return the module that does several of the reference's stages at once."""
-    return columns if not is_gpu(x.device) and columns.are_in(x) else rows
+    return columns if not is_gpu(x.device) and is_channels_last(x) else rows
 
 
 class _Options(NamedTuple):

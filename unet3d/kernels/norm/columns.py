@@ -28,15 +28,6 @@ torch.library.define(
 )
 
 
-def are_in(x: Tensor) -> bool:
-    """Return whether a map is such a matrix, and not also channels-first.
-
-    Args:
-        x: (N, C, X, Y, Z), on a CPU.
-    """
-    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
-
-
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,23 +65,22 @@ def backward(
         The gradients of x, weight and bias.
     """
     g = dy.contiguous(memory_format=torch.channels_last_3d)
-    scaled_g = torch.empty_like(x) if slope == 1 else g
-    if slope != 1:
+    if slope == 1:
+        dx = torch.empty_like(x)
+    else:
         before = _before_activation(x, weight, bias, mean, rstd)
-        # Into the memory of what is not needed any more.
-        g = torch.ops.aten.leaky_relu_backward.grad_input(
+        # Into the memory of what is not needed any more, as is the result.
+        g = dx = torch.ops.aten.leaky_relu_backward.grad_input(
             g, before, slope, False, grad_input=before
         )
-        scaled_g = g
     sum_g, sum_gx = _sums(g, x, mean.squeeze(-1), rstd)
     voxels = x[0, 0].numel()
     # The gradient scale * (g - mean of g - normalised * mean of gx), as scale * g + (a * x + b).
     scale = rstd * weight
     a = -scale * rstd * (sum_gx / voxels)
     b = -scale * (sum_g / voxels) - a * mean.squeeze(-1)
-    torch.ops.unet3d.scale_columns.default(scaled_g, g, scale, torch.zeros_like(scale))
-    dx = scaled_g.add_(_scaled(x, a, b))
-    return dx, sum_gx.sum(0), sum_g.sum(0)
+    torch.ops.unet3d.scale_columns.default(dx, g, scale, torch.zeros_like(scale))
+    return dx.add_(_scaled(x, a, b)), sum_gx.sum(0), sum_g.sum(0)
 
 
 @torch.library.impl("unet3d::column_statistics", "cpu")
