@@ -1,6 +1,8 @@
 """Scans to segment: finding and reading them, and writing what was found in them."""
 
 import json
+import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,11 @@ from unet3d.volumes.files import (
     stands_for_volume,
     volume_stem,
 )
-from unet3d.volumes.nifti import Volume, VolumeHeader, read_channels, write_label
+from unet3d.volumes.grids import voxel_mm3
+from unet3d.volumes.header import VolumeHeader, shear_warning
+from unet3d.volumes.nifti import Volume, read_channels, write_label
+
+logger = logging.getLogger(__name__)
 
 SUFFIX = "_seg.nii.gz"
 """How the names of our segmentations end."""
@@ -70,14 +76,15 @@ def find_scans(
     if output is not None and len(groups) > 1 and is_volume_file(output) and not output.is_dir():
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
     scans = [Scan(images=images, output=_output_of(images, output)) for images in groups]
-    sources = {image.resolve() for scan in scans for image in scan.images}
-    by_output: dict[Path, Scan] = {}
+    # realpath leaves links that lead to themselves as they are; reading refuses them.
+    sources = {os.path.realpath(image) for scan in scans for image in scan.images}
+    by_output: dict[str, Scan] = {}
     for scan in scans:
         if not is_nifti_file(scan.output):
             raise ConfigError(f"{scan.output}: name a .nii or .nii.gz file, or a folder")
-        if scan.output.resolve() in sources:
+        if os.path.realpath(scan.output) in sources:
             raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
-        twin = by_output.setdefault(scan.output.resolve(), scan)
+        twin = by_output.setdefault(os.path.realpath(scan.output), scan)
         if twin is not scan:
             raise ConfigError(
                 f"{twin.images[0]} and {scan.images[0]} would both be written to {scan.output}; "
@@ -95,7 +102,11 @@ def read_scan(scan: Scan) -> Volume:
     Raises:
         VolumeError: A file cannot be read, or the channels are on different grids.
     """
-    return read_channels(scan.images)
+    image = read_channels(scan.images)
+    warning = shear_warning(image.header)
+    if warning is not None:
+        logger.warning("%s", warning)
+    return image
 
 
 def write_segmentation(scan: Scan, labels: npt.NDArray[Any], header: VolumeHeader) -> None:
@@ -132,7 +143,7 @@ def label_statistics(
         Per label name: ``volume_ml``, ``num_voxels``, and per channel the mean, standard
         deviation, minimum and maximum of the scan's intensities (None for an absent label).
     """
-    voxel_ml = float(np.prod(image.header.spacing_mm)) / 1000
+    voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
     for value, name in label_names.items():
         inside = labels == value
@@ -205,13 +216,16 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> list[tuple[Path, ...]]
 
 
 def _volumes_in(folder: Path) -> list[Path]:
-    files = sorted(
-        file
-        for file in folder.iterdir()
-        if stands_for_volume(file)
-        and not file.name.startswith(".")
-        and not file.name.lower().endswith(SUFFIX)
-    )
+    try:
+        files = sorted(
+            file
+            for file in folder.iterdir()
+            if stands_for_volume(file)
+            and not file.name.startswith(".")
+            and not file.name.lower().endswith(SUFFIX)
+        )
+    except OSError as error:
+        raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:
         raise VolumeError(f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}")
     return files
