@@ -22,6 +22,7 @@ from unet3d.errors import DatasetError, VolumeError, reason_of
 from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
 from unet3d.volumes.grids import Affine, is_sheared, voxel_mm3
 from unet3d.volumes.header import VolumeHeader, same_grid
+from unet3d.volumes.memory_limits import explaining_memory
 from unet3d.volumes.nifti import on_grid_of, read_label
 
 BACKGROUND = 0
@@ -154,7 +155,10 @@ def evaluate(predictions: Path, labels: Path) -> Evaluation:
         DatasetError: A file has no partner, or there is nothing to compare.
         VolumeError: A file cannot be read or is an image, or two partners do not lie on one grid.
     """
-    cases = [_compare(*pair) for pair in _pairs(predictions, labels)]
+    cases = []
+    for prediction, label in _pairs(predictions, labels):
+        with explaining_memory(f"cannot compare {prediction} with {label}"):
+            cases.append(_compare(prediction, label))
     values = sorted({value for case in cases for value in case.scores})
     if not values:
         raise DatasetError(
