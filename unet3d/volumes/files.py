@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from nibabel.openers import ImageOpener
 
-from unet3d.atomic import replacing
+from unet3d.atomic import creating, replacing
 from unet3d.errors import VolumeError, reason_of
 
 # nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
@@ -178,17 +178,19 @@ def stored_voxels(path: Path, image: Any) -> npt.NDArray[Any]:
         raise _unreadable(path, error) from error
 
 
-def write_nifti(path: Path, image: Any) -> None:
+def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
     """Write a NIfTI file, which appears whole or not at all.
 
     Args:
-        path: A name for which :func:`is_nifti_file` holds; a file of that name is replaced.
+        path: A name for which :func:`is_nifti_file` holds.
         image: nibabel's.
+        overwrite: Whether a file of that name is replaced.
 
     Raises:
+        FileExistsError: Something has the name and may not be replaced.
         OSError: The file cannot be written.
     """
-    with replacing(path) as unfinished:
+    with (replacing if overwrite else creating)(path) as unfinished:
         # nibabel's save would change the case of letters in the ending.
         image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
 
