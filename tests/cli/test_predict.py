@@ -58,7 +58,9 @@ def test_predict_beside_the_scan_and_never_over_it(
     arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
     assert run(*arguments) == 0
     written = scan.with_name("a scan_seg.nii.gz")
-    assert capsys.readouterr().out.startswith(f"{scan} -> {written} (")
+    begin, end = capsys.readouterr().out.splitlines()
+    assert begin == f"using {checkpoint}"
+    assert end.startswith(f"{scan} -> {written} (")
     line = refusal(capsys, *arguments)
     assert line == f"Error: {written} exists; add --overwrite to replace it"
     assert run(*arguments, "--overwrite") == 0
@@ -85,10 +87,10 @@ def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(
     predicting = ("predict", "--checkpoint", checkpoint, "--devices", "cpu")
     assert run(*predicting, "scans") == 1
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 2
+    assert len(captured.out.splitlines()) == 3
     skipped, error = captured.err.splitlines()
     assert skipped.startswith("Skipped: scans/middle.nii.gz is empty")
-    assert error == "Error: 1 of 3 scans could not be segmented"
+    assert error == "Error: 1 of 3 scans could not be segmented: scans/middle.nii.gz"
     assert "middle.nii.gz is empty" in refusal(capsys, *predicting, "scans/middle.nii.gz")
 
 

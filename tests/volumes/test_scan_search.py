@@ -179,7 +179,7 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(
 ) -> None:
     """Another network may have made it: statistics of ours would give its labels wrong names."""
     a, b, there = touch(tmp_path, "a.nii.gz", "b.nii.gz", present)
-    words = f"{there} exists, but not {missing}; segment this scan by itself with --overwrite"
+    words = f"{there} exists, but not {missing}; add --overwrite to make both"
     with pytest.raises(ConfigError, match=words):
         find_scans([a], None, 1, overwrite=False, statistics=True)
     found = find_scans([a, b], None, 1, overwrite=False, statistics=True)

@@ -93,6 +93,12 @@ class Predictor:
         self._patch_size = checkpoint.patch_size
         self._inference = inference
 
+    @property
+    def label_names(self) -> dict[int, str]:
+        """The name of each label value without the background."""
+        names = zip(self.preprocessing.label_values, self.preprocessing.label_names, strict=True)
+        return dict(list(names)[1:])
+
     def segment(
         self, image: Volume, windows_done: WindowsDone = lambda done, total: None
     ) -> npt.NDArray[np.integer[Any]]:

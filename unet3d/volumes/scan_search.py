@@ -64,7 +64,12 @@ def find_scans(
             results already, or results that cannot be written.
     """
     groups = _groups(inputs, num_channels)
-    if output is not None and len(groups) > 1 and is_volume_file(output) and not os.path.isdir(output):
+    if (
+        output is not None
+        and len(groups) > 1
+        and is_volume_file(output)
+        and not os.path.isdir(output)
+    ):
         raise ConfigError(f"{output} is one file for {len(groups)} scans; name a folder")
     scans = [Scan(images=images, output=_output_of(images, output)) for images in groups.values()]
     _refuse_collisions(scans)
@@ -106,8 +111,7 @@ def refuse_existing(scan: Scan, statistics: bool) -> None:
     if existing:
         (missing,) = set(results) - set(existing)
         raise ConfigError(
-            f"{existing[0]} exists, but not {missing.name}; segment this scan by itself with "
-            "--overwrite to make both"
+            f"{existing[0]} exists, but not {missing.name}; add --overwrite to make both"
         )
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from unet3d.atomic import creating, make_folder, replacing
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
-from unet3d.volumes.files import volume_stem
+from unet3d.volumes.files import members, volume_stem
 from unet3d.volumes.nifti import Volume, VolumeHeader, read_channels, write_label
 
 
@@ -35,6 +35,26 @@ class Scan:
             statistics: Whether the statistics are among them.
         """
         return [self.output, self.statistics] if statistics else [self.output]
+
+
+def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
+    """Return what changes when a file of a scan is written: time, size and number of each.
+
+    Args:
+        scan: The scan.
+
+    Returns:
+        None for a file that is not there.
+    """
+    found: list[tuple[int, int, int] | None] = []
+    for file in (file for image in scan.images for file in members(image)):
+        try:
+            status = file.stat()
+        except OSError:
+            found.append(None)
+        else:
+            found.append((status.st_mtime_ns, status.st_size, status.st_ino))
+    return found
 
 
 def read_scan(scan: Scan) -> Volume:
