@@ -123,7 +123,10 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
-        prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
+        try:
+            prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
+        except VolumeError as error:
+            raise VolumeError(f"{image.header.path}: {error}") from error
         tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(
             image_dtype(self.executor.module)
         )

@@ -1,6 +1,7 @@
 """A scan to segment: reading it, and writing what was found in it."""
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,11 @@ import numpy.typing as npt
 from unet3d.atomic import creating, make_folder, replacing
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.volumes.files import members, volume_stem
-from unet3d.volumes.nifti import Volume, VolumeHeader, read_channels, write_label
+from unet3d.volumes.grids import voxel_mm3
+from unet3d.volumes.header import VolumeHeader, shear_warning
+from unet3d.volumes.nifti import Volume, read_channels, write_label
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,11 @@ def read_scan(scan: Scan) -> Volume:
     Raises:
         VolumeError: A file cannot be read, or the channels are on different grids.
     """
-    return read_channels(scan.images)
+    image = read_channels(scan.images)
+    warning = shear_warning(image.header)
+    if warning is not None:
+        logger.warning("%s", warning)
+    return image
 
 
 def write_segmentation(
@@ -107,7 +116,7 @@ def label_statistics(
         Per label name: ``volume_ml``, ``num_voxels``, and per channel the mean, standard
         deviation, minimum and maximum of the scan's intensities (None for an absent label).
     """
-    voxel_ml = float(np.prod(image.header.spacing_mm)) / 1000
+    voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
     for value, name in label_names.items():
         inside = labels == value
