@@ -161,6 +161,7 @@ def _segment(
     statistics: bool,
     overwrite: bool,
 ) -> None:
+    from unet3d.volumes.memory_limits import explaining_memory
     from unet3d.volumes.scan_search import refuse_existing
     from unet3d.volumes.scans import (
         label_statistics,
@@ -173,21 +174,22 @@ def _segment(
     if not overwrite:
         refuse_existing(scan, statistics)  # another process may be at work in the same folder
     before = stamps(scan)
-    progress.stage("reading")
-    image = read_scan(scan)
-    progress.stage("preparing")
-    labels = predictor.segment(image, progress.windows_done)
-    found = label_statistics(labels, image, predictor.label_names) if statistics else None
-    progress.stage("writing")
-    if stamps(scan) != before:
-        raise VolumeError(
-            f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
-            "segment it again"
-        )
-    write_segmentation(scan, labels, image.header, overwrite)
-    if found is not None:
-        write_statistics(scan, found, overwrite)
-    elif os.path.lexists(scan.statistics):
+    with explaining_memory(str(scan.images[0])):
+        progress.stage("reading")
+        image = read_scan(scan)
+        progress.stage("preparing")
+        labels = predictor.segment(image, progress.windows_done)
+        found = label_statistics(labels, image, predictor.label_names) if statistics else None
+        progress.stage("writing")
+        if stamps(scan) != before:
+            raise VolumeError(
+                f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
+                "segment it again"
+            )
+        write_segmentation(scan, labels, image.header, overwrite)
+        if found is not None:
+            write_statistics(scan, found, overwrite)
+    if not statistics and os.path.lexists(scan.statistics):
         logger.warning(
             "%s was there before and may describe another segmentation; --statistics writes it",
             scan.statistics,

@@ -16,6 +16,8 @@ from unet3d.inference.sliding_window import (
     predict_logits,
 )
 from unet3d.kernels import strongest_class
+from unet3d.memory.host import available_bytes
+from unet3d.model import BlockNetwork
 from unet3d.parallel import (
     Executor,
     Layout,
@@ -27,6 +29,8 @@ from unet3d.parallel import (
 )
 from unet3d.parallel.precision import precision_on
 from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.files import times
+from unet3d.volumes.memory_limits import readable, refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.transform import prepare_image, restore_logits
 
@@ -43,6 +47,11 @@ LARGEST_USUAL = 1e4
 
 MAX_FLOAT16 = 65504
 
+MAPS_OF_FINEST_LEVEL = 3
+"""The skip, what is upsampled to it, and the result of both."""
+
+BFLOAT16_BYTES = 2
+
 
 class Predictor:
     """A trained network, placed on devices, that segments volumes."""
@@ -58,7 +67,7 @@ class Predictor:
             inference: Size and overlap of the windows.
 
         Raises:
-            DeviceError: A device does not exist.
+            DeviceError: A device does not exist, or has too little memory.
             CheckpointError: The parameters do not belong to the network, or nothing can be
                 computed with them.
         """
@@ -88,7 +97,13 @@ class Predictor:
         self._precision = precision
         self._topology = checkpoint.topology
         self.preprocessing = checkpoint.preprocessing
-        self.executor: Executor = parallelize(model, layout)
+        try:
+            self.executor: Executor = parallelize(model, layout)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                f"the network does not fit on {', '.join(map(str, dict.fromkeys(devices)))} beside "
+                "what others hold there; use other devices, or more of them"
+            ) from error
         self.executor.module.eval()
         self._patch_size = checkpoint.patch_size
         self._inference = inference
@@ -112,8 +127,8 @@ class Predictor:
             Shape (X, Y, Z), on the image's grid.
 
         Raises:
-            VolumeError: The image has other channels than the network was trained on, or the
-                network's output for it is not finite.
+            VolumeError: The image has other channels than the network was trained on, the host has
+                too little memory for it, or the network's output for it is not finite.
             DoesNotFitError: A device has too little memory.
         """
         wanted = len(self.preprocessing.channels)
@@ -123,6 +138,22 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
+        tensor = self._prepared(image)
+        x, y, z = tensor.shape[1:]
+        self._refuse_beyond_memory(image, (x, y, z))
+        try:
+            logits = self._logits(tensor, windows_done)
+        except NonFiniteLogitsError as error:
+            raise VolumeError(
+                f"{image.header.path} cannot be segmented: {error}; {self._cause(tensor)}"
+            ) from error
+        classes = self._classes(logits, image.header.shape).numpy()
+        values = self.preprocessing.label_values
+        smallest = np.min_scalar_type(max(values))
+        labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
+        return labels
+
+    def _prepared(self, image: Volume) -> torch.Tensor:
         try:
             prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
         except VolumeError as error:
@@ -136,17 +167,23 @@ class Predictor:
                 f"{image.header.path} cannot be segmented: its normalised intensities "
                 f"{_reach(intensity)}; look for voxels that are far from all others"
             )
-        try:
-            logits = self._logits(tensor, windows_done)
-        except NonFiniteLogitsError as error:
-            raise VolumeError(
-                f"{image.header.path} cannot be segmented: {error}; {self._cause(tensor)}"
-            ) from error
-        classes = self._classes(logits, image.header.shape).numpy()
-        values = self.preprocessing.label_values
-        smallest = np.min_scalar_type(max(values))
-        labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
-        return labels
+        return tensor
+
+    def _refuse_beyond_memory(self, image: Volume, grid: Shape) -> None:
+        """Refuse logits that the host cannot hold; devices refuse for themselves."""
+        if self.executor.output_device.type == "cuda":
+            return
+        shape, num_classes = image.header.shape, self._topology.num_classes
+        numbers = [num_classes * math.prod(grid)]  # of the network's grid, and of the scan's own
+        if grid != shape:
+            numbers.append(num_classes * math.prod(shape))
+        itemsize = image_dtype(self.executor.module).itemsize
+        refuse_beyond_memory(
+            itemsize * sum(numbers),
+            f"{image.header.path}: the network's answer for {times(grid)} voxels and {num_classes} "
+            "classes",
+            "use a machine with more, or cut the scan into pieces",
+        )
 
     @staticmethod
     def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -210,6 +247,8 @@ class Predictor:
         alone: bool = False,
     ) -> torch.Tensor:
         settings = self._inference
+        x, y, z = image.shape[1:]
+        self._refuse_beyond_host((x, y, z) if window == "whole" else window)
         batch_size = 1 if alone and settings.batch_size == "auto" else settings.batch_size
         return predict_logits(
             self.executor,
@@ -221,6 +260,22 @@ class Predictor:
             windows_done=windows_done,
         )
 
+    def _refuse_beyond_host(self, window: Shape) -> None:
+        """Refuse a window of which a CPU could not even hold the finest level.
+
+        Linux would promise the memory, and end this process once it is used.
+        """
+        if any(slot.device.type == "cuda" for slot in self.executor.slots):
+            return
+        maps = MAPS_OF_FINEST_LEVEL * self._topology.channels[0] * math.prod(window)
+        needed, available = BFLOAT16_BYTES * maps, available_bytes()
+        if needed > available:
+            raise DoesNotFitError(
+                f"a window of {times(window)} voxels takes at least {readable(needed)} of memory, "
+                f"but this machine has {readable(available)} available; use a smaller "
+                "inference.window"
+            )
+
 
 def _largest(tensor: torch.Tensor) -> float:
     """Return the largest magnitude in a tensor; NaN if there is one."""
@@ -229,7 +284,7 @@ def _largest(tensor: torch.Tensor) -> float:
     return torch.stack(torch.aminmax(tensor)).abs().max().item()
 
 
-def _largest_of(model: torch.nn.Module) -> float:
+def _largest_of(model: BlockNetwork) -> float:
     """Return the same of all parameters; running variances may be large and still be right."""
     each = [_largest(parameter.detach()) for parameter in model.parameters()]
     return float(np.max(each))  # Python's own max overlooks a NaN
