@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.volumes.classes import class_indices
 from unet3d.volumes.resample import (
     grid_shape,
     resample_classes,
@@ -133,18 +134,7 @@ def prepare_label(
     Raises:
         VolumeError: A value belongs to no class.
     """
-    values = preprocessing.label_values
-    index_of = np.full(max(values) + 1, len(values))
-    index_of[list(values)] = range(len(values))
-    unknown = array[(array < 0) | (array > max(values))]
-    if not unknown.size:
-        unknown = array[index_of[array] == len(values)]
-    if unknown.size:
-        raise VolumeError(
-            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct one of them"
-        )
-    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
+    classes = class_indices(array, preprocessing.label_values)
     shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
     return resample_classes(classes, shape)
 
