@@ -72,13 +72,3 @@ def reason_of(error: OSError) -> str:
         if line:
             return line
     return type(error).__name__
-
-
-def shown(value: object) -> str:
-    """Return a value out of a file as messages show it: in one line, cut where it is long.
-
-    Args:
-        value: Anything that JSON can hold. Of text, control characters are escaped, and bytes that
-            are no text.
-    """
-    return _brief.repr(value)
