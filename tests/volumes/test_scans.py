@@ -1,5 +1,4 @@
 import json
-import os
 from pathlib import Path
 
 import nibabel as nib
@@ -109,28 +108,6 @@ def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
     assert written == tmp_path / "mine.json"
     content = json.loads(written.read_text())
     assert content == {"image": [str(path)], "labels": found}
-
-
-def test_links_that_lead_to_themselves_stop_no_folder(tmp_path: Path) -> None:
-    touch(tmp_path, "a.nii.gz")
-    (tmp_path / "loop.nii.gz").symlink_to("loop.nii.gz")
-    os.mkfifo(tmp_path / "pipe.nii.gz")
-    scans = find_scans([tmp_path, tmp_path / "loop.nii.gz"], None, 1, overwrite=False)
-    assert [scan.images[0].name for scan in scans] == ["a.nii.gz", "loop.nii.gz", "pipe.nii.gz"]
-    for scan, words in zip(scans, ["is empty", "symbolic links", "is a pipe"], strict=True):
-        with pytest.raises(VolumeError, match=words):
-            read_scan(scan)
-
-
-def test_a_folder_that_cannot_be_listed_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def denied(_: Path) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "iterdir", denied)
-    with pytest.raises(VolumeError, match="cannot list .*: Permission denied"):
-        find_scans([tmp_path], None, 1, overwrite=False)
 
 
 @pytest.mark.parametrize("degrees", [15, 25, 30])

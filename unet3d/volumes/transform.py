@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.volumes.classes import class_indices
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
@@ -144,18 +145,7 @@ def prepare_label(
         VolumeError: A value belongs to no class, or at the target spacing the label map does not
             fit in memory.
     """
-    values = preprocessing.label_values
-    index_of = np.full(max(values) + 1, len(values))
-    index_of[list(values)] = range(len(values))
-    unknown = array[(array < 0) | (array > max(values))]
-    if not unknown.size:
-        unknown = array[index_of[array] == len(values)]
-    if unknown.size:
-        raise VolumeError(
-            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct one of them"
-        )
-    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
+    classes = class_indices(array, preprocessing.label_values)
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):
