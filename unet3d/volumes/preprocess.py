@@ -5,21 +5,16 @@
 """
 
 import logging
-import multiprocessing
-import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from unet3d.config import DataSettings, Shape, Spacing
-from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
@@ -33,11 +28,9 @@ from unet3d.volumes.transform import (
     prepare_image,
     prepare_label,
 )
+from unet3d.volumes.workers import map_items
 
 logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
@@ -134,7 +127,7 @@ def prepare_cases(
     ]
     if missing:
         logger.info("preparing %d of %d cases into %s", len(missing), len(cases), store.folder)
-        _map(_prepare_case, missing, num_workers)
+        map_items(_prepare_case, missing, num_workers)
     prepared = []
     for case, key in zip(cases, keys, strict=True):
         found = store.load_case(key, case.name)
@@ -215,7 +208,7 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
     ]
     if missing:
         logger.info("collecting intensities of %d cases", len(missing))
-        _map(_collect_intensities, missing, num_workers)
+        map_items(_collect_intensities, missing, num_workers)
     collected = [array for key in keys if (array := store.load_intensities(key)) is not None]
     everything = np.concatenate(collected)
     if not len(everything):
@@ -235,34 +228,3 @@ def _collect_intensities(task: tuple[Case, Cache, str]) -> None:
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)
     voxels = image.array.reshape(len(image.array), -1)
     store.save_intensities(key, voxels[:, inside].T.copy())
-
-
-def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
-    num_workers = min(num_workers, len(items))
-    if num_workers < 2:
-        return [work(item) for item in items]
-    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    )
-    with pool:
-        try:
-            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
-            # process handles it.
-            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                futures = [pool.submit(work, item) for item in items]
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise DatasetError(
-                "a process that prepares cases was killed, probably because memory ran out; use "
-                f"fewer than {num_workers} with data.num_workers"
-            ) from error
-        except (Unet3dError, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)
-            raise
