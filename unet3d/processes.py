@@ -49,24 +49,34 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 @contextmanager
-def shielded_children(*signals: signal.Signals) -> Iterator[None]:
-    """Start processes that do not receive signals which a terminal or launcher sends to all.
+def blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Keep signals from this thread until the context ends, and from processes that it starts.
 
-    They inherit that the signals are blocked. This process receives them when the context ends,
-    and is the one that acts.
+    Args:
+        signals: The signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def shielded_children(*signals: signal.Signals) -> Iterator[None]:
+    """Start processes with multiprocessing that a terminal's or launcher's signals do not reach.
+
+    Those are sent to all processes; this one receives them when the context ends, and acts.
 
     Args:
         signals: The signals.
     """
     from multiprocessing import resource_tracker
 
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
+    with blocked(*signals):
         resource_tracker.ensure_running()  # which unblocks some when it starts
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with blocked(*signals):
+            yield
 
 
 def end_children(children: Iterable[Child], within_seconds: float) -> None:

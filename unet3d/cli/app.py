@@ -31,19 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed.interruption import Interrupted
+    from unet3d.distributed.interruption import Interrupted, interruptible
     from unet3d.distributed.launched import is_launched
     from unet3d.distributed.ranks import die_with_launcher, leave, report_end
 
-    die_with_launcher()
-    use_expandable_segments()
-    keep_host_memory()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:  # accepted anywhere, because people add it at the end, after an error
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
-        sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
+        with interruptible():
+            die_with_launcher()
+            use_expandable_segments()
+            keep_host_memory()
+            sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
     except click.exceptions.Exit as ending:
         sys.exit(ending.exit_code)
     except click.ClickException as error:

@@ -2,13 +2,16 @@
 
 ::
 
-    while modules load      the process ends at once: nothing has been written, and an exception
-                            in the middle of an import can be lost, or break what is imported
-    elsewhere               Interrupted is raised, so that what was begun is cleaned up
-    during a training       a request, which is granted after the step (deferred_interruption)
+    while the program starts,     the process ends at once: nothing has been written, and an
+    ends, or loads modules        exception in the middle of an import can be lost, or leave
+                                  broken modules (stop_on_signals)
+    while a command runs          Interrupted is raised, so that what was begun is cleaned up
+                                  (interruptible)
+    during a training             a request, which is granted after the step
+                                  (deferred_interruption)
 
-A second signal ends the process at once. Only ``signal`` and other small modules are imported
-here, because this must be in force before anything else is loaded.
+A second signal ends the process at once. Only small modules are imported here, because this must be
+in force before anything else is loaded.
 """
 
 import os
@@ -52,39 +55,27 @@ class InterruptionRequest:
         self.signal_number: int | None = None
 
 
-def stop_on_signals(is_rank: bool) -> None:
-    """Have the signals stop this program in order, from now on.
-
-    Args:
-        is_rank: Whether this is one of several ranks; then another process tells the user, and a
-            second signal changes nothing, because terminals and launchers send it twice.
-    """
-    stop = _Stop(is_rank)
-    for number in _wanted():
-        signal.signal(number, stop)
-    sys.unraisablehook = stop.repeat
-
-
 class _Stop:
     """Handler of the signals, where nothing is deferred."""
 
-    def __init__(self, is_rank: bool) -> None:
-        self._is_rank = is_rank
+    def __init__(self) -> None:
+        self.is_rank = False
+        self.may_raise = False
         self._has_raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._has_raised:
-            if self._is_rank:
-                return
-            os._exit(128 + number)
-        if _is_importing(frame):
-            self._exit(number)
-        self._has_raised = True
-        raise Interrupted(number)
+            if not self.is_rank:
+                os._exit(128 + number)
+        elif self.may_raise and not _is_importing(frame):
+            self._has_raised = True
+            raise Interrupted(number)
+        else:
+            self._end(number)
 
-    def _exit(self, number: int) -> None:
+    def _end(self, number: int) -> None:
         try:
-            if not self._is_rank:
+            if not self.is_rank:
                 os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
         finally:
             os._exit(128 + number)
@@ -99,6 +90,37 @@ class _Stop:
         number = error.signal_number
         signal.signal(signal.SIGALRM, lambda _, frame: self(number, frame))
         signal.setitimer(signal.ITIMER_REAL, REPEAT_SECONDS)
+
+
+_stop = _Stop()
+
+
+def stop_on_signals(is_rank: bool) -> None:
+    """Have the signals end this program, from now on and until it ends.
+
+    Args:
+        is_rank: Whether this is one of several ranks; then another process tells the user, and a
+            second signal changes nothing, because terminals and launchers send it twice.
+    """
+    _stop.is_rank = is_rank
+    sys.unraisablehook = _stop.repeat
+    for number in _wanted():
+        signal.signal(number, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher starts ranks without them
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Have the signals of :func:`stop_on_signals` raise in this context.
+
+    Raises:
+        Interrupted: There was a signal.
+    """
+    _stop.may_raise = True
+    try:
+        yield
+    finally:
+        _stop.may_raise = False
 
 
 @contextmanager

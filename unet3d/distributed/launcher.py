@@ -31,6 +31,7 @@ from unet3d.distributed.interruption import (
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, num_cores
 from unet3d.errors import RankError, Unet3dError
+from unet3d.processes import blocked
 
 POLL_SECONDS = 0.05
 
@@ -164,12 +165,14 @@ def _started(
                 "LOCAL_WORLD_SIZE": str(num_ranks),
                 ERROR_FILE: str(error_file),
             }
-            # A session of its own: Ctrl-C reaches the ranks once, from here.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "unet3d", *arguments],
-                env={**variables, **places},
-                start_new_session=True,
-            )
+            # A session of its own: Ctrl-C reaches the ranks once, from here. They receive signals
+            # when they can handle them.
+            with blocked(*SIGNALS):
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "unet3d", *arguments],
+                    env={**variables, **places},
+                    start_new_session=True,
+                )
             ranks.append(_Rank(number=number, process=process, error_file=error_file))
         yield ranks
     finally:
