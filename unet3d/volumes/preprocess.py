@@ -5,21 +5,17 @@
 """
 
 import logging
-import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from unet3d.config import DataSettings, Shape, Spacing
-from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
@@ -33,11 +29,9 @@ from unet3d.volumes.transform import (
     prepare_image,
     prepare_label,
 )
+from unet3d.volumes.workers import map_items
 
 logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
@@ -247,7 +241,7 @@ def _from_cache(
     if missing:
         logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
         lacking = [tasks[index] for index in missing]
-        _map(make, lacking, num_workers)
+        map_items(make, lacking, num_workers)
         for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
             found[index] = entry
     entries = [entry for entry in found if entry is not None]
@@ -265,34 +259,3 @@ def _opened(
     """Open entries in threads, because checksums are computed without Python's lock."""
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         return list(pool.map(load, tasks))
-
-
-def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
-    num_workers = min(num_workers, len(items))
-    if num_workers < 2:
-        return [work(item) for item in items]
-    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    )
-    with pool:
-        try:
-            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
-            # process handles it.
-            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                futures = [pool.submit(work, item) for item in items]
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise DatasetError(
-                "a process that prepares cases was killed, probably because memory ran out; use "
-                f"fewer than {num_workers} with data.num_workers"
-            ) from error
-        except (Unet3dError, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)
-            raise
