@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ MAX_INTENSITIES_PER_CASE = 10_000
 VERSION = 2
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _Preparation = tuple[Case, Preprocessing, Cache, str]
 """A case, its plan, where it goes and under which key."""
