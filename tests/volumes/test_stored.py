@@ -11,7 +11,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from unet3d.errors import VolumeError
@@ -127,6 +127,7 @@ def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
     changes=st.lists(st.tuples(st.integers(0, 359), st.integers(0, 255)), min_size=1, max_size=6),
     end=st.one_of(st.none(), st.integers(0, 900)),
 )
+@example(name="scan.mgh", byte_order="<", changes=[(4, 4)], end=None)  # 2^31 bytes and more
 def test_bytes_of_a_header_may_be_anything(
     folder: Path,
     name: str,
@@ -159,6 +160,7 @@ def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
 
 @settings(deadline=None)
 @given(changed=changed_fields())
+@example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
 def test_fields_of_a_header_may_be_anything(
     folder: Path, changed: tuple[str, str, dict[str, list[float]]]
 ) -> None:

@@ -170,7 +170,7 @@ def evaluate(
     pairs, without = _pairs(predictions, labels)
     cases = []
     for prediction, label in watch(pairs):
-        with explaining_memory(f"{prediction} and {label}"):
+        with explaining_memory(f"cannot compare {prediction} with {label}"):
             cases.append(_compare(prediction, label))
     values = sorted({value for case in cases for value in case.scores})
     if not values:

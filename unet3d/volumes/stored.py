@@ -179,7 +179,9 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
 
 
 def _spec(proxy: Any) -> tuple[Any, ...]:
-    return proxy.shape, proxy.dtype, proxy.offset, proxy.slope, proxy.inter
+    """Return what makes another proxy, its shape in Python's integers, which do not overflow."""
+    shape = tuple(int(size) for size in proxy.shape)
+    return shape, proxy.dtype, int(proxy.offset), proxy.slope, proxy.inter
 
 
 def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
@@ -213,9 +215,10 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
 
 
 def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
+    proxy = format_.ImageArrayProxy(str(voxels), header)
     return StoredVolume(
         header=header,
-        proxy=format_.ImageArrayProxy(str(voxels), header),
+        proxy=ArrayProxy(str(voxels), _spec(proxy), order=proxy.order),
         affine=np.array(header.get_best_affine(), np.float64),
         pixdim=pixdim,
     )
