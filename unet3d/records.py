@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 
 from unet3d.atomic import make_folder, write_atomically
 from unet3d.errors import CacheError, reason_of
+from unet3d.reading import read_json
 
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
+
+MAX_RECORD_BYTES = 2**24
+"""Many times what any record takes."""
 
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
@@ -25,7 +29,7 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
             where it has none.
     """
     try:
-        return read(json.loads(path.read_text()))
+        return read(read_json(path, MAX_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError):
