@@ -153,14 +153,13 @@ def test_one_prediction_finds_its_label_in_a_folder(tmp_path):
     ("predictions", "labels", "message"),
     [
         (["b"], ["a"], r"b\.nii\.gz has no label map in .*looked for b; "),
-        (["a"], ["a", "b", "c"], "no prediction for 2 of the 3 label maps in .*: b, c; "),
-        (["a"], ["a", "b", "c", "d", "e"], ": b, c, d and 1 more; "),
+        (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more predictions; "),
         (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
         ([], ["a"], "holds no volume"),
         (["a"], [], "holds no volume"),
     ],
 )
-def test_files_without_partner_are_refused(tmp_path, predictions, labels, message):
+def test_predictions_without_partner_are_refused(tmp_path, predictions, labels, message):
     for folder, names in (("p", predictions), ("l", labels)):
         (tmp_path / folder).mkdir()
         for name in names:
@@ -168,6 +167,37 @@ def test_files_without_partner_are_refused(tmp_path, predictions, labels, messag
     with pytest.raises(DatasetError, match=message) as caught:
         evaluate(tmp_path / "p", tmp_path / "l")
     assert "\n" not in str(caught.value)
+
+
+def test_label_maps_that_nobody_predicted_do_not_count(tmp_path):
+    array = cube((1, 1, 1), (5, 5, 5))
+    for name in "abc":
+        write(tmp_path / "l" / f"{name}.nii.gz", array)
+    # Had it counted, its label 9 would have had a Dice of 0.
+    write(tmp_path / "l" / "d.nii.gz", cube((1, 1, 1), (5, 5, 5), value=9))
+    write(tmp_path / "p" / "b_seg.nii.gz", array)
+    seen = []
+    evaluation = evaluate(tmp_path / "p", tmp_path / "l", lambda pairs: seen.extend(pairs) or pairs)
+    assert [case.name for case in evaluation.cases] == ["b"]
+    assert seen == [(case.prediction, case.label) for case in evaluation.cases]
+    assert evaluation.without_prediction == ("a", "c", "d")
+    assert (evaluation.label_values, evaluation.mean_dice) == ((1,), 1.0)
+    assert evaluation.to_dict()["without_prediction"] == ["a", "c", "d"]
+    one = evaluate(tmp_path / "p/b_seg.nii.gz", tmp_path / "l")
+    assert one.without_prediction == ()  # nobody asked for the others
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")]
+)
+def test_too_little_memory_is_explained(tmp_path, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    path = write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    monkeypatch.setattr("unet3d.inference.evaluation.compute_dice", fail)
+    with pytest.raises(VolumeError, match="p.nii.gz and .*: too little memory"):
+        evaluate(path, path)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):

@@ -5,7 +5,7 @@ Only the files are needed, so predictions of any other tool can be evaluated as 
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,16 @@ from unet3d.volumes.memory_limits import explaining_memory
 from unet3d.volumes.nifti import on_grid_of, read_label
 
 BACKGROUND = 0
-MAX_NAMES_IN_MESSAGE = 3
 CUBIC_MM_PER_ML = 1000.0
 
 MAX_VALUES_OF_ONE_SIDE = 100
 """Values that only one of two label maps may have; more are the grey values of an image."""
 
 Mask = npt.NDArray[np.bool_]
+
+Pair = tuple[Path, Path]
+"""A prediction and its label map."""
+Pairs = Sequence[Pair]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +73,8 @@ class Evaluation:
 
     cases: tuple[CaseScores, ...]
     label_values: tuple[int, ...]
+    without_prediction: tuple[str, ...] = ()
+    """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
 
     def mean(self, value: int) -> LabelScore:
         """Return a label's means over the cases in which each number is defined.
@@ -117,6 +122,7 @@ class Evaluation:
                 }
                 for case in self.cases
             ],
+            "without_prediction": list(self.without_prediction),
             "mean": means,
             "mean_dice": self.mean_dice,
         }
@@ -141,22 +147,29 @@ def dice_per_class(
     ]
 
 
-def evaluate(predictions: Path, labels: Path) -> Evaluation:
+def evaluate(
+    predictions: Path, labels: Path, watch: Callable[[Pairs], Iterable[Pair]] = iter
+) -> Evaluation:
     """Compare predictions with labels.
 
     Two files are compared whatever their names. In folders, the prediction of ``case.nii.gz`` is
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label.
+    Label maps in a folder need not all be predicted, but every prediction needs its label map: one
+    that has none is more likely to be misnamed than meant to be left out.
 
     Args:
         predictions: A label map, or a folder of them.
         labels: A label map, or a folder of them.
+        watch: Passes on the pairs to compare, and may show how many are done.
 
     Raises:
-        DatasetError: A file has no partner, or there is nothing to compare.
-        VolumeError: A file cannot be read or is an image, or two partners do not lie on one grid.
+        DatasetError: A prediction has no partner, or there is nothing to compare.
+        VolumeError: A file cannot be read or is an image, two partners do not lie on one grid, or
+            they are too large for the memory.
     """
+    pairs, without = _pairs(predictions, labels)
     cases = []
-    for prediction, label in _pairs(predictions, labels):
+    for prediction, label in watch(pairs):
         with explaining_memory(f"cannot compare {prediction} with {label}"):
             cases.append(_compare(prediction, label))
     values = sorted({value for case in cases for value in case.scores})
@@ -176,41 +189,41 @@ def evaluate(predictions: Path, labels: Path) -> Evaluation:
             for case in cases
         ),
         label_values=tuple(values),
+        without_prediction=tuple(without),
     )
 
 
-def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
+def _pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
+    """Return what to compare, and the names of the label maps that are left out."""
     for path in (predictions, labels):
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
     if not predictions.is_dir() and not labels.is_dir():
-        return [(predictions, labels)]
+        return [(predictions, labels)], []
     label_of = _by_stem(labels)
     prediction_of: dict[str, Path] = {}  # by the stem of the label map
+    unknown = []
     for stem, prediction in _by_stem(predictions).items():
         partner = next((name for name in _label_stems(stem) if name in label_of), None)
         if partner is None:
-            raise DatasetError(
-                f"{prediction} has no label map in {labels}, looked for "
-                f"{' and '.join(_label_stems(stem))}; give it the name of its label map"
-            )
+            unknown.append(prediction)
+            continue
         if partner in prediction_of:
             raise DatasetError(
                 f"{prediction_of[partner]} and {prediction} both belong to {label_of[partner]}; "
                 "keep one of them"
             )
         prediction_of[partner] = prediction
-    without = sorted(label_of.keys() - prediction_of.keys())
-    # A user who names one prediction asks for that one only.
-    if without and predictions.is_dir():
-        names = ", ".join(without[:MAX_NAMES_IN_MESSAGE])
-        more = len(without) - MAX_NAMES_IN_MESSAGE
+    if unknown:
+        more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
         raise DatasetError(
-            f"{predictions} has no prediction for {len(without)} of the {len(label_of)} label maps "
-            f"in {labels}: {names}{f' and {more} more' if more > 0 else ''}; predict them, or "
-            "leave them out"
+            f"{unknown[0]} has no label map in {labels}, looked for "
+            f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
+            "the name of its label map, and keep others elsewhere"
         )
-    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)]
+    # A user who names one prediction asks for that one only.
+    without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
+    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)], without
 
 
 def _by_stem(path: Path) -> dict[str, Path]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import nibabel as nib
 
-from unet3d.atomic import replacing
+from unet3d.atomic import creating, replacing
 
 # nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
 # it also raises, and that is reported from here.
@@ -92,17 +92,19 @@ def find_spelling(path: Path) -> Path:
     return path
 
 
-def write_nifti(path: Path, image: Any) -> None:
+def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
     """Write a NIfTI file, which appears whole or not at all.
 
     Args:
-        path: A name for which :func:`is_nifti_file` holds; a file of that name is replaced.
+        path: A name for which :func:`is_nifti_file` holds.
         image: nibabel's.
+        overwrite: Whether a file of that name is replaced.
 
     Raises:
+        FileExistsError: Something has the name and may not be replaced.
         OSError: The file cannot be written.
     """
-    with replacing(path) as unfinished:
+    with (replacing if overwrite else creating)(path) as unfinished:
         # nibabel's save would change the case of letters in the ending.
         image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
 

@@ -158,18 +158,22 @@ def on_grid_of(target: VolumeHeader, volume: Volume) -> Volume:
     return Volume(array=array if volume.array.ndim == 4 else array[0], header=header)
 
 
-def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader) -> None:
+def write_label(
+    path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader, overwrite: bool = True
+) -> None:
     """Write a label map onto the grid of the image that it was made from.
 
     The file has the stored orientation, shape, affine, qform and sform with their codes, spacing
     and units of that image. It appears whole or not at all.
 
     Args:
-        path: A name that ends in .nii or .nii.gz; a file of that name is replaced.
+        path: A name that ends in .nii or .nii.gz.
         labels: Integers ``(X, Y, Z)`` in RAS, none negative.
         header: Header of the image.
+        overwrite: Whether a file of that name is replaced.
 
     Raises:
+        FileExistsError: Something has the name and may not be replaced.
         VolumeError: The name has another ending, or the file cannot be written.
         ValueError: The labels do not lie on the grid of the image or are not labels.
     """
@@ -188,7 +192,9 @@ def write_label(path: Path | str, labels: npt.NDArray[Any], header: VolumeHeader
     # Without an affine nibabel leaves both forms as the header has them.
     image = (nib.Nifti2Image if two else nib.Nifti1Image)(stored, None, nifti_header)
     try:
-        write_nifti(path, image)
+        write_nifti(path, image, overwrite)
+    except FileExistsError:
+        raise
     except OSError as error:
         raise VolumeError(
             f"cannot write {path}: {reason_of(error)}; choose a folder with space that you can "
