@@ -22,7 +22,10 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
         error: The error; its message may have several lines.
         what: Word that begins the line.
     """
-    click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
+    from unet3d.plain_data import printable
+
+    line = f"{what}: {' '.join(str(error).split())}"
+    click.echo(printable(line, max_length=len(line)), err=True)
 
 
 def some(names: Sequence[object]) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from monai.metrics import compute_dice, compute_hausdorff_distance, get_mask_edges
+from monai.metrics import compute_dice, compute_hausdorff_distance
+from scipy import ndimage
 from scipy.spatial import cKDTree
 from torch import Tensor
 
@@ -169,7 +170,7 @@ def evaluate(
     pairs, without = _pairs(predictions, labels)
     cases = []
     for prediction, label in watch(pairs):
-        with explaining_memory(f"{prediction} and {label}"):
+        with explaining_memory(f"cannot compare {prediction} with {label}"):
             cases.append(_compare(prediction, label))
     values = sorted({value for case in cases for value in case.scores})
     if not values:
@@ -330,8 +331,10 @@ def hd95_of_sheared_mm(prediction: Tensor, label: Tensor, affine: Affine) -> flo
         label: Likewise.
         affine: (4, 4), from voxel indices to mm.
     """
-    edges = get_mask_edges(prediction, label, crop=False, always_return_as_numpy=True)
-    surfaces = [np.argwhere(edge) @ affine[:3, :3].T for edge in edges]
+    masks = prediction.numpy(), label.numpy()
+    surfaces = [
+        np.argwhere(mask & ~ndimage.binary_erosion(mask)) @ affine[:3, :3].T for mask in masks
+    ]
     trees = [cKDTree(surface) for surface in surfaces]
     there, back = (
         np.percentile(tree.query(surface)[0], 95)

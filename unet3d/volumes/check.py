@@ -1,6 +1,7 @@
 """Checks for whatever would break a training on a data set, before it starts."""
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ def _spacing_findings(
 
 
 def _header(path: Path) -> VolumeHeader:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise VolumeError(f"{path} is missing; restore it or take the case out of dataset.json")
     return read_header(path)
 

@@ -34,6 +34,9 @@ from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
 
+MAX_AXES = 7
+"""What the NIfTI format has room for."""
+
 MAX_OFFSET_BYTES = 2**28
 """Where the voxels begin at the latest: extensions fill a few MB at most."""
 
@@ -176,7 +179,9 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
 
 
 def _spec(proxy: Any) -> tuple[Any, ...]:
-    return proxy.shape, proxy.dtype, proxy.offset, proxy.slope, proxy.inter
+    """Return what makes another proxy, its shape in Python's integers, which do not overflow."""
+    shape = tuple(int(size) for size in proxy.shape)
+    return shape, proxy.dtype, int(proxy.offset), proxy.slope, proxy.inter
 
 
 def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
@@ -195,6 +200,9 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
         if format_.header_class.may_contain_header(start):
             raw = start[: format_.header_class.template_dtype.itemsize]
             unchanged = format_.header_class(raw, check=False)
+            if not 1 <= unchanged["dim"][0] <= MAX_AXES:
+                num_axes = unchanged["dim"][0]
+                raise VolumeError(f"{header} claims to have {num_axes} axes; it is damaged")
             if np.isinf([unchanged["scl_slope"], unchanged["scl_inter"]]).any():
                 raise VolumeError(f"{header} scales its voxels by infinity; fix its header")
             pixdim = tuple(unchanged["pixdim"][1:4].tolist())
@@ -207,9 +215,10 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
 
 
 def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
+    proxy = format_.ImageArrayProxy(str(voxels), header)
     return StoredVolume(
         header=header,
-        proxy=format_.ImageArrayProxy(str(voxels), header),
+        proxy=ArrayProxy(str(voxels), _spec(proxy), order=proxy.order),
         affine=np.array(header.get_best_affine(), np.float64),
         pixdim=pixdim,
     )

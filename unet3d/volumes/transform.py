@@ -5,17 +5,20 @@ an image exactly as training did.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ConfigDict, Field, model_validator
 from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.plain_data import PLAIN, Name, at_most
+from unet3d.volumes.classes import class_indices
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
@@ -38,6 +41,13 @@ SAFE_EXPONENT = 60
 """Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
 
 
+MAX_INTENSITY = 1e38
+"""No image in float32 has a larger one."""
+
+Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
+LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChannelNormalization:
     """How the intensities of one channel get a mean of 0 and a standard deviation of 1.
@@ -47,23 +57,27 @@ class ChannelNormalization:
     own mean and deviation over its non-zero voxels. ``none``: unchanged.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     kind: Kind
-    low: float = 0.0
-    high: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
+    low: Intensity = 0.0
+    high: Intensity = 0.0
+    mean: Intensity = 0.0
+    std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
     """Everything that is needed to prepare an image at prediction as in training."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     spacing_mm: Spacing | None
     """Target spacing; None: each image's own."""
-    channels: tuple[ChannelNormalization, ...]
-    channel_names: tuple[str, ...]
-    label_names: tuple[str, ...]
-    label_values: tuple[int, ...]
+    channels: Annotated[tuple[ChannelNormalization, ...], at_most(2**14)]
+    channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
+    label_names: Annotated[tuple[Name, ...], at_most(2**16)]
+    label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -75,21 +89,19 @@ class Preprocessing:
             "label_values": list(self.label_values),
         }
 
-    @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> "Preprocessing":
-        """Return what :meth:`to_dict` described.
-
-        Raises:
-            KeyError, TypeError, ValueError: It described something else.
-        """
-        spacing_mm = tree["spacing_mm"]
-        return cls(
-            spacing_mm=None if spacing_mm is None else as_spacing(spacing_mm),
-            channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
-            channel_names=tuple(tree["channel_names"]),
-            label_names=tuple(tree["label_names"]),
-            label_values=tuple(tree["label_values"]),
-        )
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        """Refuse what a file says of channels and labels that do not belong together."""
+        if not len(self.channels) == len(self.channel_names) > 0:
+            raise ValueError(
+                f"has {len(self.channels)} channels but {len(self.channel_names)} names of channels"
+            )
+        if not len(self.label_names) == len(set(self.label_values)) == len(self.label_values) > 0:
+            raise ValueError(
+                f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
+                "different values"
+            )
+        return self
 
 
 def prepare_image(
@@ -144,18 +156,7 @@ def prepare_label(
         VolumeError: A value belongs to no class, or at the target spacing the label map does not
             fit in memory.
     """
-    values = preprocessing.label_values
-    index_of = np.full(max(values) + 1, len(values))
-    index_of[list(values)] = range(len(values))
-    unknown = array[(array < 0) | (array > max(values))]
-    if not unknown.size:
-        unknown = array[index_of[array] == len(values)]
-    if unknown.size:
-        raise VolumeError(
-            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct one of them"
-        )
-    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
+    classes = class_indices(array, preprocessing.label_values)
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):
