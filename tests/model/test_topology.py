@@ -113,7 +113,7 @@ def test_round_trip_through_plain_values() -> None:
         ({"channels": [4, 8.0, 4]}, "channels.1 must be a valid integer, but is 8.0"),
         ({"channels": [4, 8, True]}, "channels.2 must be a valid integer, but is True"),
         ({"channels": ["4", 8, 8]}, "channels.0 must be a valid integer, but is '4'"),
-        ({"channels": [4, 10**30, 4]}, "channels.1 must be at most 16384, but is 1" + 30 * "0"),
+        ({"channels": [4, 10**30, 4]}, "channels.1 must be at most 65536, but is 1" + 30 * "0"),
         ({"channels": [4] * 10**6}, "channels has 1,000,000 entries, and may have 8"),
         ({"strides": [[1, 1]]}, "strides.0.2 is missing"),
         ({"strides": [1, 2]}, "strides.0 must be a valid tuple, but is 1"),

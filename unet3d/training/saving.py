@@ -86,7 +86,7 @@ class CheckpointSaver:
             CheckpointError: It is of another network or optimizer.
         """
         path = self._folder.latest
-        checkpoint = self._group.object_from_first(lambda: load_checkpoint(path))
+        checkpoint = self._group.file_from_first(path, load_checkpoint)
         if checkpoint.topology != self._experiment.topology:
             raise CheckpointError(
                 f"{path} holds another network than the settings now ask for; "

@@ -145,7 +145,7 @@ class _Description:
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path = path
         self.tree = tree
-        self.root = path.parent.resolve()
+        self.root = Path(os.path.realpath(path.parent))
 
     def listed(self) -> Dataset:
         """Read a description that lists its cases: MSD, MONAI datalist."""
@@ -280,6 +280,7 @@ class _Description:
             raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
         path = self.root / name
         leaves = name.is_absolute() or ".." in name.parts
+        # realpath leaves links that lead to themselves as they are; reading refuses them.
         if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
             raise DatasetError(
                 f"{self.path}: {where} points to {text}, outside the data set's folder; "

@@ -5,39 +5,33 @@
 """
 
 import logging
-import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from unet3d.config import DataSettings, Shape, Spacing
-from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.nifti import Volume, read_channels, read_header, read_label, same_grid
-from unet3d.volumes.resample import resampled_shape
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
+from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
-    as_spacing,
     prepare_image,
     prepare_label,
 )
+from unet3d.volumes.workers import map_items
 
 logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
@@ -45,6 +39,9 @@ MAX_INTENSITIES_PER_CASE = 10_000
 VERSION = 2
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _Preparation = tuple[Case, Preprocessing, Cache, str]
 """A case, its plan, where it goes and under which key."""
@@ -83,13 +80,8 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = as_spacing(np.median([header.spacing_mm for header in headers], axis=0).round(6))
-    if settings.spacing_mm == "native":
-        target_mm = None
-    elif settings.spacing_mm == "median":
-        target_mm = median_mm
-    else:
-        target_mm = settings.spacing_mm
+    median_mm = median_spacing([header.spacing_mm for header in headers])
+    target_mm = target_spacing(median_mm, settings.spacing_mm)
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(
@@ -165,7 +157,7 @@ def _read_case(case: Case) -> tuple[Volume, Volume]:
     disagreement = same_grid(image.header, label.header)
     if disagreement:
         raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
-    return image, label
+    return image, on_grid_of(image.header, label)
 
 
 def _digests(store: Cache, case: Case) -> list[str]:
@@ -252,7 +244,7 @@ def _from_cache(
     if missing:
         logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
         lacking = [tasks[index] for index in missing]
-        _map(make, lacking, num_workers)
+        map_items(make, lacking, num_workers)
         for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
             found[index] = entry
     entries = [entry for entry in found if entry is not None]
@@ -270,34 +262,3 @@ def _opened(
     """Open entries in threads, because checksums are computed without Python's lock."""
     with ThreadPoolExecutor(max(1, num_workers)) as pool:
         return list(pool.map(load, tasks))
-
-
-def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
-    num_workers = min(num_workers, len(items))
-    if num_workers < 2:
-        return [work(item) for item in items]
-    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    )
-    with pool:
-        try:
-            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
-            # process handles it.
-            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                futures = [pool.submit(work, item) for item in items]
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise DatasetError(
-                "a process that prepares cases was killed, probably because memory ran out; use "
-                f"fewer than {num_workers} with data.num_workers"
-            ) from error
-        except (Unet3dError, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)
-            raise
