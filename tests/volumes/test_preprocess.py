@@ -414,8 +414,6 @@ def test_a_label_on_another_grid_is_named(tmp_path: Path, settings: DataSettings
         prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 
-<<<<<<< HEAD
-=======
 def test_image_and_label_are_brought_together_at_45_degrees(
     tmp_path: Path, settings: DataSettings
 ) -> None:
