@@ -307,14 +307,24 @@ def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(
     assert after.folder != before.folder
 
 
-@pytest.mark.parametrize("key", ["sha256", "path", "checksum"])
+NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another hash": lambda note: change_json(note, lambda tree: tree.update(sha256="0" * 64)),
+    "another path": lambda note: change_json(note, lambda tree: tree.update(path="00")),
+    "wrong types": lambda note: change_json(note, lambda tree: tree.update(size="0")),
+    "a pipe": lambda note: (note.unlink(), os.mkfifo(note)),
+    "nested": lambda note: note.write_text("[" * 100_000),
+    "huge": lambda note: os.truncate(note, 2**40),
+}
+
+
+@pytest.mark.parametrize("damage", NOTE_DAMAGES)
 def test_damaged_digests_are_taken_again(
-    tmp_path: Path, settings: DataSettings, key: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settings: DataSettings, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     (before,) = prepare(dataset, settings)
     for note in (tmp_path / "cache" / "digests").iterdir():
-        change_json(note, lambda tree: tree.update({key: "0" * 64}))
+        NOTE_DAMAGES[damage](note)
     caplog.clear()
     (after,) = prepare(dataset, settings)
     assert after.folder == before.folder
