@@ -333,3 +333,20 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
         message = refusal(path, read)
         assert "reading 40000x40000x1000x1 voxels takes" in message
         assert "TiB of memory, but this machine has 16 GiB available" in message
+
+
+@pytest.mark.parametrize("flags", [8, 16, 4 + 8, 8 + 16])
+def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path: Path, flags: int) -> None:
+    extra = b"\x05\0\0\0\0\0\0" if flags & 4 else b""
+    name = b"name\0" if flags == 8 + 16 else b""
+    start = b"\x1f\x8b\x08" + bytes([flags]) + bytes(6) + extra + name
+    (tmp_path / "endless.nii.gz").write_bytes(start + b"a" * 2**24)
+    assert "gzip header does not end" in refusal(tmp_path / "endless.nii.gz")
+
+
+def test_a_name_in_a_compressed_file_is_no_fault(tmp_path: Path) -> None:
+    header, rest = content_of("one.nii.gz")
+    path = tmp_path / "named.nii.gz"
+    with path.open("wb") as raw, gzip.GzipFile("a name.nii", "wb", fileobj=raw) as file:
+        file.write(header + rest)
+    assert read_image(path).array.max() == 59
