@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,18 @@ def test_what_is_no_file_of_the_entry_is_not_waited_for(
                 os.truncate(path, 2**40)
 
     assert_is_repaired(cache, sound, damage)
+
+
+def test_several_writers_repair_one_entry(cache: Cache, sound: Path) -> None:
+    folder = cache.folder / "prepared" / "key"
+    with ThreadPoolExecutor(4) as writers:
+        for _ in range(10):
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(sound, folder)
+            os.truncate(folder / "image.npy", 100)
+            list(writers.map(lambda _: save(cache), range(4)))
+            assert_is_sound(cache.load_case("key", "case"))
+    assert [path.name for path in folder.parent.iterdir()] == ["key"]
 
 
 def test_the_checksum_of_a_record_covers_all_of_it(sound: Path) -> None:

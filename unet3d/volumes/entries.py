@@ -10,10 +10,12 @@ where SHA-256 alone does 2. They find what disks, interrupted copies and other p
 accident; who may write to the cache folder may also write what is trained on.
 """
 
+import errno
 import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -31,6 +33,9 @@ MAX_RECORD_BYTES = 2**24
 """More than the notes of a case with ``MAX_CLASSES`` classes take."""
 
 CHUNK_BYTES = 2**18
+
+MAX_ATTEMPTS = 5
+"""How often the name of an entry is tried, where something damages entries all the time."""
 
 
 class DamagedError(Exception):
@@ -125,10 +130,7 @@ def write_entry(
             record = kind.model_validate({"key": folder.name, "files": files, **notes})
             record = record.model_copy(update={"checksum": record.own_checksum()})
             (unfinished / RECORD).write_text(record.model_dump_json(indent=1))
-            if os.path.lexists(folder) and not _is_sound(folder, kind):
-                with unfinished_folder(folder) as removed:
-                    os.rename(folder, removed / "damaged")  # at once, so nobody sees half of it
-            publish_folder(unfinished, folder)
+            _publish(unfinished, folder, kind)
     except OSError:
         if not _is_sound(folder, kind):
             raise
@@ -142,6 +144,24 @@ def array_path(folder: Path, name: str) -> Path:
 def json_checksum(tree: Any) -> int:
     """Return the CRC-32 of plain values."""
     return zlib.crc32(json.dumps(tree, sort_keys=True).encode())
+
+
+def _publish(unfinished: Path, folder: Path, kind: type[EntryRecord]) -> None:
+    """Give an entry its name, unless a sound one has it; other processes may do the same."""
+    for attempt in range(MAX_ATTEMPTS):
+        if os.path.lexists(folder):
+            if _is_sound(folder, kind):
+                return
+            with unfinished_folder(folder) as removed, suppress(FileNotFoundError):
+                os.rename(folder, removed / "damaged")  # at once, so nobody sees half of it
+        try:
+            publish_folder(unfinished, folder)
+        except OSError as error:
+            is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+            if not is_there or attempt + 1 == MAX_ATTEMPTS:
+                raise
+        else:
+            return
 
 
 def _is_sound(folder: Path, kind: type[EntryRecord]) -> bool:
