@@ -92,6 +92,10 @@ class CheckpointSaver:
                 f"{path} holds another network than the settings now ask for; "
                 "resume with the settings of config.yaml, or start a new run in another --output"
             )
+        if not checkpoint.training:
+            raise CheckpointError(
+                f"{path} holds a network but no training to continue; start a new run"
+            )
         self._module.load_state_dict(checkpoint.model)
         try:
             self._optimization.load_state_dict(checkpoint.training)
