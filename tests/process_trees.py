@@ -88,7 +88,8 @@ def _addresses(process: int) -> dict[str, str]:
                     found[fields[9]] = f"{name} {_readable(fields[1])}"
     for line in Path(f"/proc/{process}/net/unix").read_text().splitlines()[1:]:
         fields = line.split()
-        if int(fields[3], 16) & 0x10000 and fields[7:] and fields[7].startswith("@"):
+        is_cudas = fields[7:] and fields[7].startswith("@cuda-")  # the driver's, in every process
+        if int(fields[3], 16) & 0x10000 and fields[7:] and fields[7][0] == "@" and not is_cudas:
             found[fields[6]] = f"unix {fields[7]}"
     return found
 

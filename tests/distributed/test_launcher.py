@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
-from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch
+from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
@@ -367,6 +368,23 @@ def test_a_rank_that_could_not_save_when_it_was_stopped_says_so() -> None:
     full = told(1, "explained", 5.1, "cannot write the checkpoint")
     assert str(_reason_of_stop([stopped, full], signal.SIGTERM)) == "cannot write the checkpoint"
     assert str(_reason_of_stop([stopped, failure(1, -9, 5)], signal.SIGTERM)) == "SIGTERM"
+
+
+def test_the_meeting_folder_is_private_and_those_of_killed_launchers_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "unet3d-ranks-left", tmp_path / "unet3d-other"
+    for folder in (left, other):
+        folder.mkdir()
+        os.utime(folder, (0, 0))
+    with meeting_folder() as first:
+        assert not left.exists() and other.exists()
+        assert first.stat().st_mode & 0o777 == 0o700
+        os.utime(first, (0, 0))
+        with meeting_folder() as second:
+            assert first.exists() and second.exists()
+    assert list(tmp_path.iterdir()) == [other]
 
 
 def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

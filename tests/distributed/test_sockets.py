@@ -31,7 +31,15 @@ sys.addaudithook(note)
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize("where", [pytest.param(DATA, marks=pytest.mark.slow), HYBRID])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(DATA, marks=pytest.mark.slow),
+        HYBRID,
+        pytest.param(("parallel.mode=data", "parallel.devices=0,1"), marks=pytest.mark.multigpu),
+    ],
+    ids=("data", "hybrid", "nccl"),
+)
 def test_a_training_on_one_machine_listens_to_nobody_else_and_unpickles_nothing(
     where: tuple[str, ...], cache: Path, tmp_path: Path
 ) -> None:
@@ -46,6 +54,7 @@ def test_a_training_on_one_machine_listens_to_nobody_else_and_unpickles_nothing(
         "PROBE": str(audit),
         # Of a user who also trains on several machines.
         "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
         "MASTER_ADDR": "0.0.0.0",
         "MASTER_PORT": "0",
     }

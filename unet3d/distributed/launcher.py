@@ -38,7 +38,7 @@ POLL_SECONDS = 0.05
 SAVE_SECONDS = 120.0
 """Time for ranks that are asked to stop, in which they end their step and save."""
 
-END_SECONDS = 30.0
+END_SECONDS = 10.0
 """Time for ranks that cannot go on without another, in which they say so."""
 
 PREFIX = "unet3d-ranks-"

@@ -57,7 +57,9 @@ def stores_in(folder: Path, ranks: Ranks) -> Stores:
     """
     start = folder / f"start-{ranks.restart_count}"
     values = FolderStore(start)
-    groups = dist.FileStore(str(start / "groups"), ranks.world_size)
+    groups = dist.FileStore(  # type: ignore[attr-defined]
+        str(start / "groups"), ranks.world_size
+    )
     groups.set_timeout(timedelta(seconds=JOIN_SECONDS))
     return Stores(values=values, lasting=FolderStore(folder), groups=groups)
 
