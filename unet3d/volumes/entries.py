@@ -125,7 +125,7 @@ def write_entry(
             files = {}
             for name, array in arrays.items():
                 path = array_path(unfinished, name)
-                np.save(path, array, allow_pickle=False)
+                _write_array(path, array)
                 files[name] = StoredFile(size=path.stat().st_size, crc32=_crc32(path))
             record = kind.model_validate({"key": folder.name, "files": files, **notes})
             record = record.model_copy(update={"checksum": record.own_checksum()})
@@ -134,6 +134,15 @@ def write_entry(
     except OSError:
         if not _is_sound(folder, kind):
             raise
+
+
+def _write_array(path: Path, array: npt.NDArray[Any]) -> None:
+    """Write a file as ``np.save`` does, which says of a full disk only how much it has written."""
+    array = np.ascontiguousarray(array)
+    with path.open("xb") as file:
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data)
 
 
 def array_path(folder: Path, name: str) -> Path:
