@@ -150,7 +150,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"topology__channels": (10**6, 10**6)}, "topology.channels.0 must be at most 65536, but"),
         ({"topology__channels": (16384, 16384)}, "is 4x1x3x3x3 in float32 instead of 16384x1x3x"),
         ({"topology__channels": (4,) * 10**5}, "channels has 100,000 entries, and may have 8"),
-        ({"topology__channels": ()}, "should have at least 1 item"),
+        ({"topology__channels": ()}, "names channels of 0 levels but 2 strides"),
         ({"topology__norm": "batch"}, "running_mean is missing"),
         ({"topology__in_channels": 2}, "its network has 2 channels and 3 classes, but it prepares"),
         ({"preprocessing__spacing_mm": [1.0, 0.0, 1.0]}, "spacing_mm.1 must be at least 0.000"),

@@ -126,10 +126,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 check_random(training["random"])
                 refuse_non_finite(training["optimizer"], "the optimizer's")
         except (ConfigError, ValueError) as error:
+            writer = content.get("unet3d")
+            by = "" if writer == __version__ else f", by unet3d {printable(writer, 20)}"
             raise CheckpointError(
-                f"{path} is not a usable checkpoint: {error} (it was written by unet3d "
-                f"{printable(content.get('unet3d'), 20)}, this is {__version__}); use another "
-                "checkpoint, or train again"
+                f"{path} is not a usable checkpoint{by}: {error}; use another checkpoint, or "
+                "train again"
             ) from error
         return Checkpoint(
             topology=plain.topology,
