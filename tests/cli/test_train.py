@@ -142,8 +142,8 @@ def test_an_output_folder_that_takes_no_files_is_refused_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_msd(folder / "data")
-    line = refusal(capsys, "train", "data", *SMALL, "--output", "/proc/self")
-    assert "cannot write to /proc/self: " in line
+    line = refusal(capsys, "train", "data", *SMALL, "--output", "/proc/self/run")
+    assert "cannot write to /proc/self/run: " in line
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
 
 

@@ -1,10 +1,10 @@
 """The optimizer, its learning rate, and the scaler of float16."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unet3d.config import TrainingSettings
 
@@ -99,12 +99,29 @@ class Optimization:
     def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
 
+        Momentum and weight decay stay those of the settings, not those of the state.
+
         Raises:
             ValueError: The state belongs to another optimizer or network.
         """
+        own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            group.update({key: value for key, value in settings.items() if key != "params"})
+        for parameter, values in self.optimizer.state.items():
+            self._check_state(parameter, values)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _check_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
+        is_sgd = self.settings.optimizer == "sgd"
+        known = {"momentum_buffer"} if is_sgd else {"step", "exp_avg", "exp_avg_sq"}
+        if not (values.keys() <= known if is_sgd else values.keys() == known):
+            raise ValueError(f"it holds {', '.join(values)}, which is of another optimizer")
+        for name, value in values.items():
+            wanted = () if name == "step" else parameter.shape
+            if value is not None and value.shape != wanted:
+                raise ValueError(f"{name} has the shape {tuple(value.shape)}, not {tuple(wanted)}")
 
 
 def num_states(settings: TrainingSettings) -> int:

@@ -19,6 +19,7 @@ from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.model import Topology, UNet3d
+from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
@@ -37,6 +38,8 @@ class Checkpoint:
     """Voxels along X, Y, Z of the patches that it was trained on; None: whole volumes."""
     config: Config
     """The settings of its run."""
+    split: CaseSplit | None = None
+    """The cases that its run trains and validates on; None: it is older than their record."""
     model: dict[str, Tensor]
     """Parameters and buffers by name."""
     training: dict[str, Any]
@@ -77,6 +80,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "preprocessing": checkpoint.preprocessing.to_dict(),
         "patch_size": checkpoint.patch_size,
         "config": checkpoint.config.to_yaml(),
+        "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
         "model": _to_cpu(checkpoint.model),
         "training": _to_cpu(checkpoint.training),
     }
@@ -111,12 +115,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f"{content.get('unet3d')}; this is unet3d {__version__}, which reads format {FORMAT}"
         )
     try:
-        patch_size = content["patch_size"]
+        patch_size, split = content["patch_size"], content.get("split")
         return Checkpoint(
             topology=Topology.from_dict(content["topology"]),
             preprocessing=Preprocessing.from_dict(content["preprocessing"]),
             patch_size=tuple(patch_size) if patch_size else None,
             config=Config.from_yaml(content["config"]),
+            split=None if split is None else CaseSplit.from_dict(split),
             model=content["model"],
             training=content["training"],
         )
