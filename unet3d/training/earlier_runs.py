@@ -120,7 +120,9 @@ class _Maker:
         if not contents.keys() <= self._cases.keys():
             return False
         store = Cache(self._cache)
-        return all(content_of(self._cases[name], store) == contents[name] for name in contents)
+        return bool(contents) and all(
+            content_of(self._cases[name], store) == digest for name, digest in contents.items()
+        )
 
 
 def _description(path: Path) -> Path:

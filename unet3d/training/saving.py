@@ -1,7 +1,6 @@
 """The checkpoints of a run: when one is due, what it holds of a training, and reading it back."""
 
 import logging
-import math
 import time
 from dataclasses import asdict
 
