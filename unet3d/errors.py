@@ -5,6 +5,7 @@ The message is one line: what is wrong, which value, what to do. The command lin
 
     Unet3dError
     ├── ConfigError         a setting, or settings that contradict each other
+    │   └── ResultExistsError   a result that is there already and may not be replaced
     ├── DatasetError        dataset.json, missing files, folds
     ├── VolumeError         one image or label map that cannot be used
     ├── CacheError          a cache folder that cannot be written, or changed during a run
@@ -22,6 +23,10 @@ class Unet3dError(Exception):
 
 class ConfigError(Unet3dError):
     """A setting is unknown, out of range, or contradicts another."""
+
+
+class ResultExistsError(ConfigError):
+    """A result is there already, and nobody has allowed to replace it."""
 
 
 class DatasetError(Unet3dError):

@@ -3,6 +3,7 @@
 Heavy imports are inside the commands, so that ``--help`` is instant.
 """
 
+import io
 import logging
 import signal
 import sys
@@ -34,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     from unet3d.distributed.interruption import Interrupted
     from unet3d.distributed.ranks import is_launched, leave, report_end
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names of files and labels may hold what the terminal's encoding, or any, does not.
+            stream.reconfigure(errors="backslashreplace")
     use_expandable_segments()
     keep_host_memory()
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from monai.metrics import compute_dice, compute_hausdorff_distance
+from monai.metrics import compute_dice, compute_hausdorff_distance, get_mask_edges
+from scipy.spatial import cKDTree
 from torch import Tensor
 
 from unet3d.errors import DatasetError, VolumeError, reason_of
 from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
-from unet3d.volumes.nifti import read_label, same_grid
+from unet3d.volumes.grids import Affine, is_sheared, voxel_mm3
+from unet3d.volumes.header import VolumeHeader, same_grid
+from unet3d.volumes.nifti import on_grid_of, read_label
 
 BACKGROUND = 0
 MAX_NAMES_IN_MESSAGE = 3
@@ -237,12 +240,12 @@ def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a prediction with the label map of its own image"
         )
-    spacing_mm = label.header.spacing_mm
+    prediction = on_grid_of(label.header, prediction)
     predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
     _refuse_image(prediction_path, predicted_values, label_path, label_values)
     _refuse_image(label_path, label_values, prediction_path, predicted_values)
     scores = {
-        int(value): _score(prediction.array == value, label.array == value, spacing_mm)
+        int(value): _score(prediction.array == value, label.array == value, label.header)
         for value in np.union1d(predicted_values, label_values)
         if value != BACKGROUND
     }
@@ -262,16 +265,16 @@ def _refuse_image(
         )
 
 
-def _score(prediction: Mask, label: Mask, spacing_mm: Sequence[float]) -> LabelScore:
+def _score(prediction: Mask, label: Mask, header: VolumeHeader) -> LabelScore:
     # What follows takes time for each voxel, and a label usually fills a small part of a volume.
     box = _bounding_box(prediction | label)
     prediction, label = prediction[box], label[box]
-    voxel_ml = float(np.prod(spacing_mm)) / CUBIC_MM_PER_ML
+    voxel_ml = voxel_mm3(header.affine) / CUBIC_MM_PER_ML
     num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
     tensors = torch.from_numpy(prediction), torch.from_numpy(label)
     return LabelScore(
         dice=_dice(*tensors),
-        hd95_mm=_hd95_mm(*tensors, spacing_mm) if num_predicted and num_labelled else None,
+        hd95_mm=_hd95_mm(*tensors, header) if num_predicted and num_labelled else None,
         prediction_ml=num_predicted * voxel_ml,
         label_ml=num_labelled * voxel_ml,
     )
@@ -283,7 +286,9 @@ def _dice(prediction: Tensor, target: Tensor) -> float | None:
     return float(compute_dice(_batch(prediction), _batch(target), ignore_empty=False).item())
 
 
-def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> float:
+def _hd95_mm(prediction: Tensor, label: Tensor, header: VolumeHeader) -> float:
+    if is_sheared(header.affine):
+        return hd95_of_sheared_mm(prediction, label, header.affine)
     with warnings.catch_warnings():
         # MONAI warns about an argument that it passes to itself.
         warnings.filterwarnings("ignore", ".*always_return_as_numpy", FutureWarning)
@@ -292,9 +297,30 @@ def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> 
             _batch(label),
             include_background=True,
             percentile=95,
-            spacing=list(spacing_mm),
+            spacing=list(header.spacing_mm),
         )
     return float(distance.item())
+
+
+def hd95_of_sheared_mm(prediction: Tensor, label: Tensor, affine: Affine) -> float:
+    """Return what MONAI's HD95 is where axes are at right angles, for any axes.
+
+    MONAI's distance transform takes a spacing only. Here the same surface voxels are located by the
+    affine, and the nearest ones are searched for.
+
+    Args:
+        prediction: Mask with at least one voxel, shape (X, Y, Z).
+        label: Likewise.
+        affine: (4, 4), from voxel indices to mm.
+    """
+    edges = get_mask_edges(prediction, label, crop=False, always_return_as_numpy=True)
+    surfaces = [np.argwhere(edge) @ affine[:3, :3].T for edge in edges]
+    trees = [cKDTree(surface) for surface in surfaces]
+    there, back = (
+        np.percentile(tree.query(surface)[0], 95)
+        for tree, surface in zip(trees, reversed(surfaces), strict=True)
+    )
+    return float(max(there, back))
 
 
 def _bounding_box(mask: Mask) -> tuple[slice, ...]:

@@ -22,6 +22,7 @@ from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.model import Topology, UNet3d
 from unet3d.plain_data import printable, shown
+from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
     FORMAT,
     check_optimizer,
@@ -46,6 +47,8 @@ class Checkpoint:
     """Voxels along X, Y, Z of the patches that it was trained on; None: whole volumes."""
     config: Config
     """The settings of its run."""
+    split: CaseSplit | None = None
+    """The cases that its run trains and validates on; None: it is older than their record."""
     model: dict[str, Tensor]
     """Parameters and buffers by name."""
     training: dict[str, Any]
@@ -83,6 +86,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "preprocessing": checkpoint.preprocessing.to_dict(),
         "patch_size": checkpoint.patch_size,
         "config": checkpoint.config.to_yaml(),
+        "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
         "model": _to_cpu(checkpoint.model, set()),
         "training": _to_cpu(checkpoint.training, set()),
     }
@@ -116,6 +120,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         try:
             plain = read_content(content)
             config = Config.from_yaml(plain.config)
+            split = None if plain.split is None else CaseSplit.from_dict(plain.split)
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
@@ -137,6 +142,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             preprocessing=plain.preprocessing,
             patch_size=plain.patch_size,
             config=config,
+            split=split,
             model=model,
             training=training,
         )

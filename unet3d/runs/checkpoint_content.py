@@ -85,6 +85,8 @@ class Content(Part):
     preprocessing: Preprocessing
     patch_size: Shape | None
     config: Annotated[str, Field(max_length=2**20, strict=True)]
+    split: Any = None
+    """The cases of the run, which their own class checks; files of the first versions lack it."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 

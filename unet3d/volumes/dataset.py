@@ -11,6 +11,7 @@ No volume is opened, except for a description that does not name its channels or
 file is not an error yet: ``unet3d.volumes.check`` names all of them at once.
 """
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -126,7 +127,7 @@ class _Description:
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path = path
         self.tree = tree
-        self.root = path.parent.resolve()
+        self.root = Path(os.path.realpath(path.parent))
 
     def listed(self) -> Dataset:
         """Read a description that lists its cases: MSD, MONAI datalist."""
@@ -249,7 +250,8 @@ class _Description:
         name = PurePosixPath(text)
         path = self.root / name
         leaves = name.is_absolute() or ".." in name.parts
-        if leaves or not path.resolve().is_relative_to(self.root):
+        # realpath leaves links that lead to themselves as they are; reading refuses them.
+        if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
             raise DatasetError(
                 f"{self.path}: {where} points to {text}, outside the data set's folder; "
                 "keep the files inside it"

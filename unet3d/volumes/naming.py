@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError
-from unet3d.volumes.nifti import read_header, read_label
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import read_label
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.nifti import Volume, read_channels, read_header, read_label, same_grid
-from unet3d.volumes.resample import resampled_shape
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
+from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
-    as_spacing,
     prepare_image,
     prepare_label,
 )
@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
 
-VERSION = 1
+VERSION = 2
 """Part of every key: raise it whenever preparation gives other arrays for the same settings."""
 
 
@@ -77,13 +77,8 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = as_spacing(np.median([header.spacing_mm for header in headers], axis=0).round(6))
-    if settings.spacing_mm == "native":
-        target_mm = None
-    elif settings.spacing_mm == "median":
-        target_mm = median_mm
-    else:
-        target_mm = settings.spacing_mm
+    median_mm = median_spacing([header.spacing_mm for header in headers])
+    target_mm = target_spacing(median_mm, settings.spacing_mm)
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(
@@ -169,7 +164,7 @@ def _read_case(case: Case) -> tuple[Volume, Volume]:
     disagreement = same_grid(image.header, label.header)
     if disagreement:
         raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
-    return image, label
+    return image, on_grid_of(image.header, label)
 
 
 def _digests(store: Cache, case: Case) -> list[str]:

@@ -4,6 +4,7 @@ A :class:`Preprocessing` says how. Training keeps it with the network, so that p
 an image exactly as training did.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -17,18 +18,26 @@ from torch.nn import functional
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.plain_data import PLAIN, Name, at_most
+from unet3d.volumes.files import times
+from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
+    affordable_shape,
     grid_shape,
     resample_classes,
     resample_image,
-    resampled_shape,
     thick_axes,
 )
 
 Kind = Literal["ct", "z-score", "none"]
 
-EPSILON = 1e-8
-"""Below this a standard deviation counts as zero, and the channel as constant."""
+CONSTANT_DEVIATION = 1e-8
+"""A channel counts as constant below this deviation, as a part of its largest intensity."""
+
+CLASS_ARRAYS = 2
+"""What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
+
+SAFE_EXPONENT = 60
+"""Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
 
 
 MAX_INTENSITY = 1e38
@@ -108,7 +117,8 @@ def prepare_image(
         Shape (C, X', Y', Z').
 
     Raises:
-        VolumeError: It has another number of channels than the plan.
+        VolumeError: It has another number of channels than the plan, or at the target spacing it
+            does not fit in memory.
     """
     num_channels = len(preprocessing.channels)
     if len(array) != num_channels:
@@ -116,16 +126,16 @@ def prepare_image(
             f"the image has {len(array)} channel(s); {num_channels} are needed: "
             f"{', '.join(preprocessing.channel_names)}"
         )
-    normalized = np.stack(
-        [
-            _normalized(channel, how)
-            for channel, how in zip(array, preprocessing.channels, strict=True)
-        ]
-    )
-    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
-    return resample_image(
-        normalized, shape, thick_axes(spacing_mm, preprocessing.spacing_mm or spacing_mm)
-    )
+    target_mm = preprocessing.spacing_mm
+    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
+    with explaining_memory("the image cannot be prepared"):
+        normalized = np.stack(
+            [
+                _normalized(channel, how)
+                for channel, how in zip(array, preprocessing.channels, strict=True)
+            ]
+        )
+        return resample_image(normalized, shape, thick_axes(spacing_mm, target_mm or spacing_mm))
 
 
 def prepare_label(
@@ -142,7 +152,8 @@ def prepare_label(
         Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 classes.
 
     Raises:
-        VolumeError: A value belongs to no class.
+        VolumeError: A value belongs to no class, or at the target spacing the label map does not
+            fit in memory.
     """
     values = preprocessing.label_values
     index_of = np.full(max(values) + 1, len(values))
@@ -156,8 +167,10 @@ def prepare_label(
             f"(it names {', '.join(map(str, values))}); correct one of them"
         )
     classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
-    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
-    return resample_classes(classes, shape)
+    target_mm = preprocessing.spacing_mm
+    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
+    with explaining_memory("the label map cannot be prepared"):
+        return resample_classes(classes, shape)
 
 
 def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -171,9 +184,18 @@ def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
 
     Returns:
         Shape (K, *shape), same type and device; the logits themselves if that is their shape.
+
+    Raises:
+        VolumeError: They are on the CPU, and its memory does not suffice.
     """
     if tuple(logits.shape[1:]) == shape:
         return logits
+    if logits.device.type == "cpu":
+        refuse_beyond_memory(
+            (len(logits) + 1) * math.prod(shape) * logits.element_size(),
+            f"the segmentation of {times(shape)} voxels and {len(logits)} classes",
+            "use a machine with more, or cut the scan into pieces",
+        )
     restored = logits.new_empty((len(logits), *shape))
     for source, target in zip(logits, restored, strict=True):
         target.copy_(
@@ -194,10 +216,16 @@ def _normalized(
     inside = array[array != 0]
     if not len(inside):
         return array
+    largest = max(float(inside.max()), -float(inside.min()))
+    exponent = math.frexp(largest)[1]
+    if abs(exponent) > SAFE_EXPONENT:
+        # By a power of two, which changes no digit. Differences of such numbers overflow.
+        array, inside = np.ldexp(array, -exponent), np.ldexp(inside, -exponent)
+        largest = math.ldexp(largest, -exponent)
     # Sums of 10^8 voxels in float32 lose digits.
     mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
-    if std < EPSILON * max(1.0, abs(mean)):
-        std = 1.0
+    if std < CONSTANT_DEVIATION * largest:
+        std = largest
     return (array - np.float32(mean)) / np.float32(std)
 
 
