@@ -26,6 +26,7 @@ from unet3d.errors import CheckpointError
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.plain_data import is_printable
+from unet3d.runs import checkpoint as checkpoint_module
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.state import TrainingState
 
@@ -359,6 +360,12 @@ def test_pickles_that_ask_for_much_or_make_no_sense(
 def test_the_plain_tensor_of_these_pickles_is_one(tmp_path: Path) -> None:
     path = pickled(tmp_path, TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85"))
     assert "is not a checkpoint of unet3d; train one" in refusal(path)
+
+
+def test_a_file_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda: 1000)
+    said = refusal(saved(CONTENT, tmp_path))
+    assert "its tensors take" in said and "but 1,000 of this machine's memory are avail" in said
 
 
 def test_files_that_are_no_files(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.memory.host import available_bytes
 from unet3d.model import Topology, UNet3d
 from unet3d.plain_data import printable, shown
 from unet3d.runs.case_split import CaseSplit
@@ -124,6 +125,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
+            if file.num_bytes > available_bytes():  # a file may have holes, which take no disk
+                raise ValueError(
+                    f"its tensors take {file.num_bytes:,} bytes, but {available_bytes():,} of this "
+                    "machine's memory are available"
+                )
             model = file.filled(plain.model)
             training = file.filled(content["training"])
             refuse_non_finite(model, "the weight")

@@ -16,6 +16,7 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
 )
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
@@ -150,6 +151,7 @@ def _train(
     )
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
+    refuse_beyond_memory(experiment.topology)
     model = UNet3d(experiment.topology)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)
