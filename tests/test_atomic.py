@@ -343,14 +343,14 @@ def test_the_longest_names_can_be_written(tmp_path: Path, letter: str) -> None:
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    (tmp_path / f"{PREFIX}abcfile.txt").write_text("half")
-    (tmp_path / f"{PREFIX}folder").mkdir()
-    (tmp_path / f"{PREFIX}folder" / "file").write_text("half")
+    (tmp_path / f"{PREFIX}{'a' * 32}-file.txt").write_text("half")
+    (tmp_path / f"{PREFIX}{'b' * 32}-folder").mkdir()
+    (tmp_path / f"{PREFIX}{'b' * 32}-folder" / "file").write_text("half")
     (tmp_path / "file.txt").write_text("whole")
     remove_leftovers(tmp_path, older_than_s=3600)
     assert len(list(tmp_path.iterdir())) == 3
     old = time.time() - 7200
-    os.utime(tmp_path / f"{PREFIX}folder", (old, old))
+    os.utime(tmp_path / f"{PREFIX}{'b' * 32}-folder", (old, old))
     remove_leftovers(tmp_path, older_than_s=3600)
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / f"{PREFIX}link").symlink_to("file.txt")
@@ -358,6 +358,18 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}lost").symlink_to("nowhere")
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
+    names = {f"{PREFIX}draft", f"{PREFIX}{'a' * 31}-file", f"{PREFIX}{'g' * 32}-file", PREFIX}
+    for name in names:
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("precious")
+    (tmp_path / f"{PREFIX}{'a' * 32}-link").symlink_to("elsewhere")
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names | {"elsewhere"}
+    assert (tmp_path / "elsewhere" / "file").read_text() == "precious"
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:

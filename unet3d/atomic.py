@@ -12,6 +12,7 @@ is flushed last, because a rename is lost in a power cut until then::
 
 import errno
 import os
+import re
 import shutil
 import stat
 import time
@@ -23,6 +24,8 @@ from typing import IO
 
 PREFIX = ".unfinished-"
 """How the names of temporary files and folders begin."""
+
+_LEFTOVER = re.compile(re.escape(PREFIX) + "[0-9a-f]{32}-.*", re.DOTALL)
 
 MAX_ENDING = 16
 """Letters of the final name that a temporary name ends in: enough for every file ending."""
@@ -177,14 +180,14 @@ def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
     """Delete the temporary files and folders of writers that were killed.
 
     Args:
-        folder: Where they wrote.
+        folder: Where they wrote; what others put there stays, whatever its name begins with.
         older_than_s: Age in seconds below which one may belong to a writer at work. With 0 nobody
             else may write to the folder now.
 
     Raises:
         OSError: One of them cannot be deleted.
     """
-    for leftover in folder.glob(f"{PREFIX}*"):
+    for leftover in filter(is_leftover, folder.iterdir()):
         try:
             status = leftover.lstat()
             if older_than_s and time.time() - status.st_mtime < older_than_s:
@@ -192,6 +195,15 @@ def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
             shutil.rmtree(leftover) if stat.S_ISDIR(status.st_mode) else leftover.unlink()
         except FileNotFoundError:  # another process cleans too
             continue
+
+
+def is_leftover(path: Path) -> bool:
+    """Return whether a name is that of a temporary file or folder of ours.
+
+    Args:
+        path: What a folder lists.
+    """
+    return _LEFTOVER.fullmatch(path.name) is not None
 
 
 @contextmanager

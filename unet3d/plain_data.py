@@ -115,10 +115,18 @@ def validated(model: type[Model], values: Any) -> Model:
     try:
         content: Model = _adapter(model).validate_python(values)
     except ValidationError as error:
-        found = [dict(problem) for problem in error.errors(include_url=False)]
-        phrases = map(_phrase, found[:MAX_DESCRIBED])
-        raise ValueError(listed(phrases, max(0, len(found) - MAX_DESCRIBED))) from error
+        raise ValueError(explained(error)) from error
     return content
+
+
+def explained(error: ValidationError) -> str:
+    """Return what is wrong with the values that a model refused, in one line.
+
+    Args:
+        error: Of the model.
+    """
+    found = [dict(problem) for problem in error.errors(include_url=False)]
+    return listed(map(_phrase, found[:MAX_DESCRIBED]), max(0, len(found) - MAX_DESCRIBED))
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -131,7 +139,7 @@ def at_most(count: int) -> BeforeValidator:
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > count:
             words = f"has {len(value):,} entries, and may have {count:,}"
-            raise PydanticCustomError(TOO_MANY, words)  # type: ignore[arg-type]
+            raise PydanticCustomError(TOO_MANY, words)
         return value
 
     return BeforeValidator(check)

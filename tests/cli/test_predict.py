@@ -49,6 +49,20 @@ def test_the_newest_finished_run_is_used_and_named(
     assert capsys.readouterr().out.startswith("using runs/oldest/checkpoint-best.pt\n")
 
 
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(
+    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(folder / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
+    options = ("--devices", "cpu", "--overwrite", "--checkpoint")
+    assert run("predict", scan, *options, "runs/mine/") == 0
+    assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-latest.pt\n")
+    write_checkpoint(folder / "runs/mine/checkpoint-best.pt", patch_size=(8, 8, 8))
+    assert run("predict", scan, *options, "runs/mine") == 0
+    assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-best.pt\n")
+    line = refusal(capsys, "predict", scan, *options, "runs")
+    assert "runs has neither checkpoint-best.pt nor checkpoint-latest.pt" in line
+
+
 def test_a_checkpoint_that_is_none_is_refused(
     folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

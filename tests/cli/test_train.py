@@ -22,6 +22,7 @@ from tests.command_line import (
     settings_of,
 )
 from tests.process_trees import assert_all_end, family_of
+from tests.trainings import contents
 from tests.volumes.samples import write_json, write_msd
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
@@ -138,13 +139,90 @@ def test_resume_continues_the_newest_run(folder: Path, capsys: pytest.CaptureFix
     assert list(Path("runs").iterdir()) == [run_folder]
 
 
+@pytest.mark.trains
+def test_two_runs_of_one_second_have_two_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda form: "20260102-030405")
+    write_msd(folder / "data")
+    for _ in range(2):
+        assert run("train", "data", *SMALL, "--quiet") == 0
+    names = ["data-fold0-20260102-030405", "data-fold0-20260102-030405-2"]
+    assert sorted(path.name for path in Path("runs").iterdir()) == names
+    refusal(capsys, "train", "data", *SMALL, "--fold", 9)
+    refusal(capsys, "train", "data", *SMALL, "--devices", "cuda:77")
+    assert sorted(path.name for path in Path("runs").iterdir()) == names
+
+
+@pytest.mark.trains
+def test_resume_takes_the_run_of_the_data_set_that_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("a", "b")):
+        write_msd(folder / name, shape=(12, 14, 10 + number))
+        assert run("train", name, *SMALL, "--quiet") == 0
+    write_msd(folder / "c", shape=(12, 14, 13))
+    (folder / "a").rename(folder / "moved")
+    made = {path.name[0]: path for path in Path("runs").iterdir()}
+    before = contents(Path("runs"))
+    line = refusal(capsys, "train", "c", "--resume", "--epochs", 2)
+    assert "no run in runs was made with " in line and "--output" in line
+    line = refusal(capsys, "train", "moved", "--resume", "--epochs", 2, "--output", made["b"])
+    assert "3 case(s) with other contents (case_0, case_1, case_2)" in line
+    assert contents(Path("runs")) == before
+    assert run("train", "moved", "--resume", "--epochs", 2, "--quiet") == 0
+    epochs = {
+        name: json.loads((path / "summary.json").read_text())["epochs"]
+        for name, path in made.items()
+    }
+    assert epochs == {"a": 2, "b": 1}
+    assert run("train", "--resume", "--epochs", 3, "--quiet", "--output", made["b"]) == 0
+    capsys.readouterr()
+    assert run("train", "b", "--resume") == 0
+    shown = capsys.readouterr()
+    assert "Best mean Dice" in shown.out and str(made["b"]) in shown.out
+
+
+@pytest.mark.trains
+def test_a_damaged_configuration_of_a_run_does_not_stop_it(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_msd(folder / "data")
+    assert run("train", "data", *SMALL, "--output", "run", "--quiet") == 0
+    Path("run/config.yaml").write_bytes(b"\0" * 100)
+    assert run("train", "--resume", "--output", "run", "--quiet", "--epochs", 2) == 0
+    assert "run/config.yaml is damaged (" in caplog.text
+    assert settings_of(Path("run"))["model"]["base_channels"] == 4
+    text = Path("run/config.yaml").read_text().replace("epochs: 2", "epochs: many")
+    Path("run/config.yaml").write_text(text)
+    line = refusal(capsys, "train", "--resume", "--output", "run")
+    assert "training.epochs is 'many'" in line  # somebody has changed it
+
+
+def test_an_output_folder_with_other_files_is_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_msd(folder / "data")
+    (folder / "mine").mkdir()
+    for name in ("config.yaml", "summary.json", "metrics.jsonl", ".unfinished-draft"):
+        (folder / "mine" / name).write_text("precious")
+    before = contents(folder)
+    for output in ("mine", "data", "data/imagesTr", "."):
+        line = refusal(capsys, "train", "data", *SMALL, "--output", output)
+        assert f"{output} is not empty and is no run: it holds " in line
+    assert "cannot write to " in refusal(
+        capsys, "train", "data", *SMALL, "--output", "mine/config.yaml"
+    )
+    assert contents(folder) == before
+
+
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can fill")
 def test_an_output_folder_that_takes_no_files_is_refused_at_once(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_msd(folder / "data")
-    line = refusal(capsys, "train", "data", *SMALL, "--output", "/proc/self")
-    assert "cannot write to /proc/self: " in line
+    line = refusal(capsys, "train", "data", *SMALL, "--output", "/proc/self/run")
+    assert "cannot write to /proc/self/run: " in line
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
 
 

@@ -108,7 +108,7 @@ def test_round_trip_through_plain_values() -> None:
     ("damage", "message"),
     [
         ({"channels": 3}, "channels must be a valid tuple, but is 3"),
-        ({"channels": []}, "channels Tuple should have at least 1 item"),
+        ({"channels": []}, "names channels of 0 levels but 4 strides"),
         ({"channels": [4, -8, 4]}, "channels.1 must be greater than 0, but is -8"),
         ({"channels": [4, 8.0, 4]}, "channels.1 must be a valid integer, but is 8.0"),
         ({"channels": [4, 8, True]}, "channels.2 must be a valid integer, but is True"),

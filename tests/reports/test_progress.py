@@ -1,11 +1,14 @@
 import io
 import logging
+import re
 import time
+from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
-from unet3d.reports.progress import ProgressLine, duration
+from unet3d.reports.progress import ProgressLine, duration, list_within
 
 
 @pytest.mark.parametrize(
@@ -24,54 +27,219 @@ def test_durations_read_as_people_write_them(seconds: float, words: str) -> None
     assert duration(seconds) == words
 
 
-def metrics(epoch: int, **scores: object) -> dict[str, object]:
-    return {"epoch": epoch, "loss": 0.51234, "seconds": 2.0, **scores}
+def metrics(epoch: int, **more: object) -> dict[str, object]:
+    return {"epoch": epoch, "loss": 0.51234, "seconds": 2.0, **more}
+
+
+def line_on(console: Console, **changes: Any) -> ProgressLine:
+    values: dict[str, Any] = {
+        "num_epochs": 10,
+        "num_steps": 4,
+        "validate_every": 5,
+        "validation_seconds": 0.0,
+        "quiet": False,
+    }
+    return ProgressLine(console, **values | changes)
+
+
+class Terminal:
+    """What a terminal of some width has shown, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int = 80) -> None:
+        self.seconds = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.seconds)
+        self._text = io.StringIO()
+        self.console = Console(file=self._text, force_terminal=True, width=width)
+
+    def shown(self) -> list[str]:
+        """Return the lines since the last call, without what moves the cursor and colours."""
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self._text.getvalue())
+        self._text.seek(0)
+        self._text.truncate()
+        return [line.rstrip() for line in re.split("[\r\n]", text) if line.strip()]
 
 
 def test_a_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    text = io.StringIO()
-    line = ProgressLine(Console(file=text, force_terminal=True, width=160), 10, 4, quiet=False)
+    terminal = Terminal(monkeypatch)
+    line = line_on(terminal.console, validate_every=2, validation_seconds=6.0)
     with line.shown():
         assert line.wants_loss()
         line.step_done(0, 1, 1.5)
         assert not line.wants_loss()  # reading it would wait for the device
-        clock[0] += 3.0
+        terminal.seconds += 3.0
         assert line.wants_loss()
         line.step_done(0, 2, 1.25)
-        line.epoch_done(metrics(1), 18.0)
+        last = terminal.shown()[-1]
+        assert last.startswith("epoch 1/10 step 2/4 ")
+        # 38 of 40 steps at 3 s, and 5 validations at 6 s
+        assert last.endswith(" loss 1.250  Dice –  2 min 24 s left")
+        line.epoch_done(metrics(1))
+        assert terminal.shown() == []  # the live line tells that
         scores = {"dice": {"lesion [core]": 0.75, "rim": None}, "mean_dice": 0.75}
-        line.epoch_done(metrics(2, **scores), 16.0)
+        line.epoch_done(metrics(2, **scores, validation_seconds=1.0))
+        shown = terminal.shown()
+        assert "epoch 2/10: loss 0.5123, Dice 0.750, 3.0 s, 20 s left" in shown
+        assert "    lesion [core] 0.750, rim –" in shown
         line.step_done(2, 1, 1.125)
-    shown = " ".join(text.getvalue().split())
-    assert "epoch 1/10 step 2/4" in shown
-    assert "loss 1.250 Dice – 1 min 54 s left" in shown  # 38 of 40 steps at 3 s
-    assert "epoch 1/10: " not in shown  # the live line tells that
-    assert "epoch 2/10: loss 0.5123, Dice 0.750 (lesion [core] 0.750, rim –), 2.0 s" in shown
-    assert "loss 1.125 Dice 0.750" in shown
+        assert " loss 1.125  Dice 0.750 " in terminal.shown()[-1]
+
+
+def test_a_validation_has_its_share_of_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch)
+    line = line_on(terminal.console, num_epochs=5, num_steps=10)
+    with line.shown():
+        line.step_done(4, 1, 1.0)
+        terminal.seconds += 9.0
+        line.step_done(4, 10, 1.0)
+        last = terminal.shown()[-1]
+        assert last.endswith(" loss 1.000  Dice –  over 0 s left")  # it was not measured yet
+        line.validating(4, 0, 2, 0, 4)
+        assert "validating case 1/2 window 0/4" in terminal.shown()[-1]
+        terminal.seconds += 10.0
+        line.validating(4, 0, 2, 1, 4)
+        last = terminal.shown()[-1]
+        assert "epoch 5/5 " in last
+        assert last.endswith("validating case 1/2 window 1/4  1 min 10 s left")
+        # 50 steps took 50 s, and an eighth of the validation 10 s: 60 of 130 s are over.
+        filled = re.search("(━+)[ ╸╺━]", last)
+        assert filled is not None and "100%" not in last
+        terminal.seconds += 60.0
+        line.validating(4, 1, 2, 3, 4)
+        assert terminal.shown()[-1].endswith("validating case 2/2 window 3/4  10 s left")
+        terminal.seconds += 10.0
+        line.validating(4, 2, 2, 0, 1)
+        assert "validating case 2/2" in terminal.shown()[-1]
+        line.epoch_done(metrics(5, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=80.0))
+        assert terminal.shown()[0].endswith("Dice 0.500 (a 0.500), 82.0 s, 0 s left")
+
+
+def test_the_time_left_knows_the_validations_to_come(caplog: pytest.LogCaptureFixture) -> None:
+    line = line_on(Console(file=io.StringIO()), num_epochs=11)
+    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+        line.epoch_done(metrics(1))
+        line.epoch_done(metrics(5, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=60.0))
+        line.epoch_done(metrics(6))
+        line.epoch_done(metrics(10, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=30.0))
+        line.epoch_done(metrics(11, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=30.0))
+    assert [record.message.split(", ")[-1] for record in caplog.records] == [
+        "over 20 s left",
+        "2 min 12 s left",  # 6 epochs, and validations of epochs 10 and 11
+        "2 min 10 s left",
+        "32 s left",
+        "0 s left",
+    ]
 
 
 def test_a_log_gets_a_line_for_each_epoch(caplog: pytest.LogCaptureFixture) -> None:
     text = io.StringIO()
-    line = ProgressLine(Console(file=text), 10, 4, quiet=False)
+    line = line_on(Console(file=text), validation_seconds=5.0)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         assert not line.wants_loss()
-        line.epoch_done(metrics(1), 125.0)
-        line.epoch_done(metrics(2, dice={"a": 0.5}, mean_dice=0.5), 16.0)
+        line.epoch_done(metrics(1))
+        line.epoch_done(metrics(2, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=1.0))
     assert [record.message for record in caplog.records] == [
-        "epoch 1/10: loss 0.5123, 2.0 s, 2 min 05 s left",
-        "epoch 2/10: loss 0.5123, Dice 0.500 (a 0.500), 2.0 s, 16 s left",
+        "epoch 1/10: loss 0.5123, 2.0 s, 28 s left",
+        "epoch 2/10: loss 0.5123, Dice 0.500 (a 0.500), 3.0 s, 18 s left",
     ]
     assert text.getvalue() == ""
+
+
+def test_a_log_is_told_of_a_long_validation(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    line = line_on(Console(file=io.StringIO()))
+    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+        for case in range(20):
+            line.validating(4, case, 20, 0, 1)
+            clock[0] += 10.0
+    assert [record.message for record in caplog.records] == [
+        "epoch 5: validating case 7/20, 2 min 20 s left of it",
+        "epoch 5: validating case 13/20, 1 min 20 s left of it",
+        "epoch 5: validating case 19/20, 20 s left of it",
+    ]
+
+
+LONG = "white matter hyperintensities of presumed vascular origin in the deep grey nuclei"
+HEAD = "epoch 10/100: loss 0.5123, Dice 0.850"
+TAIL = ", 12.5 s, 18 min 45 s left"
+
+
+@pytest.mark.parametrize(
+    ("dice", "lines"),
+    [
+        ({"a": 0.912, "b": None}, [f"{HEAD} (a 0.912, b –){TAIL}"]),
+        ({"a\nb\x1b": 0.25}, [f"{HEAD} (a?b? 0.250){TAIL}"]),
+        (
+            {"liver": 0.912, "tumour": 0.788},
+            [HEAD + TAIL, "    liver 0.912, tumour 0.788"],
+        ),
+        (
+            {f"vertebra {n}": n / 30 for n in range(1, 25)},
+            [
+                HEAD + TAIL,
+                "    lowest of 24 labels: vertebra 1 0.033, vertebra 2 0.067, vertebra 3 0.100",
+            ],
+        ),
+        (
+            {f"label {n}": None for n in range(30)},
+            [HEAD + TAIL],
+        ),
+        (
+            {LONG: 0.5},
+            [
+                HEAD + TAIL,
+                "    white matter hyperintensities… 0.500",
+            ],
+        ),
+        (
+            {"脳" * 40: 0.5, "b": 0.75},
+            [HEAD + TAIL, f"    lowest of 2 labels: {'脳' * 14}… 0.500, b 0.750"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("width", [None, 80, 200])
+def test_the_lines_of_an_epoch_fit_80_columns(
+    dice: dict[str, float | None],
+    lines: list[str],
+    width: int | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal(monkeypatch, width or 80)
+    console = terminal.console if width else Console(file=io.StringIO())
+    line = line_on(console, num_epochs=100, validate_every=1)
+    values = {"seconds": 8.0, "validation_seconds": 4.5, "dice": dice, "mean_dice": 0.85}
+    with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
+        terminal.shown()
+        line.epoch_done({**metrics(10), **values})
+        shown = terminal.shown() if width else [record.message for record in caplog.records]
+    assert [one for one in shown if "starting" not in one] == lines
+    assert all(cell_len(one) <= 80 for one in shown if "starting" not in one)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_quiet_shows_nothing(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
     text = io.StringIO()
-    line = ProgressLine(Console(file=text, force_terminal=terminal), 10, 4, quiet=True)
+    line = line_on(Console(file=text, force_terminal=terminal), quiet=True)
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         assert not line.wants_loss()
-        line.epoch_done(metrics(1, dice={"a": 0.5}, mean_dice=0.5), 125.0)
+        line.validating(4, 0, 2, 1, 4)
+        line.epoch_done(metrics(1, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=1.0))
     assert text.getvalue() == ""
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (80, "a, bb, ccc, dddd"),
+        (16, "a, bb, ccc, dddd"),
+        (15, "a and 3 more"),
+        (12, "a and 3 more"),
+        (5, "4 with long names"),
+    ],
+)
+def test_as_many_names_as_fit(columns: int, text: str) -> None:
+    assert list_within(["a", "bb", "ccc", "dddd"], columns) == text

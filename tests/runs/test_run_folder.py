@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import pytest
 from unet3d.atomic import PREFIX
 from unet3d.config import Config, load_config
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.runs.run_folder import RunFolder, newest_run
+from unet3d.runs.run_folder import RunFolder, checkpoint_in, make_run, newest_run
+
+LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
+"""A name as that of a file which a killed process has left."""
 
 
 @pytest.fixture
@@ -23,8 +27,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 def test_the_names_are_the_promised_ones(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    names = {path.name for path in vars(run).values() if path != tmp_path}
-    assert names == {
+    paths = {path for path in vars(run).values() if isinstance(path, Path)}
+    assert {path.name for path in paths - {tmp_path}} == {
+        "data.json",
         "config.yaml",
         "checkpoint-latest.pt",
         "checkpoint-best.pt",
@@ -52,12 +57,95 @@ def test_a_run_is_not_begun_over_another(run: RunFolder) -> None:
 def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_is_cleared(
     run: RunFolder,
 ) -> None:
+    run.write_data({})
     run.append_metrics({"epoch": 1})
-    (run.path / f"{PREFIX}xyzcheckpoint-latest.pt").write_bytes(b"half")
+    (run.path / LEFTOVER).write_bytes(b"half")
     run.create()
     run.append_metrics({"epoch": 1})
     assert run.read_metrics() == [{"epoch": 1}]
-    assert [path.name for path in run.path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in run.path.iterdir()} == {"data.json", "metrics.jsonl"}
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", ".hidden", "config.yaml", "summary.json", "metrics.jsonl", "imagesTr/a"]
+)
+@pytest.mark.parametrize("own", [None, b"{}", b"[]", b"\0\0\0", b'{"dataset": "mine"}'])
+def test_a_folder_with_other_files_is_refused_and_left_alone(
+    tmp_path: Path, name: str, own: bytes | None
+) -> None:
+    run = RunFolder(tmp_path / "mine")
+    (run.path / name).parent.mkdir(parents=True)
+    (run.path / name).write_text("precious")
+    (run.path / LEFTOVER).write_bytes(b"half")
+    (run.path / f"{PREFIX}draft").write_bytes(b"half")
+    if own is not None:
+        run.data.write_bytes(own)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with (
+        run.locked(),
+        pytest.raises(ConfigError, match="mine is not empty and is no run: .*; choose another"),
+    ):
+        run.create()
+    run.discard_if_empty()
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_only_what_we_left_makes_a_folder_no_less_empty(tmp_path: Path) -> None:
+    (tmp_path / LEFTOVER).write_bytes(b"half")
+    run = RunFolder(tmp_path)
+    run.create()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_best_checkpoint_of_a_run_is_not_written_over(run: RunFolder) -> None:
+    run.write_data({})
+    run.best.write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="holds checkpoint-best.pt of a run already"):
+        run.create()
+
+
+def test_a_link_to_an_empty_folder_is_as_good(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    run = RunFolder(tmp_path / "link")
+    with run.locked():
+        run.create()
+    run.discard_if_empty()
+    assert (tmp_path / "elsewhere").is_dir()
+    for target in ("loop", "nowhere/at/all"):
+        (tmp_path / "loop").unlink(missing_ok=True)
+        (tmp_path / "loop").symlink_to(target)
+        with (
+            pytest.raises(ConfigError, match="cannot write to .*loop"),
+            RunFolder(tmp_path / "loop").locked(),
+        ):
+            pass
+
+
+def test_two_runs_of_one_name_have_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: make_run("a-fold0").path, range(8)))
+    assert sorted(path.name for path in made) == sorted(
+        ["a-fold0", *(f"a-fold0-{number}" for number in range(2, 9))]
+    )
+    (tmp_path / "runs" / "file").write_text("in the way")
+    assert make_run("file").path.name == "file-2"
+    with pytest.raises(ConfigError, match="cannot write to runs/xxx.*: File name too long"):
+        make_run("x" * 300)
+
+
+def test_the_checkpoint_of_a_folder_is_the_best_it_has(run: RunFolder) -> None:
+    with pytest.raises(CheckpointError, match="first has neither checkpoint-best.pt nor .*latest"):
+        checkpoint_in(run.path)
+    run.latest.touch()
+    assert checkpoint_in(run.path) == run.latest
+    run.best.touch()
+    assert checkpoint_in(run.path) == run.best
+    assert checkpoint_in(run.latest) == run.latest
+    assert checkpoint_in(run.path / "absent.pt") == run.path / "absent.pt"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -70,11 +158,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_reopening_clears_leftovers(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match=r"has no checkpoint-latest.pt to resume from"):
-        run.reopen()
+        run.check_resumable()
     run.latest.write_bytes(b"checkpoint")
     run.append_metrics({"epoch": 1})
-    (run.path / f"{PREFIX}abc").write_bytes(b"half")
-    run.reopen()
+    run.write_json(run.summary, {})
+    (run.path / LEFTOVER).write_bytes(b"half")
+    run.check_resumable()
+    assert len(list(run.path.iterdir())) == 4
+    run.reopen(1)
     assert {path.name for path in run.path.iterdir()} == {"checkpoint-latest.pt", "metrics.jsonl"}
 
 
@@ -134,13 +225,22 @@ def test_a_file_system_without_locks_is_used_with_a_warning(
         assert "start no second training in it" in caplog.text
 
 
-def test_only_an_empty_folder_is_discarded(run: RunFolder) -> None:
-    run.append_metrics({"epoch": 1})
+def test_only_an_empty_folder_that_was_made_is_discarded(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    with run.locked():
+        run.append_metrics({"epoch": 1})
     run.discard_if_empty()
     assert run.metrics.exists()
     run.metrics.unlink()
     run.discard_if_empty()
     assert not run.path.exists()
+    run.discard_if_empty()
+    run.path.mkdir()
+    other = RunFolder(run.path)
+    with other.locked():
+        pass
+    other.discard_if_empty()
+    assert run.path.is_dir()  # the user has made it
 
 
 def test_the_configuration_can_be_read_back(run: RunFolder) -> None:
@@ -190,7 +290,7 @@ def test_only_the_epochs_of_the_checkpoint_are_kept(
         run.append_metrics(line)
     with run.metrics.open("ab") as file:
         file.write(unfinished)
-    run.keep_metrics(num_epochs)
+    run.reopen(num_epochs)
     expected = lines(*range(1, kept + 1))
     assert run.read_metrics() == expected
     for line in lines(kept + 1):  # what is added later stands on a line of its own
@@ -198,14 +298,53 @@ def test_only_the_epochs_of_the_checkpoint_are_kept(
     assert run.read_metrics() == expected + lines(kept + 1)
 
 
+DAMAGE = {
+    "zeros": b"\0" * 100 + b"\n",
+    "zeros at the end": b"\0" * 100,
+    "half": b'{"epoch": 2, "lo\n',
+    "joined": b'{"epoch": 2, "lo{"epoch": 3}\n',
+    "no text": b'{"epoch": 2, "a": "\xff\xfe"}\n',
+    "a list": b"[1, 2]\n",
+    "a number": b"7\n",
+    "no epoch": b'{"loss": 1.0}\n',
+    "a wrong epoch": b'{"epoch": "2"}\n{"epoch": true}\n{"epoch": 0}\n{"epoch": 1.5}\n',
+    "a huge epoch": b'{"epoch": 1' + b"0" * 400 + b"}\n",
+    "digits": b'{"epoch": ' + b"9" * 5000 + b"}\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "empty": b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_damaged_lines_are_left_out_and_counted(
+    run: RunFolder, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.append_metrics(lines(1)[0])
+    with run.metrics.open("ab") as file:
+        file.write(damage)
+    if damage.endswith(b"\n"):
+        run.append_metrics(lines(4)[0])
+    expected = lines(1, 4) if damage.endswith(b"\n") else lines(1)
+    assert run.read_metrics() == expected
+    (record,) = caplog.records
+    number = max(1, damage.count(b"\n"))
+    assert f"metrics.jsonl: {number} damaged line(s) are left out" in record.message
+    caplog.clear()
+    run.reopen(9)
+    assert len(caplog.records) == 1
+    assert run.read_metrics() == expected
+    assert len(caplog.records) == 1  # they are gone
+
+
 def test_keeping_the_metrics_of_a_run_without_any(run: RunFolder) -> None:
-    run.keep_metrics(3)
+    run.reopen(3)
     assert run.read_metrics() == []
 
 
-def make_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
+def put_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
     run = RunFolder(folder / "runs" / name)
     run.create()
+    run.write_data({"number": begun})
     for path, time in ((run.latest, begun), (run.summary, finished)):
         if time is not None:
             path.write_text("x")
@@ -222,13 +361,18 @@ def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (tmp_path / "runs").mkdir()
     assert newest_run(finished=False) is None
     (tmp_path / "runs" / "notes.txt").write_text("no run")
-    make_run(tmp_path, "empty", None, None)
+    put_run(tmp_path, "empty", None, None)
     assert newest_run(finished=False) is None
-    make_run(tmp_path, "z-old", 100, 200)
-    make_run(tmp_path, "b-finished-last", 300, 900)
-    make_run(tmp_path, "c-finished-first", 350, 800)
-    make_run(tmp_path, "a-going-on", 1000, None)
+    put_run(tmp_path, "z-old", 100, 200)
+    put_run(tmp_path, "b-finished-last", 300, 900)
+    put_run(tmp_path, "c-finished-first", 350, 800)
+    put_run(tmp_path, "a-going-on", 1000, None)
     assert name_of(newest_run(finished=True)) == "b-finished-last"
+    assert name_of(newest_run(finished=False)) == "a-going-on"
+    old = newest_run(finished=False, suits=lambda run: (run.read_data() or {})["number"] < 350)
+    assert name_of(old) == "b-finished-last"
+    assert newest_run(finished=False, suits=lambda run: False) is None
+    (tmp_path / "runs" / "loop").symlink_to("loop")
     assert name_of(newest_run(finished=False)) == "a-going-on"
 
 
@@ -244,7 +388,7 @@ def test_a_full_disk_is_explained_and_changes_nothing(
 
     monkeypatch.setattr(os, "fsync", fail)
     for write in (
-        lambda: run.keep_metrics(1),
+        lambda: run.reopen(1),
         lambda: run.write_config(Config()),
         lambda: run.write_json(run.summary, {}),
     ):

@@ -41,6 +41,7 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
     assert names == {
+        "data.json",
         "config.yaml",
         "checkpoint-latest.pt",
         "checkpoint-best.pt",
@@ -58,7 +59,20 @@ def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
     assert [line["epoch"] for line in lines] == [1, 2, 3]
     assert [("mean_dice" in line) for line in lines] == [False, True, True]
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert summary["best_dice"] == max(line.get("mean_dice", -1) for line in lines)
+    best = max((line for line in lines if "mean_dice" in line), key=lambda line: line["mean_dice"])
+    assert summary["best_dice"] == best["mean_dice"]
+    assert summary["best_epoch"] == best["epoch"]
+    assert summary["dice"] == best["dice"]
+    assert summary["last_dice"] == lines[-1]["dice"]
+    training = sum(line["seconds"] for line in lines)
+    validation = sum(line.get("validation_seconds", 0) for line in lines)
+    assert summary["training_seconds"] == pytest.approx(training)
+    assert summary["validation_seconds"] == pytest.approx(validation) and validation > 0
+    assert summary["seconds"] == pytest.approx(training + validation)
+    data = json.loads((finished / "data.json").read_text())
+    assert data["fold"] == data["seed"] == 0 and data["dataset"] is None
+    assert len(data["training"]) == 4 and len(data["validation"]) == 1
+    assert data["preprocessing"]["label_names"][1:] == ["brain", "ventricles", "lesion"]
 
 
 def test_the_written_configuration_repeats_the_run(

@@ -159,7 +159,7 @@ cache.save_case("key", IMAGE, LABEL, (1, 1, 1), 2)
     cache = Cache(tmp_path)
     assert cache.load_case("key", "case") is None
     (leftover,) = (tmp_path / "prepared").iterdir()
-    phantom = tmp_path / f"{PREFIX}phantom"
+    phantom = tmp_path / f"{PREFIX}{'0' * 32}-phantom"
     phantom.mkdir()
     for folder in (leftover, phantom):
         os.utime(folder, (0, 0))

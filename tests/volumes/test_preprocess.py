@@ -335,7 +335,7 @@ def test_killed_preparation_leaves_nothing_that_is_mistaken_for_an_entry(
     tmp_path: Path, settings: DataSettings
 ) -> None:
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
-    folder = tmp_path / "cache" / "prepared" / ".unfinished-0123"
+    folder = tmp_path / "cache" / "prepared" / f".unfinished-{'0123' * 8}-entry"
     folder.mkdir(parents=True)
     (folder / "image.npy").write_bytes(b"half")
     os.utime(folder, (0, 0))

@@ -12,6 +12,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FILE = click.Path(path_type=Path)
 
 
+class _CheckpointPath(click.Path):
+    """A checkpoint, or the folder of a run, which stands for its best one."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from unet3d.runs.run_folder import checkpoint_in
+
+        return checkpoint_in(Path(value))
+
+
+CHECKPOINT = _CheckpointPath()
+
+
 PARALLEL_HELP = "model: encoder on one device, decoder on the next; data: a replica on each."
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import FILE, changes_of, mode_for, placement_options
+from unet3d.cli.options import CHECKPOINT, FILE, changes_of, mode_for, placement_options
 from unet3d.cli.output import show_error, some
 from unet3d.errors import (
     ConfigError,
@@ -31,7 +31,10 @@ logger = logging.getLogger(__name__)
 @click.command()
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @click.option(
-    "--checkpoint", "checkpoint_path", type=FILE, help="Default: the one of the newest run."
+    "--checkpoint",
+    "checkpoint_path",
+    type=CHECKPOINT,
+    help="A file, or the folder of a run; default: the newest finished run.",
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
 @placement_options("none", "model")

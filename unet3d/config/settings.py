@@ -244,7 +244,7 @@ class TrainingSettings(Section):
     batch_size: Few = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
-    micro_batches: Few | Literal["auto"] = "auto"
+    micro_batches: Annotated[int, Field(gt=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, plan_topology
+from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
@@ -38,6 +39,8 @@ class Experiment:
     """Prepared cases for training."""
     validation: tuple[PreparedCase, ...]
     """Prepared cases for validation."""
+    split: CaseSplit
+    """Names and contents of both."""
 
     def largest_patch(self) -> Shape:
         """Return the size of the largest patch of the training, padded to the strides."""
@@ -119,6 +122,7 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
         planned_size=network.size,
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
+        split=CaseSplit.of(training, validation, config.data.cache),
     )
 
 

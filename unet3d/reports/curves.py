@@ -14,6 +14,8 @@ from unet3d.reports.palette import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMI
 
 LABEL_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
 LABEL_STYLES = ("-", "--")
+LARGEST = 1e30
+"""Numbers beyond it are damage, and would end in an overflow where axes are scaled."""
 MAX_NAMED_LABELS = len(LABEL_COLOURS) * len(LABEL_STYLES)
 
 
@@ -22,17 +24,20 @@ def progress_figure(metrics: Sequence[Mapping[str, Any]]) -> Figure:
 
     Args:
         metrics: One line of ``metrics.jsonl`` for each epoch; lines of epochs with a validation
-            also hold ``dice`` (label to Dice, or None) and ``mean_dice``.
+            also hold ``dice`` (label to Dice, or None) and ``mean_dice``. What a line lacks, or
+            what is no number, is left out.
     """
     figure = Figure(figsize=(PICTURE_WIDTH_INCHES, 8.0), layout="constrained")
     loss_axes, dice_axes, rate_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 3, 1))
     epochs = [line["epoch"] for line in metrics]
     marker = "o" if len(metrics) < 2 else ""  # one point makes no line
-    loss_axes.plot(epochs, [_number(line["loss"]) for line in metrics], color=BLUE, marker=marker)
+    loss_axes.plot(
+        epochs, [_number(line.get("loss")) for line in metrics], color=BLUE, marker=marker
+    )
     loss_axes.set_ylabel("training loss")
     loss_axes.set_title("Progress of the training")
-    _draw_dice(dice_axes, [line for line in metrics if line.get("dice") is not None])
-    rates = [_number(line["learning_rate"]) for line in metrics]
+    _draw_dice(dice_axes, [line for line in metrics if isinstance(line.get("dice"), dict)])
+    rates = [_number(line.get("learning_rate")) for line in metrics]
     rate_axes.plot(epochs, rates, color="black", linewidth=1, marker=marker)
     rate_axes.set_ylabel("learning rate")
     rate_axes.set_ylim(bottom=0)
@@ -77,7 +82,7 @@ def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
             markersize=3 if named else 0,
             label=_with_last(str(label), values) if named else None,
         )
-    means = [_number(line["mean_dice"]) for line in validations]
+    means = [_number(line.get("mean_dice")) for line in validations]
     text = "mean" if named else f"mean of {len(labels)} labels"
     axes.plot(
         epochs,
@@ -98,5 +103,8 @@ def _with_last(name: str, values: Sequence[float]) -> str:
     return f" {text}" if text.startswith("_") else text  # which it would leave out
 
 
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+def _number(value: object) -> float:
+    """Return a value that can be drawn; NaN, which draws nothing, for everything else."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
+        return float(value)
+    return math.nan

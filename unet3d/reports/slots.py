@@ -51,6 +51,20 @@ def memory_notes(slots: Sequence[Mapping[str, Any]]) -> list[str]:
     return notes
 
 
+def slot_line(index: int, device: str, precision: str, blocks: Sequence[str]) -> str:
+    """Return what a slot is, in one short line.
+
+    Args:
+        index: Number of the slot.
+        device: Name of its device.
+        precision: What it computes in.
+        blocks: Names of its blocks, in their order; at least one.
+    """
+    ends = blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+    number = "1 block" if len(blocks) == 1 else f"{len(blocks)} blocks"
+    return f"slot {index} on {device}, {precision}: {number}, {ends}"
+
+
 def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
     """Return where a slot is: ranks of two machines may each have a ``cuda:0``."""
     return slot.get("rank", 0), slot["device"]

@@ -24,37 +24,11 @@ FORMAT = 1
 MAX_TENSORS = 20_000
 """Of a network, or of its optimizer; the largest network has a thousand."""
 
-Count = Annotated[int, Field(ge=0, le=10**15, strict=True)]
-Number = Annotated[float, Field(strict=True)]
-Seconds = Annotated[float, Field(ge=0, le=1e12, strict=True)]
-Dice = Annotated[float, Field(ge=-1, le=1 + 1e-6, strict=True)]
-
 
 class Part(BaseModel):
     """A mapping with known keys."""
 
     model_config = ConfigDict(**PLAIN, frozen=True, arbitrary_types_allowed=True)
-
-
-class LossSums(Part):
-    """Sums of the terms of the loss."""
-
-    total: Number
-    dice: Number
-    cross_entropy: Number
-
-
-class State(Part):
-    """Fields of :class:`~unet3d.training.state.TrainingState`."""
-
-    epoch: Count = 0
-    step: Count = 0
-    loss: LossSums = LossSums(total=0.0, dice=0.0, cross_entropy=0.0)
-    num_samples: Count = 0
-    seconds: Seconds = 0.0
-    total_seconds: Seconds = 0.0
-    best_dice: Dice = -1.0
-    last_dice: Annotated[dict[Name, Dice | None], at_most(2**16)] = {}
 
 
 class Scaler(Part):
@@ -87,7 +61,8 @@ class Optimizer(Part):
 class Training(Part):
     """Where a training stands."""
 
-    state: State
+    state: Annotated[dict[Name, Any], at_most(100)]
+    """Its fields are those of the training's own model, which checks them when it continues."""
     random: Tensor
     optimizer: Optimizer
     scaler: Annotated[Scaler | None, BeforeValidator(lambda value: value or None)]
@@ -110,6 +85,8 @@ class Content(Part):
     preprocessing: Preprocessing
     patch_size: Shape | None
     config: Annotated[str, Field(max_length=2**20, strict=True)]
+    split: Any = None
+    """The cases of the run, which their own class checks; files of the first versions lack it."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 

@@ -4,16 +4,18 @@ Names and contents of the files are public; the README describes them.
 """
 
 import fcntl
+import itertools
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unet3d.atomic import append, make_folder, remove_leftovers, write_atomically
+from unet3d import __version__
+from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, write_atomically
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 
@@ -22,12 +24,26 @@ logger = logging.getLogger(__name__)
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
 
+MAX_LINE_BYTES = 2**24
+"""More than a line of metrics can have: enough for 100,000 labels."""
+
+MAX_EPOCH = 2**53
+"""Larger numbers of epochs are no numbers that a training has written."""
+
 
 class RunFolder:
     """The files of one run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_made: bool = False) -> None:
+        """Name the files; nothing is read or written.
+
+        Args:
+            path: The folder.
+            is_made: Whether it was made for this run, and may be removed while it is empty.
+        """
         self.path = path
+        self.is_made = is_made
+        self.data = path / "data.json"
         self.config = path / "config.yaml"
         self.latest = path / "checkpoint-latest.pt"
         self.best = path / "checkpoint-best.pt"
@@ -48,8 +64,10 @@ class RunFolder:
         Raises:
             ConfigError: Another training runs in the folder, or it cannot be made.
         """
-        with self._writing(self.path):
-            make_folder(self.path)
+        with _writing(self.path):
+            if not self.path.exists():
+                make_folder(self.path)
+                self.is_made = True
             descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             try:
@@ -72,25 +90,38 @@ class RunFolder:
     def create(self) -> None:
         """Make the folder for a new run.
 
+        It is empty, or holds what a run left that was killed before it first saved, which
+        ``data.json`` shows: a run writes it first.
+
         Raises:
-            ConfigError: The folder holds a run already, or cannot be written to.
+            ConfigError: The folder holds a run or other files already, or cannot be written to.
         """
         if self.latest.exists():
             raise ConfigError(
                 f"{self.path} holds a run already; continue it with --resume, "
                 "or choose another --output"
             )
-        with self._writing(self.path):
+        if self.best.exists():
+            raise ConfigError(
+                f"{self.path} holds {self.best.name} of a run already; choose another --output"
+            )
+        with _writing(self.path):
             make_folder(self.path)
+            names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
+            if names and self.read_data() is None:
+                raise ConfigError(
+                    f"{self.path} is not empty and is no run: it holds {names[0]}; "
+                    "choose another --output"
+                )
             tempfile.TemporaryFile(dir=self.path).close()  # refuse now, not after an epoch
             remove_leftovers(self.path)
             self.metrics.unlink(missing_ok=True)  # of a run that was killed before it first saved
 
-    def reopen(self) -> None:
-        """Prepare the folder for the continuation of its run.
+    def check_resumable(self) -> None:
+        """See that there is a run to continue; nothing is changed.
 
         Raises:
-            CheckpointError: There is no run to continue.
+            CheckpointError: There is none.
             ConfigError: The folder cannot be written to.
         """
         if not self.latest.exists():
@@ -98,12 +129,28 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
-        with self._writing(self.path):
+        with _writing(self.path):
+            tempfile.TemporaryFile(dir=self.path).close()
+
+    def reopen(self, num_epochs: int) -> None:
+        """Prepare the folder for the continuation of its run.
+
+        Args:
+            num_epochs: Epochs that the checkpoint holds. Lines of later ones, which will run again,
+                are dropped.
+
+        Raises:
+            ConfigError: The folder cannot be written to.
+        """
+        with _writing(self.path):
             remove_leftovers(self.path)
+            self.summary.unlink(missing_ok=True)  # not finished any more
+        kept = [line for line in self.read_metrics() if line["epoch"] <= num_epochs]
+        self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def discard_if_empty(self) -> None:
-        """Remove the folder of a run that was refused before it wrote anything."""
-        if not any(self.path.iterdir()):
+        """Remove the folder, if it was made for a run that was refused before it wrote anything."""
+        if self.is_made and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
     def write_config(self, config: Config) -> None:
@@ -113,6 +160,25 @@ class RunFolder:
             ConfigError: The file cannot be written.
         """
         self._write(self.config, config.to_yaml())
+
+    def write_data(self, record: Mapping[str, Any]) -> None:
+        """Write which cases the run trains and validates on.
+
+        Args:
+            record: Plain values.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        self.write_json(self.data, {"unet3d": __version__, **record})
+
+    def read_data(self) -> dict[str, Any] | None:
+        """Return what :meth:`write_data` wrote, or None where there is nothing of it."""
+        try:
+            content = json.loads(self.data.read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return None
+        return content if isinstance(content, dict) and "unet3d" in content else None
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Write one of the JSON files.
@@ -132,57 +198,124 @@ class RunFolder:
         Raises:
             ConfigError: The file cannot be written.
         """
-        with self._writing(self.metrics):
+        with _writing(self.metrics):
             append(self.metrics, (json.dumps(line) + "\n").encode())
 
-    def keep_metrics(self, num_epochs: int) -> None:
-        """Drop the lines of epochs that the checkpoint does not hold and that will run again.
-
-        A killed process may have written such lines, the last one in part.
-
-        Args:
-            num_epochs: Epochs that the checkpoint holds.
-
-        Raises:
-            ConfigError: The file cannot be written.
-        """
-        kept = [line for line in self.read_metrics() if line["epoch"] <= num_epochs]
-        self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
-
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of all epochs, without a last one that was not finished."""
-        if not self.metrics.exists():
+        """Return the lines of all epochs, without damaged ones, which a warning counts.
+
+        A last line that was not finished is none: a process was killed while it wrote it, and its
+        epoch runs again.
+        """
+        if not self.metrics.is_file():
             return []
-        lines = self.metrics.read_text().split("\n")
-        return [json.loads(line) for line in lines[:-1]]  # behind the last newline: unfinished
+        lines, num_damaged = [], 0
+        with self.metrics.open("rb") as file:
+            while text := file.readline(MAX_LINE_BYTES):
+                line = _epoch_line(text)
+                if line is not None and text.endswith(b"\n"):
+                    lines.append(line)
+                elif text.endswith(b"\n") or b"\0" in text or len(text) == MAX_LINE_BYTES:
+                    num_damaged += 1
+        if num_damaged:
+            logger.warning("%s: %d damaged line(s) are left out", self.metrics, num_damaged)
+        return lines
 
     def _write(self, path: Path, text: str) -> None:
-        with self._writing(path):
+        with _writing(path):
             write_atomically(path, lambda file: file.write(text.encode()))
 
-    @staticmethod
-    @contextmanager
-    def _writing(path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to {path}: {reason_of(error)}; make it writable, with space left, "
-                "or choose another --output"
-            ) from error
+
+def make_run(name: str) -> RunFolder:
+    """Make a folder below ``runs/`` that no other process has made.
+
+    Args:
+        name: Its name; if there is such a folder, a number is put behind it.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    for number in itertools.count(1):
+        run = RunFolder(RUNS / (name if number == 1 else f"{name}-{number}"), is_made=True)
+        with _writing(run.path):
+            make_folder(RUNS)
+            try:
+                run.path.mkdir()
+            except FileExistsError:
+                continue
+        break
+    return run
 
 
-def newest_run(finished: bool) -> RunFolder | None:
+def newest_run(
+    finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
+) -> RunFolder | None:
     """Return the run below ``runs/`` that was written to last.
 
     Args:
         finished: Only runs that have come to their end.
+        suits: Whether a run is one of those that are meant; the newest ones are asked first.
     """
     if not RUNS.is_dir():
         return None
-    runs = [RunFolder(path) for path in RUNS.iterdir()]
-    if finished:
-        ended = [run for run in runs if run.summary.is_file()]
-        return max(ended, key=lambda run: run.summary.stat().st_mtime, default=None)
-    begun = [run for run in runs if run.latest.is_file()]
-    return max(begun, key=lambda run: run.latest.stat().st_mtime, default=None)
+    written = []
+    for path in RUNS.iterdir():
+        run = RunFolder(path)
+        seconds = _written_at(run.summary if finished else run.latest)
+        if seconds is not None:
+            written.append((seconds, path.name, run))
+    newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
+    return next(filter(suits, newest_first), None)
+
+
+def checkpoint_in(path: Path) -> Path:
+    """Return the checkpoint that is meant by a path.
+
+    Args:
+        path: A file, or the folder of a run, whose best checkpoint is meant, else its latest.
+
+    Raises:
+        CheckpointError: The folder has none.
+    """
+    if not path.is_dir():
+        return path
+    run = RunFolder(path)
+    for file in (run.best, run.latest):
+        if file.is_file():
+            return file
+    raise CheckpointError(
+        f"{path} has neither {run.best.name} nor {run.latest.name}; name a checkpoint, or the "
+        "folder of a run"
+    )
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {path}: {reason_of(error)}; make it writable, with space left, "
+            "or choose another --output"
+        ) from error
+
+
+def _written_at(path: Path) -> float | None:
+    """Return when a file was written, or None where there is none to be read."""
+    try:
+        return path.stat().st_mtime if path.is_file() else None
+    except OSError:  # it vanished, or its folder is another user's
+        return None
+
+
+def _epoch_line(text: bytes) -> dict[str, Any] | None:
+    """Return what a line of metrics holds, or None where it is damaged."""
+    try:
+        line: Any = json.loads(text.decode())
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict):
+        return None
+    epoch = line.get("epoch")
+    is_number = isinstance(epoch, int) and not isinstance(epoch, bool)
+    return line if is_number and 0 < epoch < MAX_EPOCH else None

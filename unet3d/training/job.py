@@ -11,11 +11,12 @@ from rich.console import Console
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError, Unet3dError
+from unet3d.errors import DoesNotFitError
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
 )
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
@@ -30,9 +31,12 @@ from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
+from unet3d.reports.slots import slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import leave_cores, loading_processes, preparing_processes
+from unet3d.training.data_record import data_lines
 from unet3d.training.loop import TrainingLoop, TrainingResult
+from unet3d.training.resuming import Past
 from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
@@ -86,16 +90,20 @@ def train(
         logger.warning(warning)
     precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
     with folder.locked() if group.is_first else nullcontext():
-        return _train(
-            config=config,
-            folder=folder,
-            resume=resume,
-            console=console,
-            quiet=quiet,
-            dims=dims,
-            precision=precision,
-            group=group,
-        )
+        try:
+            return _train(
+                config=config,
+                folder=folder,
+                resume=resume,
+                console=console,
+                quiet=quiet,
+                dims=dims,
+                precision=precision,
+                group=group,
+            )
+        finally:
+            if group.is_first:
+                folder.discard_if_empty()
 
 
 def _train(
@@ -113,18 +121,19 @@ def _train(
     num_ranks = group.ranks.local_world_size
     num_preparing = preparing_processes(config, dims.devices, num_ranks)
     num_workers = loading_processes(config, dims.devices, num_ranks)
-    try:
-        if group.is_first:
-            if resume:
-                folder.reopen()
-            else:
-                folder.create()
-            group.begin(str(folder.path))
-        experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
-    except Unet3dError:
-        if group.is_first:
-            folder.discard_if_empty()
-        raise
+    past: Past | None = None
+    if group.is_first:
+        past = _open_folder(config, folder, resume)
+    best_dice = group.from_first(lambda: _best_if_finished(past, config))
+    if best_dice is not None:
+        return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
+    if group.is_first:
+        group.begin(str(folder.path))
+    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
+    if past is not None:
+        past.check_experiment(experiment)
+    for line in data_lines(experiment):
+        logger.info("%s", line)
     group.open(config.parallel.timeout_seconds)
     config = group.from_first(
         lambda: resolve_auto(
@@ -142,6 +151,7 @@ def _train(
     )
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
+    refuse_beyond_memory(experiment.topology)
     model = UNet3d(experiment.topology)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)
@@ -173,17 +183,9 @@ def _train(
     )
     if resume:
         loop.load()
-    if group.is_first:
-        folder.summary.unlink(missing_ok=True)  # not finished any more
-        folder.write_config(experiment.config)
     for slot in executor.slots:
-        logger.info(
-            "slot %d on %s, %s: %s",
-            slot.index,
-            slot.device,
-            precision_on(slot.device, precision),
-            ", ".join(slot.blocks),
-        )
+        precise = precision_on(slot.device, precision)
+        logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
     try:
         return loop.run(console, quiet)
     except torch.OutOfMemoryError as error:
@@ -195,6 +197,31 @@ def _train(
             else explain_out_of_memory(error, step)
         )
         raise DoesNotFitError(reason) from error
+
+
+def _open_folder(config: Config, folder: RunFolder, resume: bool) -> Past | None:
+    """Make the folder of a new run; of one that is continued, return what it was, unchanged."""
+    if not resume:
+        folder.create()
+        return None
+    folder.check_resumable()
+    past = Past.of(folder)
+    past.check_settings(config)
+    return past
+
+
+def _best_if_finished(past: Past | None, config: Config) -> float | None:
+    """Return the best Dice of a run with nothing left to do, and say how to go on; else None."""
+    if past is None or not past.is_finished(config):
+        return None
+    done = past.state.epoch
+    logger.info(
+        "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with more",
+        past.folder.path,
+        done,
+        config.training.epochs,
+    )
+    return past.state.best_dice
 
 
 def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -> Executor:

@@ -5,9 +5,10 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import Interrupted, InterruptionRequest, deferred_interruption
-from unet3d.errors import ConfigError
+from unet3d.errors import Unet3dError
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
@@ -26,6 +27,8 @@ from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.data_record import data_record
+from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import device_name, epoch_metrics, run_summary, write_scalars
 from unet3d.training.saving import CheckpointSaver
@@ -74,6 +77,7 @@ class TrainingLoop:
             group: The ranks that train together; the first writes and shows.
         """
         self.group = group
+        self.experiment = experiment
         self.config = experiment.config
         self.executor = executor
         self.folder = folder
@@ -106,14 +110,18 @@ class TrainingLoop:
         own_devices = [device_name(slot.device) for slot in executor.slots]
         self.devices = [name for names in group.exchange(own_devices) for name in names]
         self.memory: dict[str, Any] | None = None
+        self._is_resumed = False
+        self._files = ExitStack()
+        self._scalars: SummaryWriter | None = None
 
     def load(self) -> None:
-        """Continue from the latest checkpoint.
+        """Continue from the latest checkpoint; no file is changed before the first step is taken.
 
         Raises:
             CheckpointError: It is of another network or optimizer.
         """
-        self.state = self.saver.load()
+        self.state = self.saver.load(self.loader.num_steps)
+        self._is_resumed = True
 
     def run(self, console: Console, quiet: bool) -> TrainingResult:
         """Train to the last epoch.
@@ -124,27 +132,38 @@ class TrainingLoop:
 
         Raises:
             Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
-            ConfigError: The loss is not finite any more.
+            ConfigError: Training has diverged; what was saved is from before.
+            VolumeError: An image that it was trained on is the reason.
             RankError: Another rank died or hangs.
         """
-        epochs = self.config.training.epochs
-        is_first = self.group.is_first
-        line = ProgressLine(console, epochs, self.loader.num_steps, quiet or not is_first)
+        settings = self.config.training
+        epochs, is_first = settings.epochs, self.group.is_first
+        line = ProgressLine(
+            console,
+            num_epochs=epochs,
+            num_steps=self.loader.num_steps,
+            validate_every=settings.validate_every,
+            validation_seconds=self.state.last_validation_seconds,
+            quiet=quiet or not is_first,
+        )
         with (
             deferred_interruption(is_rank=self.group.size > 1) as interruption,
-            SummaryWriter(str(self.folder.tensorboard)) if is_first else nullcontext() as scalars,
+            self._files,
             line.shown(),
         ):
+            if not self._is_resumed:
+                self._begin_writing()
             while self.state.epoch < epochs:
                 self._train_epoch(line, interruption)
-                validation = self._validate_if_due(interruption)
+                validation = self._validate_if_due(line, interruption)
                 metrics = self._end_epoch(validation)
-                if scalars is not None:
+                if self._scalars is not None:
                     self.folder.append_metrics(metrics)
-                    write_scalars(scalars, metrics)
+                    write_scalars(self._scalars, metrics)
                 if validation is not None:
                     self._keep(validation)
-                line.epoch_done(metrics, (epochs - self.state.epoch) * metrics["seconds"])
+                line.epoch_done(metrics)
+            self._begin_writing()
         if self.memory is not None:
             update_reserved(self.memory, self.executor, self.folder, self.group)
         if is_first:
@@ -163,10 +182,10 @@ class TrainingLoop:
         state = self.state
         self.executor.module.train()
         began = time.monotonic()
-        losses: list[tuple[int, LossTerms]] = []
+        losses: list[StepLoss] = []
         for batch in self.loader.epoch(state.epoch, first_step=state.step):
             terms = self._step(batch)
-            losses.append((batch.num_samples, terms))
+            losses.append(StepLoss(num_samples=batch.num_samples, terms=terms, cases=batch.names))
             state.step += 1
             stop, save = self.group.all_reduce_flags(
                 interruption.signal_number or 0, self.saver.is_due()
@@ -175,6 +194,8 @@ class TrainingLoop:
                 state.seconds += time.monotonic() - began
                 began = time.monotonic()
                 self._add_losses(losses)
+                self._check_weights()
+                self._begin_writing()
                 self.saver.save(state)
             if stop:
                 self._stop(stop)
@@ -184,6 +205,7 @@ class TrainingLoop:
                 line.step_done(state.epoch, state.step, terms.total.item())
         self._add_losses(losses)
         state.seconds += time.monotonic() - began
+        self._begin_writing()
 
     def _step(self, batch: Batch) -> LossTerms:
         state, executor = self.state, self.executor
@@ -201,26 +223,49 @@ class TrainingLoop:
         num_steps = self.config.training.epochs * self.loader.num_steps
         return self.optimization.learning_rate(step, num_steps)
 
-    def _add_losses(self, losses: list[tuple[int, LossTerms]]) -> None:
+    def _add_losses(self, losses: list[StepLoss]) -> None:
         """Add losses to the state and empty the list; this waits for the devices.
 
         Raises:
             ConfigError: Training has diverged; the last checkpoint is from before.
+            VolumeError: An image that it was trained on is the reason.
         """
-        self.state.add_losses(losses, self.group)
-        losses.clear()
+        self.state.add_losses([(loss.num_samples, loss.terms) for loss in losses], self.group)
         if not self.state.is_finite:
-            raise ConfigError(
-                f"the loss is not finite in epoch {self.state.epoch + 1}; use a smaller "
-                f"training.learning_rate than {self.config.training.learning_rate}"
-            )
+            fault = self._fault_of_any_rank(suspects(losses))
+            raise self._diverged("the loss is not finite", fault)
+        losses.clear()
 
-    def _validate_if_due(self, interruption: InterruptionRequest) -> Validation | None:
-        number, settings = self.state.epoch + 1, self.config.training
+    def _check_weights(self) -> None:
+        """See that the network can be saved, which its losses cannot show before the next step.
+
+        Raises:
+            ConfigError: Training has diverged; the last checkpoint is from before.
+        """
+        if any(self.group.exchange(not self.saver.is_finite())):
+            raise self._diverged("the weights are not finite", None)
+
+    def _fault_of_any_rank(self, names: Sequence[str]) -> str | None:
+        """Return what is wrong with an image that was trained on; all ranks return the same."""
+        cases = {case.name: case for case in self.experiment.training}
+        faults = self.group.exchange(image_fault([cases[name] for name in names]))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _diverged(self, what: str, fault: str | None) -> Unet3dError:
+        where = f"{what} in epoch {self.state.epoch + 1}"
+        return divergence_error(where, fault, self.config.training.learning_rate)
+
+    def _validate_if_due(
+        self, line: ProgressLine, interruption: InterruptionRequest
+    ) -> Validation | None:
+        epoch, settings = self.state.epoch, self.config.training
+        number = epoch + 1
         if number % settings.validate_every and number != settings.epochs:
             return None
+        self._check_weights()
         num_steps = number * self.loader.num_steps
-        validation = self.validator.validate(number, num_steps, interruption)
+        progress = partial(line.validating, epoch)
+        validation = self.validator.validate(number, num_steps, interruption, progress)
         if validation.stop:
             self.saver.save(self.state)
             self._stop(validation.stop)
@@ -235,7 +280,10 @@ class TrainingLoop:
             learning_rate=self._learning_rate((self.state.epoch + 1) * num_steps - 1),
             validation=validation,
         )
-        self.state = self.state.next_epoch(None if validation is None else validation.dice)
+        if validation is None:
+            self.state = self.state.next_epoch(None)
+        else:
+            self.state = self.state.next_epoch(validation.dice, validation.seconds)
         return metrics
 
     def _keep(self, validation: Validation) -> None:
@@ -244,6 +292,20 @@ class TrainingLoop:
         if self.group.is_first:
             write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
         self.saver.save(self.state, improved)
+
+    def _begin_writing(self) -> None:
+        """Make the folder ready in the first rank, once.
+
+        A run that is continued is left as it was until there is something to save: a change of
+        its settings that fails in the first step must not stay in its ``config.yaml``.
+        """
+        if self._scalars is not None or not self.group.is_first:
+            return
+        if self._is_resumed:
+            self.folder.reopen(self.state.epoch)
+        self.folder.write_data(data_record(self.experiment))
+        self.folder.write_config(self.config)
+        self._scalars = self._files.enter_context(SummaryWriter(str(self.folder.tensorboard)))
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""

@@ -34,7 +34,11 @@ def epoch_metrics(
         "learning_rate": learning_rate,
     }
     if validation is not None:
-        metrics |= {"dice": validation.dice, "mean_dice": validation.mean_dice}
+        metrics |= {
+            "dice": validation.dice,
+            "mean_dice": validation.mean_dice,
+            "validation_seconds": validation.seconds,
+        }
     return metrics
 
 
@@ -59,6 +63,10 @@ def run_summary(
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds.
 
+    ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
+    whose network is ``checkpoint-best.pt``; ``last_dice`` is of the last epoch. ``seconds`` are
+    those of the steps and of the validations together, without the preparation before them.
+
     Args:
         state: At the end of the training.
         parallel: The mode.
@@ -68,9 +76,13 @@ def run_summary(
     """
     return {
         "best_dice": state.best_dice,
-        "dice": state.last_dice,
+        "best_epoch": state.best_epoch or None,
+        "dice": state.best_labels,
+        "last_dice": state.last_dice,
         "epochs": state.epoch,
-        "seconds": state.total_seconds,
+        "seconds": state.total_seconds + state.validation_seconds,
+        "training_seconds": state.total_seconds,
+        "validation_seconds": state.validation_seconds,
         "parallel": parallel,
         "replicas": replicas,
         "devices": list(devices),

@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict
 
 import torch
+from torch import is_tensor
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
@@ -13,6 +14,7 @@ from unet3d.model.optimizer import Optimization
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.divergence import all_finite
 from unet3d.training.state import TrainingState
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class CheckpointSaver:
             preprocessing=self._experiment.preprocessing,
             patch_size=self._experiment.patch_size,
             config=self._experiment.config,
+            split=self._experiment.split,
             model=self._module.state_dict(),
             training={
                 "state": asdict(state),
@@ -79,31 +82,44 @@ class CheckpointSaver:
         save_checkpoint(checkpoint, self._folder.latest)
         self._saved_at = time.monotonic()  # writing takes time, too
 
-    def load(self) -> TrainingState:
+    def is_finite(self) -> bool:
+        """Return whether all that would be saved is a number; this waits for the devices."""
+        states = self._optimization.optimizer.state.values()
+        tensors = [value for of_one in states for value in of_one.values() if is_tensor(value)]
+        return all_finite([*self._module.state_dict().values(), *tensors])
+
+    def load(self, num_steps: int) -> TrainingState:
         """Take up the latest checkpoint in all ranks, and return where it stands.
 
+        Args:
+            num_steps: Steps of an epoch, which may not be as many as before.
+
         Raises:
-            CheckpointError: It is of another network or optimizer.
+            CheckpointError: Its optimizer is another one, or it is not finite.
         """
         path = self._folder.latest
         checkpoint = self._group.file_from_first(path, load_checkpoint)
-        if checkpoint.topology != self._experiment.topology:
-            raise CheckpointError(
-                f"{path} holds another network than the settings now ask for; "
-                "resume with the settings of config.yaml, or start a new run in another --output"
-            )
-        if not checkpoint.training:
-            raise CheckpointError(
-                f"{path} holds a network but no training to continue; start a new run"
-            )
         self._module.load_state_dict(checkpoint.model)
         try:
             self._optimization.load_state_dict(checkpoint.training)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{path} is of another optimizer: {error}") from error
-        torch.set_rng_state(checkpoint.training["random"])
-        state = TrainingState(**checkpoint.training["state"])
-        if self._group.is_first:
-            self._folder.keep_metrics(state.epoch)
+            torch.set_rng_state(checkpoint.training["random"])
+            state = TrainingState.from_plain(checkpoint.training["state"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
+        if not self.is_finite():
+            raise CheckpointError(
+                f"{path} holds weights that are not finite: its training has diverged; start a "
+                "new run in another --output"
+            )
+        config = self._experiment.config
+        if (
+            config.training.batch_size != checkpoint.config.training.batch_size
+            or state.step > num_steps
+        ):
+            # Patches come in an order that does not depend on the batch.
+            per_case = 1 if self._experiment.patch_size is None else config.patches.per_case
+            is_over = state.num_samples >= per_case * len(self._experiment.training)
+            whole = state.num_samples // config.training.batch_size
+            state.step = num_steps if is_over else min(whole, num_steps)
         logger.info("resumed after epoch %d, step %d", state.epoch, state.step)
         return state

@@ -19,9 +19,13 @@ from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
-from unet3d.runs.run_folder import RUNS, RunFolder, newest_run
+from unet3d.runs.run_folder import RunFolder, make_run
+from unet3d.training.earlier_runs import recorded_settings, run_to_resume
 from unet3d.training.job import for_ranks, train
 from unet3d.training.loop import TrainingResult
+
+MAX_NAME_LETTERS = 50
+"""Letters of a data set's name in that of a run; a file system allows 255 bytes in all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +74,15 @@ def start_training(
     """
     with joined(ranks) as group:
         run = choose_run(request, group)
-        dims = ParallelDims.resolve(run.config.parallel, ranks=ranks)
-        if group.size < dims.num_processes:
-            start_ranks(run, dims, quiet)
-            return None
-        return train(run.config, run.folder, run.resume, console, quiet, group)
+        try:
+            dims = ParallelDims.resolve(run.config.parallel, ranks=ranks)
+            if group.size < dims.num_processes:
+                start_ranks(run, dims, quiet)
+                return None
+            return train(run.config, run.folder, run.resume, console, quiet, group)
+        finally:
+            if group.is_first:
+                run.folder.discard_if_empty()
 
 
 def choose_run(request: RunRequest, group: Group) -> Run:
@@ -93,11 +101,12 @@ def choose_run(request: RunRequest, group: Group) -> Run:
 
 
 def _choose_run(request: RunRequest, group: Group) -> Run:
-    folder = run_to_resume(request.output) if request.resume else None
+    folder = _folder_to_resume(request) if request.resume else None
     if folder is not None and request.config_path is None:
-        recorded = load_config(folder.config)
-        changes = [*forgotten_modes(recorded, request.changes), *request.changes]
-        config = without_stale_cuts(load_config(folder.config, changes), recorded)
+        with recorded_settings(folder) as path:
+            recorded = load_config(path)
+            changes = [*forgotten_modes(recorded, request.changes), *request.changes]
+            config = without_stale_cuts(load_config(path, changes), recorded)
     else:
         config = load_config(request.config_path, request.changes)
     config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
@@ -108,41 +117,36 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             "torchrun may restart the ranks, which then must find the run again; name its "
             "folder with --output, or use torchrun --max-restarts 0"
         )
-    folder = RunFolder(request.output or new_run(config))
+    folder = make_run(run_name(config)) if request.output is None else RunFolder(request.output)
     resume = group.has_begun(str(folder.path)) and folder.latest.exists()
     return Run(config=config, folder=folder, resume=resume)
+
+
+def _folder_to_resume(request: RunRequest) -> RunFolder:
+    """Return the run to continue; without a folder, the newest of the data set that is named."""
+    named = [
+        change
+        for change in request.changes
+        if change.partition("=")[0].strip() in ("data.dataset", "data.cache")
+    ]
+    data = load_config(request.config_path, named).data
+    return run_to_resume(request.output, data.dataset, data.cache)
 
 
 def _may_be_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
 
 
-def new_run(config: Config) -> Path:
-    """Return a folder for a new run: data set, fold and time.
+def run_name(config: Config) -> str:
+    """Return the name of a new run: data set, fold and time.
 
     Args:
         config: The settings of the run.
     """
     source = config.data.dataset
     name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
-    return RUNS / f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def run_to_resume(output: Path | None) -> RunFolder:
-    """Return the run to continue.
-
-    Args:
-        output: Its folder; None: the newest one that has not come to its end.
-
-    Raises:
-        ConfigError: There is no such run.
-    """
-    run = RunFolder(output) if output is not None else newest_run(finished=False)
-    if run is None or not run.latest.exists():
-        raise ConfigError(
-            f"there is no run to resume in {output or RUNS}; start one without --resume"
-        )
-    return run
+    name = name[:MAX_NAME_LETTERS]
+    return f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
@@ -183,6 +187,7 @@ def _to_plain(run: Run) -> dict[str, Any]:
     return {
         "config": run.config.model_dump(mode="json"),
         "folder": str(run.folder.path),
+        "is_made": run.folder.is_made,
         "resume": run.resume,
     }
 
@@ -190,6 +195,6 @@ def _to_plain(run: Run) -> dict[str, Any]:
 def _from_plain(values: Mapping[str, Any]) -> Run:
     return Run(
         config=Config.from_plain(values["config"]),
-        folder=RunFolder(Path(values["folder"])),
+        folder=RunFolder(Path(values["folder"]), is_made=values["is_made"]),
         resume=values["resume"],
     )

@@ -2,32 +2,48 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field, replace
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from unet3d.distributed.group import Group
 from unet3d.model import LossTerms
+from unet3d.plain_data import explained, printable
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class TrainingState:
     """Epochs and steps that are done, and the sums of the epoch that is not."""
 
-    epoch: int = 0
+    epoch: Count = 0
     """Epochs that are complete, validation included."""
-    step: int = 0
+    step: Count = 0
     """Steps done in the epoch after them."""
     loss: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
     )
     """Sums over those steps, of the loss of each sample."""
-    num_samples: int = 0
+    num_samples: Count = 0
     """Samples in those steps, of all ranks."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Time spent in those steps."""
-    total_seconds: float = 0.0
+    total_seconds: Seconds = 0.0
     """Time spent in the steps of the complete epochs."""
+    validation_seconds: Seconds = 0.0
+    """Time spent in the validations of the complete epochs."""
+    last_validation_seconds: Seconds = 0.0
+    """Time that the last validation took; 0 before the first one."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
+    best_epoch: Count = 0
+    """Epoch, from 1, after which it was reached; 0 where that is not known."""
+    best_labels: dict[str, float | None] = field(default_factory=dict)
+    """Dice of each label in that validation."""
     last_dice: dict[str, float | None] = field(default_factory=dict)
     """Dice of each label in the last validation."""
 
@@ -59,25 +75,54 @@ class TrainingState:
         return {name: value / max(self.num_samples, 1) for name, value in self.loss.items()}
 
     def note_dice(self, mean_dice: float | None) -> bool:
-        """Return whether a validation is the best so far, and remember it if it is.
+        """Return whether the last validation is the best so far, and remember it if it is.
 
         Args:
             mean_dice: Mean Dice of the validation; None where no label is in any case.
         """
         if mean_dice is None or mean_dice <= self.best_dice:
             return False
-        self.best_dice = mean_dice
+        self.best_dice, self.best_epoch, self.best_labels = mean_dice, self.epoch, self.last_dice
         return True
 
-    def next_epoch(self, dice: dict[str, float | None] | None) -> "TrainingState":
+    def next_epoch(
+        self, dice: dict[str, float | None] | None, validation_seconds: float = 0.0
+    ) -> "TrainingState":
         """Return the state at the start of the next epoch.
 
         Args:
             dice: Dice of each label in this epoch's validation; None where there was none.
+            validation_seconds: Time that the validation took.
         """
-        return TrainingState(
+        is_validated = dice is not None
+        return replace(
+            self,
             epoch=self.epoch + 1,
+            step=0,
+            loss=dict.fromkeys(self.loss, 0.0),
+            num_samples=0,
+            seconds=0.0,
             total_seconds=self.total_seconds + self.seconds,
-            best_dice=self.best_dice,
+            validation_seconds=self.validation_seconds + validation_seconds,
+            last_validation_seconds=(
+                validation_seconds if is_validated else self.last_validation_seconds
+            ),
             last_dice=self.last_dice if dice is None else dice,
         )
+
+    @classmethod
+    def from_plain(cls, values: Any) -> "TrainingState":
+        """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
+
+        Raises:
+            ValueError: A field is unknown, of another type, or not finite.
+        """
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError("it holds no state of a training")
+        try:
+            state = cls(**values)
+        except ValidationError as error:
+            raise ValueError(explained(error)) from error
+        if state.loss.keys() != cls().loss.keys():
+            raise ValueError(f"loss has the terms {printable(', '.join(map(str, state.loss)))}")
+        return state

@@ -1,30 +1,40 @@
 """Dice of the validation cases, which the ranks divide among them."""
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.inference.evaluation import dice_per_class
-from unet3d.inference.sliding_window import predict_logits
+from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone, predict_logits
 from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.planning.experiment import Experiment
+from unet3d.training.divergence import divergence_error, image_fault
 from unet3d.volumes.cache import PreparedCase
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What a validation found, the same in all ranks."""
+    """What a validation found, the same in all ranks except for the time."""
 
     dice: dict[str, float | None]
     """Mean over the cases for each label but the background; None where no case has the label."""
     mean_dice: float | None
     """Mean over the labels."""
+    seconds: float = field(default=0.0, compare=False)
+    """Time that it took this rank."""
     stop: int = 0
     """Number of the signal that ended it early; 0: it is complete."""
+
+
+Progress = Callable[[int, int, int, int], object]
+"""Is told how far a rank is: cases done and in all, windows of the next case done and in all."""
 
 
 class Validator:
@@ -42,31 +52,46 @@ class Validator:
         self._executor = executor
         self._group = group
 
-    def validate(self, epoch: int, num_steps: int, interruption: InterruptionRequest) -> Validation:
+    def validate(
+        self,
+        epoch: int,
+        num_steps: int,
+        interruption: InterruptionRequest,
+        progress: Progress = lambda *_: None,
+    ) -> Validation:
         """Return the Dice of each label, each case counted once; all ranks call it.
 
         Args:
             epoch: Number of the epoch that ends with it, from 1.
             num_steps: Steps done since the beginning.
             interruption: Ends it before the next case.
+            progress: Is told about this rank's share.
+
+        Raises:
+            ConfigError: The network has diverged.
+            VolumeError: It cannot segment an image, which is at fault itself.
         """
+        began = time.monotonic()
         self._executor.module.eval()
         cases = self._experiment.validation
         own: dict[int, list[float | None]] = {}
-        for index in range(self._group.ranks.rank, len(cases), self._group.size):
+        share = range(self._group.ranks.rank, len(cases), self._group.size)
+        for number, index in enumerate(share):
             if interruption.signal_number is not None:
                 break
             name = cases[index].name
             self._group.note(num_steps, f"validation of epoch {epoch}, case {name}")
-            own[index] = self._dice(cases[index])
+            own[index] = self._dice(cases[index], partial(progress, number, len(share)))
+        progress(len(share), len(share), 0, 1)
         answers = self._group.exchange([interruption.signal_number or 0, list(own.items())])
         stop = max(number for number, _ in answers)
         if stop:
             return Validation(dice={}, mean_dice=None, stop=stop)
         by_case = {index: values for _, items in answers for index, values in items}
-        return self._mean_over_cases([by_case[index] for index in range(len(cases))])
+        seconds = time.monotonic() - began
+        return self._mean_over_cases([by_case[index] for index in range(len(cases))], seconds)
 
-    def _dice(self, case: PreparedCase) -> list[float | None]:
+    def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None]:
         """Return the Dice of each class in one case."""
         experiment, executor = self._experiment, self._executor
         settings = experiment.config.inference
@@ -74,19 +99,32 @@ class Validator:
         if window == "auto":
             window = experiment.patch_size or "whole"
         image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
-        logits = predict_logits(
-            executor, image, experiment.topology, window, settings.overlap, settings.batch_size
-        )
+        try:
+            logits = predict_logits(
+                executor,
+                image,
+                experiment.topology,
+                window,
+                settings.overlap,
+                settings.batch_size,
+                windows_done=windows_done,
+            )
+        except NonFiniteLogitsError as error:
+            raise divergence_error(
+                f"the network's output for validation case {case.name} is not finite",
+                image_fault([case]),
+                experiment.config.training.learning_rate,
+            ) from error
         label = torch.from_numpy(case.label().copy()).to(logits.device)
         return dice_per_class(
             strongest_class(logits), label, len(experiment.preprocessing.label_names)
         )
 
-    def _mean_over_cases(self, scores: list[list[float | None]]) -> Validation:
+    def _mean_over_cases(self, scores: list[list[float | None]], seconds: float) -> Validation:
         names = self._experiment.preprocessing.label_names
         means = {name: _mean([of[index] for of in scores]) for index, name in enumerate(names)}
         del means[names[0]]
-        return Validation(dice=means, mean_dice=_mean(list(means.values())))
+        return Validation(dice=means, mean_dice=_mean(list(means.values())), seconds=seconds)
 
 
 def _mean(values: list[float | None]) -> float | None:

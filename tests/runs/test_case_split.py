@@ -1,0 +1,75 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.volumes.samples import write_msd
+from unet3d.runs.case_split import CaseSplit
+from unet3d.volumes.dataset import load_dataset
+
+
+def split(training: dict[str, str], validation: dict[str, str]) -> CaseSplit:
+    return CaseSplit(training=training, validation=validation)
+
+
+BEFORE = split({"a": "1", "b": "2", "c": "3"}, {"d": "4"})
+
+
+def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", num_cases=3)
+    cases = load_dataset(root).cases
+    made = CaseSplit.of(cases[:2], cases[2:], tmp_path / "cache")
+    assert list(made.training) == ["case_0", "case_1"] and list(made.validation) == ["case_2"]
+    assert len({*made.training.values(), *made.validation.values()}) == 3
+    shutil.copytree(root, tmp_path / "elsewhere")
+    cases = load_dataset(tmp_path / "elsewhere").cases
+    again = CaseSplit.of(cases[:2], cases[2:], tmp_path / "other cache")
+    assert again == made and again.fingerprint == made.fingerprint
+    label = tmp_path / "elsewhere/labelsTr/case_1.nii.gz"
+    shutil.copy(tmp_path / "elsewhere/labelsTr/case_0.nii.gz", label)
+    other = CaseSplit.of(cases[:2], cases[2:], tmp_path / "third cache")
+    assert other.changes_since(made) == ["1 case(s) with other contents (case_1)"]
+    assert other.fingerprint != made.fingerprint
+
+
+def test_it_can_be_written_and_read() -> None:
+    assert CaseSplit.from_dict(json.loads(json.dumps(BEFORE.to_dict()))) == BEFORE
+    assert CaseSplit.from_dict({**BEFORE.to_dict(), "fold": 3}) == BEFORE
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [None, [], {}, {"training": {}}, {"training": [], "validation": {}}]
+    + [{"training": {"a": 1}, "validation": {}}, {"training": {}, "validation": {1: "a"}}],
+)
+def test_what_is_no_split_is_refused(tree: object) -> None:
+    with pytest.raises(ValueError, match="cases of the run"):
+        CaseSplit.from_dict(tree)
+
+
+@pytest.mark.parametrize(
+    ("now", "changes"),
+    [
+        (split({"c": "3", "a": "1", "b": "2"}, {"d": "4"}), []),  # their order is no change
+        (split({"a": "1", "b": "2"}, {"d": "4"}), ["1 case(s) gone (c)"]),
+        (split({**BEFORE.training, "e": "5"}, {"d": "4"}), ["1 case(s) new in training (e)"]),
+        (
+            split(dict(BEFORE.training), {"d": "4", "e": "5"}),
+            ["1 case(s) new in validation (e)"],
+        ),
+        (
+            split({"a": "1", "b": "2", "d": "4"}, {"c": "3"}),
+            [
+                "1 case(s) in training before, in validation now (c)",
+                "1 case(s) in validation before, in training now (d)",
+            ],
+        ),
+        (
+            split({"a": "2", "b": "1", "c": "4"}, {"d": "3"}),
+            ["4 case(s) with other contents (a, b, c and 1 more)"],
+        ),
+    ],
+)
+def test_every_change_is_named(now: CaseSplit, changes: list[str]) -> None:
+    assert now.changes_since(BEFORE) == changes

@@ -1,0 +1,184 @@
+"""A training that is not finite any more: what is blamed, and what stays."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.trainings import contents, losses, run, settings
+from unet3d.errors import CheckpointError, ConfigError, VolumeError
+from unet3d.model import LossTerms
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.training.divergence import (
+    MAX_SUSPECTS,
+    StepLoss,
+    all_finite,
+    divergence_error,
+    image_fault,
+    suspects,
+)
+from unet3d.training.loop import TrainingLoop
+from unet3d.volumes.cache import PreparedCase
+
+
+def case(name: str, *values: float) -> Any:
+    image = np.array(values, np.float32).reshape(1, -1, 1, 1)
+    return SimpleNamespace(name=name, image=lambda: image)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e5])
+def test_the_image_that_is_at_fault_is_named(value: float) -> None:
+    good = case("good", 0.5, -3000.0, 3071.0)
+    assert image_fault([good]) is None
+    fault = image_fault([good, case("bad", 0.0, value)])
+    assert fault is not None and "the prepared image of case bad " in fault
+    error = divergence_error("the loss is not finite in epoch 3", fault, 0.01)
+    assert isinstance(error, VolumeError)
+    assert "case bad" in str(error) and "learning_rate" not in str(error)
+
+
+def test_without_a_bad_image_it_is_the_learning_rate() -> None:
+    error = divergence_error("the loss is not finite in epoch 3", None, 0.01)
+    assert isinstance(error, ConfigError)
+    assert "a smaller training.learning_rate than 0.01" in str(error)
+
+
+def step(total: float, *cases: str) -> StepLoss:
+    zero = torch.zeros(())
+    terms = LossTerms(total=torch.tensor(total), dice=zero, cross_entropy=zero)
+    return StepLoss(num_samples=len(cases), terms=terms, cases=cases)
+
+
+def test_the_last_cases_before_the_loss_was_lost_are_suspected_first() -> None:
+    steps = [step(1.0, "a", "b"), step(1.0, "c", "a"), step(math.nan, "d"), step(math.nan, "e")]
+    assert suspects(steps) == ["d", "c", "a", "b"]
+    assert suspects(steps[:2]) == ["c", "a", "b"]  # another rank has lost its own
+    assert suspects([]) == []
+    assert len(suspects([step(1.0, str(number)) for number in range(99)])) == MAX_SUSPECTS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_numbers_are_looked_at_in_every_type(dtype: torch.dtype) -> None:
+    good = torch.full((3, 4), 2, dtype=dtype)
+    assert all_finite([good, torch.empty(0), torch.tensor(5, dtype=torch.int64)])
+    assert all_finite([])
+    if dtype.is_floating_point:
+        for value in (math.nan, math.inf, -math.inf):
+            bad = good.clone()
+            bad[1, 2] = value
+            assert not all_finite([good, bad])
+
+
+QUICK = ("patches.size=8,8,8", "patches.per_case=1", "training.epochs=2")
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:
+    """Make numbers infinite after some steps, without a trace of it in the loss of the step."""
+    take, done = TrainingLoop._step, []
+
+    def spoiled(self: TrainingLoop, batch: Any) -> LossTerms:
+        terms = take(self, batch)
+        done.append(batch)
+        if len(done) == after:
+            parameter = next(iter(self.executor.module.parameters()))
+            if what == "weights":
+                parameter.data.flatten()[0] = math.nan
+            else:
+                self.optimization.optimizer.state[parameter]["momentum_buffer"][0] = math.inf
+        return terms
+
+    monkeypatch.setattr(TrainingLoop, "_step", spoiled)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(
+    ("after", "what", "seconds"), [(3, "weights", 0), (3, "momentum", 0), (4, "weights", 1000)]
+)
+def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+    what: str,
+    seconds: int,
+) -> None:
+    folder = tmp_path / "run"
+    save = (*QUICK, f"training.save_every_seconds={seconds}", "training.validate_every=1")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"weights are not finite in epoch 2; use a smaller"),
+    ):
+        spoil(patch, after, what)
+        run(settings(cache, *save), folder)
+    saved = load_checkpoint(folder / "checkpoint-latest.pt")
+    assert saved.training["state"]["epoch"] == 1
+    assert saved.training["state"]["step"] == 0
+    run(settings(cache, "training.learning_rate=0.001", *save), folder, resume=True)
+    assert [epoch for epoch, _ in losses(folder)] == [1, 2]
+
+
+@pytest.mark.trains
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(settings(cache, *QUICK, "training.epochs=1"), folder)
+    path = folder / "checkpoint-latest.pt"
+    content = torch.load(path, weights_only=True)
+    next(iter(content["model"].values())).flatten()[0] = math.nan
+    torch.save(content, path)
+    before = contents(folder)
+    with pytest.raises(CheckpointError, match="not finite"):
+        run(settings(cache, *QUICK), folder, resume=True)
+    assert contents(folder) == before
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("value", [math.nan, 1e38])
+def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    folder = tmp_path / "run"
+    run(settings(cache, *QUICK, "training.epochs=1"), folder)
+    before = json.loads((folder / "data.json").read_text())
+    name = next(iter(before["training"]))
+    whole = PreparedCase.image
+
+    def image(self: PreparedCase) -> np.ndarray:
+        array = np.array(whole(self))
+        return np.full_like(array, value) if self.name == name else array
+
+    monkeypatch.setattr(PreparedCase, "image", image)
+    with pytest.raises(VolumeError, match=f"prepared image of case {name} ") as refused:
+        run(settings(cache, *QUICK, "patches.augmentation.enabled=false"), folder, resume=True)
+    assert "learning_rate" not in str(refused.value)
+    monkeypatch.undo()
+    run(settings(cache, *QUICK), folder, resume=True)
+
+
+@pytest.mark.trains
+def test_a_bad_image_in_validation_is_blamed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(cache, *QUICK, "training.epochs=1")
+    names: list[str] = []
+    whole = PreparedCase.image
+
+    def image(self: PreparedCase) -> np.ndarray:
+        array = np.array(whole(self))
+        return array if self.name in names else np.full_like(array, math.nan)
+
+    begin = TrainingLoop.run
+
+    def begun(self: TrainingLoop, *arguments: Any) -> Any:
+        names.extend(case.name for case in self.experiment.training)
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(PreparedCase, "image", image)
+    monkeypatch.setattr(TrainingLoop, "run", begun)
+    with pytest.raises(VolumeError, match="validation case .* holds NaN or infinite"):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run/checkpoint-latest.pt").exists()

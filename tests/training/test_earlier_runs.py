@@ -1,0 +1,119 @@
+"""Which run is continued, and with which settings."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.networks import write_checkpoint
+from tests.volumes.samples import write_msd
+from unet3d.config import Config, load_config
+from unet3d.errors import CheckpointError, ConfigError, DatasetError
+from unet3d.runs.case_split import CaseSplit
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.earlier_runs import recorded_settings, run_to_resume
+from unet3d.volumes.dataset import load_dataset
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def begun_run(name: str, seconds: float, dataset: Path | None, with_record: bool = True) -> Path:
+    """Make a run as far as it is looked at to choose it."""
+    run = RunFolder(Path("runs") / name)
+    run.path.mkdir(parents=True)
+    config = Config() if dataset is None else load_config(None, [f"data.dataset={dataset}"])
+    run.write_config(config)
+    if with_record:
+        cases = () if dataset is None else load_dataset(dataset).cases
+        split = CaseSplit.of(cases[:-1], cases[-1:], Path("cache"))
+        run.write_data({"dataset": None if dataset is None else str(dataset), **split.to_dict()})
+    run.latest.touch()
+    os.utime(run.latest, (seconds, seconds))
+    return run.path
+
+
+def test_the_newest_run_of_a_data_set_is_found_wherever_that_is_now(here: Path) -> None:
+    for number, name in enumerate(("a", "b", "c", "d")):
+        write_msd(here / name, shape=(8, 8, 8 + number))
+    begun_run("old-a", 100, here / "a")
+    new_a = begun_run("new-a", 200, here / "a")
+    b = begun_run("b", 300, here / "b")
+    phantom = begun_run("phantom", 400, None)
+    old_c = begun_run("c", 250, here / "c", with_record=False)
+    cache = Path("cache")
+    assert run_to_resume(None).path == phantom
+    assert run_to_resume(None, here / "a", cache).path == new_a
+    assert run_to_resume(None, here / "a" / "dataset.json", cache).path == new_a
+    assert run_to_resume(None, Path("b"), cache).path == b
+    assert run_to_resume(None, here / "c", cache).path == old_c
+    (here / "a").rename(here / "moved")
+    assert run_to_resume(None, here / "moved", cache).path == new_a
+    with pytest.raises(ConfigError, match="no run in runs was made with .*d; name one with --out"):
+        run_to_resume(None, here / "d", cache)
+    with pytest.raises(DatasetError, match="there is no data set at"):
+        run_to_resume(None, here / "nowhere", cache)
+    assert run_to_resume(b, here / "d", cache).path == b  # the folder is named
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", "{}", '{"unet3d": "1", "dataset": 7}', '{"unet3d": "1", "training": {"a": 1}}'],
+)
+def test_a_damaged_record_makes_no_run_of_the_data_set(here: Path, record: str) -> None:
+    write_msd(here / "a")
+    path = begun_run("run", 100, here / "b" if (here / "b").exists() else None)
+    (path / "data.json").write_text(record)
+    with pytest.raises(ConfigError, match="no run in runs was made with"):
+        run_to_resume(None, here / "a", Path("cache"))
+
+
+def test_without_any_run_it_is_said(here: Path) -> None:
+    for arguments in ((None,), (None, here), (Path("x"),)):
+        with pytest.raises(ConfigError, match=r"there is no run to resume in (runs|x); start one"):
+            run_to_resume(*arguments)
+
+
+@pytest.mark.parametrize("damage", ["zeros", "bytes", "empty", "yaml", "half", "missing"])
+def test_settings_are_taken_from_the_checkpoint_where_their_file_is_damaged(
+    here: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder(here / "run")
+    write_checkpoint(run.latest)
+    run.write_config(load_config(None, ["training.epochs=7"]))
+    with recorded_settings(run) as path:
+        assert load_config(path).training.epochs == 7
+    assert not caplog.records
+    text = run.config.read_text()
+    match damage:
+        case "missing":
+            run.config.unlink()
+        case "half":
+            run.config.write_text(text[: text.index("parallel:")])
+        case "zeros":
+            run.config.write_bytes(b"\0" * 100)
+        case "bytes":
+            run.config.write_bytes(b"\xff\xfe")
+        case "yaml":
+            run.config.write_text("data: [")
+        case "empty":
+            run.config.write_text("")
+    with recorded_settings(run) as path:
+        assert load_config(path).training.epochs == 100
+    (warning,) = caplog.messages
+    assert "run/config.yaml is damaged (" in warning and "checkpoint-latest.pt are used" in warning
+    run.latest.write_bytes(b"damaged too")
+    with pytest.raises(CheckpointError), recorded_settings(run):
+        pass
+
+
+def test_a_setting_that_somebody_wrote_wrong_is_refused(here: Path) -> None:
+    run = RunFolder(here / "run")
+    write_checkpoint(run.latest)
+    run.write_config(Config())
+    run.config.write_text(run.config.read_text().replace("epochs: 100", "epochs: many"))
+    with pytest.raises(ConfigError, match="training.epochs is 'many'"), recorded_settings(run):
+        pass

@@ -1,0 +1,285 @@
+"""Which runs may be continued, and that a refusal changes nothing."""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+import torch
+
+from tests.trainings import assert_same_weights, contents, losses, run, settings
+from tests.volumes.samples import write_json, write_msd
+from unet3d.config import load_config
+from unet3d.errors import ConfigError, Unet3dError
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.training.loop import TrainingLoop
+
+pytestmark = pytest.mark.trains
+
+TINY = (
+    "patches.size=8,8,8",
+    "patches.per_case=1",
+    "training.epochs=2",
+    "training.validate_every=1",
+)
+
+
+class Interruption(Exception):
+    """As if the process had been killed."""
+
+
+@pytest.fixture(scope="module")
+def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a data set, and a run with it that was killed in its second epoch."""
+    folder = tmp_path_factory.mktemp("resuming")
+    write_msd(folder / "data", num_cases=5)
+    config = settings(
+        cache, *TINY, f"data.dataset={folder / 'data'}", "training.save_every_seconds=0"
+    )
+    step, done = TrainingLoop._step, []
+
+    def failing(self: TrainingLoop, batch: Any) -> Any:
+        if len(done) == 3:
+            raise Interruption
+        done.append(batch)
+        return step(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interruption):
+        patch.setattr(TrainingLoop, "_step", failing)
+        run(config, folder / "run")
+    return folder
+
+
+@pytest.fixture
+def place(made: Path, tmp_path: Path) -> Path:
+    """A copy of all that, in another place."""
+    shutil.copytree(made, tmp_path / "moved")
+    return tmp_path / "moved"
+
+
+def resume(place: Path, cache: Path, *changes: str) -> None:
+    config = load_config(
+        place / "run" / "config.yaml", [f"data.dataset={place / 'data'}", *changes]
+    )
+    run(config, place / "run", resume=True)
+
+
+def refusal(place: Path, cache: Path, *changes: str) -> str:
+    """Return why a run is not continued, having seen that nothing of it has changed."""
+    (place / "run" / ".unfinished-draft").write_text("of somebody else")
+    leftover = place / "run" / f".unfinished-{'0' * 32}-config.yaml"
+    leftover.write_text("of a killed process")
+    before = contents(place / "run")
+    with pytest.raises(Unet3dError) as refused:
+        resume(place, cache, *changes)
+    assert contents(place / "run") == before
+    (line,) = str(refused.value).splitlines()
+    return line
+
+
+def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
+    resume(place, cache)
+    assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
+    assert json.loads((place / "run/data.json").read_text())["dataset"] == str(place / "data")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("data.fold=1",), "data.fold changed from 0 to 1"),
+        (("training.seed=3",), "training.seed changed from 0 to 3"),
+        (
+            ("data.fold=2", "training.seed=1"),
+            "data.fold changed from 0 to 2; training.seed changed from 0 to 1",
+        ),
+        (("training.optimizer=adamw",), "training.optimizer changed from sgd to adamw"),
+        (("data.num_folds=2",), "in training before, in validation now"),
+        (("data.normalization=none",), "normalisation changed from z-score to none"),
+        (("data.spacing_mm=native",), "data.spacing_mm changed from "),
+        (("data.spacing_mm=2,2,2",), "to 2.0, 2.0, 2.0"),
+        (("data.dataset=null",), "is new in"),
+        (("model.base_channels=8",), "another network"),
+        (("training.epochs=1",), "training.epochs is 1, but "),
+    ],
+)
+def test_settings_that_would_make_it_another_run_are_refused(
+    place: Path, cache: Path, changes: tuple[str, ...], words: str
+) -> None:
+    words = words.replace("is new in", "new in")
+    assert words in refusal(place, cache, *changes)
+
+
+def change_description(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    tree = json.loads((place / "data/dataset.json").read_text())
+    change(tree)
+    write_json(place / "data/dataset.json", tree)
+
+
+def add_case(place: Path) -> None:
+    for folder in ("imagesTr", "labelsTr"):
+        first = min((place / "data" / folder).iterdir())
+        shutil.copy(first, first.with_name("one_more.nii.gz"))
+    entry = {"image": "./imagesTr/one_more.nii.gz", "label": "./labelsTr/one_more.nii.gz"}
+    change_description(place, lambda tree: tree["training"].append(entry))
+
+
+def drop_case(place: Path) -> None:
+    change_description(place, lambda tree: tree["training"].pop())
+
+
+def change_label(place: Path) -> None:
+    path = min((place / "data/labelsTr").iterdir())
+    image = nibabel.load(path)
+    voxels = np.asarray(image.dataobj).copy()
+    voxels.flat[0] = 1 - min(1, voxels.flat[0])
+    nibabel.save(nibabel.Nifti1Image(voxels, image.affine), path)
+
+
+def swap_cases(place: Path) -> None:
+    for folder in ("imagesTr", "labelsTr"):
+        first, *_, last = sorted((place / "data" / folder).iterdir())
+        aside = first.with_name("aside")
+        first.rename(aside)
+        last.rename(first)
+        aside.rename(last)
+
+
+def rename_label(place: Path) -> None:
+    def change(tree: dict[str, Any]) -> None:
+        tree["labels"] = {
+            value: f"{name} of the left" if value != "0" else name
+            for value, name in tree["labels"].items()
+        }
+
+    change_description(place, change)
+
+
+def set_folds(place: Path) -> None:
+    record = json.loads((place / "run/data.json").read_text())
+    train, val = [*record["training"]], [*record["validation"]]
+    write_json(
+        place / "data/splits_final.json",
+        [{"train": [*train[1:], *val], "val": train[:1]}],  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (add_case, "1 case(s) new in "),
+        (drop_case, "1 case(s) gone ("),
+        (change_label, "1 case(s) with other contents ("),
+        (swap_cases, "2 case(s) with other contents ("),
+        (rename_label, "label names changed from background, "),
+        (set_folds, "1 case(s) in training before, in validation now ("),
+    ],
+)
+def test_other_data_are_refused(
+    place: Path, cache: Path, change: Callable[[Path], None], words: str
+) -> None:
+    change(place)
+    line = refusal(place, cache)
+    assert f"{place / 'run'} cannot be continued: " in line
+    assert words in line and "another --output" in line
+
+
+def test_what_may_change_is_named_and_takes_effect(
+    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="unet3d"):
+        resume(
+            place,
+            cache,
+            *("training.learning_rate=0.01", "training.momentum=0.5", "training.weight_decay=0.0"),
+            *("training.batch_size=4", "training.epochs=3", "inference.overlap=0.25"),
+        )
+    (line,) = (text for text in caplog.messages if text.startswith("changed since"))
+    for words in ("momentum from 0.99 to 0.5", "batch_size from 2 to 4", "overlap from 0.5 to 0.2"):
+        assert words in line
+    assert "epochs" not in line
+    assert "measured in another way" in caplog.text
+    assert [epoch for epoch, _ in losses(place / "run")] == [1, 2, 3]
+    training = load_checkpoint(place / "run/checkpoint-latest.pt").training
+    (group,) = training["optimizer"]["param_groups"]
+    assert (group["momentum"], group["weight_decay"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 2), (3, 2), (64, 1)])
+def test_an_epoch_that_has_begun_goes_on_with_another_batch(
+    place: Path, cache: Path, batch_size: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, taken = TrainingLoop._step, []
+
+    def counted(self: TrainingLoop, batch: Any) -> Any:
+        taken.append(batch)
+        return step(self, batch)
+
+    monkeypatch.setattr(TrainingLoop, "_step", counted)
+    resume(place, cache, f"training.batch_size={batch_size}")  # after 2 of 4 patches
+    assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
+    assert len(taken) == num_steps
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
+    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = place / "run/checkpoint-latest.pt"
+    content = torch.load(path, weights_only=True)
+    del content["split"]
+    for name in ("best_epoch", "best_labels", "validation_seconds", "last_validation_seconds"):
+        del content["training"]["state"][name]
+    torch.save(content, path)
+    (place / "run/data.json").unlink()
+    assert "data.fold changed" in refusal(place, cache, "data.fold=1")
+    caplog.clear()
+    resume(place, cache)
+    (warning,) = (one.message for one in caplog.records if one.levelno == logging.WARNING)
+    assert "before runs recorded their cases" in warning
+    assert (place / "run/data.json").is_file()
+    caplog.clear()
+    resume(place, cache, "training.epochs=3")
+    assert "recorded" not in caplog.text
+
+
+def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(
+    place: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ConfigError("no memory for a batch of 64")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingLoop, "_step", fail)
+        assert "no memory" in refusal(place, cache, "training.batch_size=64")
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume(place, cache)
+    before = contents(place / "run")
+    with caplog.at_level(logging.INFO, logger="unet3d"):
+        resume(place, cache)
+    assert "is finished: 2 of 2 epochs are done" in caplog.text and "--epochs" in caplog.text
+    assert contents(place / "run") == before
+    (place / "run/summary.json").unlink()  # as if killed just before the end
+    resume(place, cache)
+    assert json.loads((place / "run/summary.json").read_text())["epochs"] == 2
+
+
+def test_a_damaged_record_of_epochs_does_not_stop_a_run(
+    made: Path, place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(place / "run", place / "whole")
+    with (place / "run/metrics.jsonl").open("ab") as file:
+        file.write(b'\0\0\0\n{"epoch": 2, "lo\n\xff\xfe\n[]\n{"epoch": 1, "loss": "x"}\n')
+    resume(place, cache)
+    assert "4 damaged line(s)" in caplog.text
+    assert (place / "run/progress.png").is_file()
+    config = load_config(place / "run/config.yaml")
+    run(config, place / "whole", resume=True)
+    assert_same_weights(place / "run", place / "whole")

@@ -1,0 +1,123 @@
+"""Which cases a run trains and validates on, and what they contain."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unet3d.plain_data import printable
+from unet3d.records import key_of
+from unet3d.volumes.cache import Cache
+from unet3d.volumes.dataset import Case
+
+MAX_NAMED = 3
+"""Cases that a message names of each kind of difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseSplit:
+    """The cases of a run by name, each with a digest of the bytes of its files.
+
+    So a data set is the same wherever it is, and another one as soon as a file of it changes.
+    """
+
+    training: Mapping[str, str]
+    """The cases that are trained on."""
+    validation: Mapping[str, str]
+    """The cases that are validated on."""
+
+    @classmethod
+    def of(
+        cls, training: Sequence[Case], validation: Sequence[Case], cache: Path | None
+    ) -> "CaseSplit":
+        """Return the split of some cases.
+
+        Args:
+            training: The cases to train on.
+            validation: Those to validate on.
+            cache: The cache folder, which remembers digests; None: the user's.
+
+        Raises:
+            VolumeError: A file cannot be read.
+            CacheError: The cache folder cannot be written to.
+        """
+        store = Cache(cache)
+        return cls(
+            training={case.name: content_of(case, store) for case in training},
+            validation={case.name: content_of(case, store) for case in validation},
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these cases from others: one digest of all names and contents."""
+        return key_of(self.to_dict())
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """Return plain values, for a checkpoint or JSON."""
+        return {"training": dict(self.training), "validation": dict(self.validation)}
+
+    @classmethod
+    def from_dict(cls, tree: Any) -> "CaseSplit":
+        """Return what :meth:`to_dict` described.
+
+        Raises:
+            ValueError: It described something else.
+        """
+        parts = [
+            tree.get(key) if isinstance(tree, dict) else None for key in ("training", "validation")
+        ]
+        for part in parts:
+            if not isinstance(part, dict) or not all(
+                isinstance(text, str) for item in part.items() for text in item
+            ):
+                raise ValueError("the cases of the run are no names with digests")
+        training, validation = parts
+        return cls(training=training, validation=validation)  # type: ignore[arg-type]
+
+    def changes_since(self, before: "CaseSplit") -> list[str]:
+        """Return how this split differs from an earlier one, a phrase for each kind of change.
+
+        Args:
+            before: The split that a run was trained with.
+        """
+        then = {**before.training, **before.validation}
+        now = {**self.training, **self.validation}
+        both = then.keys() & now.keys()
+        return [
+            _phrase(names, words)
+            for names, words in (
+                (self.training.keys() - then.keys(), "new in training"),
+                (self.validation.keys() - then.keys(), "new in validation"),
+                (then.keys() - now.keys(), "gone"),
+                (
+                    before.training.keys() & self.validation.keys(),
+                    "in training before, in validation now",
+                ),
+                (
+                    before.validation.keys() & self.training.keys(),
+                    "in validation before, in training now",
+                ),
+                ({name for name in both if then[name] != now[name]}, "with other contents"),
+            )
+            if names
+        ]
+
+
+def content_of(case: Case, cache: Cache) -> str:
+    """Return a digest of what a case's files contain.
+
+    Args:
+        case: The case.
+        cache: Remembers the digests of files.
+
+    Raises:
+        VolumeError: A file cannot be read.
+        CacheError: The cache folder cannot be written to.
+    """
+    return key_of([cache.digest(path) for path in (*case.images, case.label)])[:32]
+
+
+def _phrase(names: set[str], words: str) -> str:
+    named = ", ".join(map(printable, sorted(names)[:MAX_NAMED]))
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{len(names)} case(s) {words} ({named}{more})"

@@ -1,0 +1,41 @@
+"""Which data a run is made with: ``data.json``, and what is said of it at the start."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from unet3d.planning.experiment import Experiment
+from unet3d.reports.progress import MAX_COLUMNS, list_within
+
+
+def data_record(experiment: Experiment) -> dict[str, Any]:
+    """Return what ``data.json`` holds beside the version.
+
+    Args:
+        experiment: The cases and their preparation.
+    """
+    config = experiment.config
+    return {
+        "dataset": None if config.data.dataset is None else str(config.data.dataset),
+        "fingerprint": experiment.split.fingerprint,
+        "fold": config.data.fold,
+        "seed": config.training.seed,
+        "preprocessing": experiment.preprocessing.to_dict(),
+        **experiment.split.to_dict(),
+    }
+
+
+def data_lines(experiment: Experiment) -> list[str]:
+    """Return which cases train and which validate, in two lines of at most 80 columns.
+
+    Args:
+        experiment: The cases.
+    """
+    split, fold = experiment.split, experiment.config.data.fold
+    return [
+        _line(f"training on {len(split.training)} case(s)", split.training),
+        _line(f"validating on {len(split.validation)} case(s) (fold {fold})", split.validation),
+    ]
+
+
+def _line(head: str, names: Iterable[str]) -> str:
+    return f"{head}: {list_within(sorted(names), MAX_COLUMNS - len(head) - len(': '))}"

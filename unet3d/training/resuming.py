@@ -1,0 +1,211 @@
+"""Whether a run may be continued with the settings and the data of now.
+
+What it was trained and validated on may not change, because its scores would then be of other cases
+and its networks would have seen the cases that judge them. How it is trained may: learning rate,
+batch, patches, devices.
+"""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from unet3d.config import Config
+from unet3d.errors import CheckpointError, ConfigError
+from unet3d.model import Topology
+from unet3d.planning.experiment import Experiment
+from unet3d.runs.case_split import CaseSplit
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.state import TrainingState
+from unet3d.volumes.transform import Preprocessing
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = 1e-5
+"""Relative difference at which statistics of the same images, computed elsewhere, are the same."""
+
+SILENT = ("data.", "parallel.", "memory.")
+"""Settings that change nothing of what is learned, or whose effect is compared by itself."""
+ALSO_SILENT = (
+    "training.epochs",
+    "training.micro_batches",
+    "training.save_every_seconds",
+    "training.validate_every",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Past:
+    """What a run was when it last saved, without its tensors."""
+
+    folder: RunFolder
+    """The run's files."""
+    config: Config
+    """Its settings."""
+    topology: Topology
+    """Its network."""
+    preprocessing: Preprocessing
+    """How its images were prepared."""
+    split: CaseSplit | None
+    """Its cases; None: it was saved before they were recorded."""
+    state: TrainingState
+    """Where it stood."""
+
+    @classmethod
+    def of(cls, folder: RunFolder) -> "Past":
+        """Read the latest checkpoint of a run.
+
+        Raises:
+            CheckpointError: It cannot be used.
+        """
+        checkpoint = load_checkpoint(folder.latest)
+        try:
+            state = TrainingState.from_plain(checkpoint.training.get("state"))
+        except ValueError as error:
+            raise CheckpointError(f"{folder.latest} cannot be resumed from: {error}") from error
+        return cls(
+            folder=folder,
+            config=checkpoint.config,
+            topology=checkpoint.topology,
+            preprocessing=checkpoint.preprocessing,
+            split=checkpoint.split,
+            state=state,
+        )
+
+    def is_finished(self, config: Config) -> bool:
+        """Return whether nothing is left to do with some settings.
+
+        Args:
+            config: The settings of now.
+        """
+        return self.state.epoch >= config.training.epochs and self.folder.summary.is_file()
+
+    def check_settings(self, config: Config) -> None:
+        """See that the settings suit the run, as far as that can be said without the data.
+
+        Args:
+            config: The settings of now.
+
+        Raises:
+            ConfigError: One of them does not; the message names all that do not.
+        """
+        before, now = self.config, config
+        self._refuse(
+            _changed(
+                {
+                    "data.fold": (before.data.fold, now.data.fold),
+                    "training.seed": (before.training.seed, now.training.seed),
+                    "training.optimizer": (before.training.optimizer, now.training.optimizer),
+                }
+            )
+        )
+        done, epochs = self.state.epoch, config.training.epochs
+        if epochs < done + (self.state.step > 0):
+            part = f" and {self.state.step} steps" if self.state.step else ""
+            raise ConfigError(
+                f"training.epochs is {epochs}, but {self.folder.path} has done {done} epoch(s)"
+                f"{part} already; give more"
+            )
+
+    def check_experiment(self, experiment: Experiment) -> None:
+        """See that the data are those of the run, and its network; say what else has changed.
+
+        Args:
+            experiment: The settings and data of now.
+
+        Raises:
+            ConfigError: The cases, their contents or their preparation are others, or the network.
+        """
+        if self.split is None:
+            logger.warning(
+                "%s was saved before runs recorded their cases: that they are the same cannot be "
+                "checked",
+                self.folder.latest,
+            )
+        self._refuse(
+            [
+                *(experiment.split.changes_since(self.split) if self.split is not None else ()),
+                *_changes_of_preparation(self.preprocessing, experiment.preprocessing),
+            ]
+        )
+        if self.topology != experiment.topology:
+            raise CheckpointError(
+                f"{self.folder.latest} holds another network than the settings now ask for; "
+                "resume with the settings of config.yaml, or start a new run in another --output"
+            )
+        before, now = dict(_flat(self.config)), dict(_flat(experiment.config))
+        changes = [
+            f"{key} from {before[key]} to {now[key]}"
+            for key in now
+            if now[key] != before[key] and not key.startswith(SILENT) and key not in ALSO_SILENT
+        ]
+        if changes:
+            logger.info("changed since the run was saved: %s", ", ".join(changes))
+        if self.config.inference != experiment.config.inference and self.state.best_dice >= 0:
+            logger.warning(
+                "settings of inference have changed, so that Dice from now on is measured in "
+                "another way than the best so far"
+            )
+
+    def _refuse(self, changes: list[str]) -> None:
+        if changes:
+            raise ConfigError(
+                f"{self.folder.path} cannot be continued: {'; '.join(changes)}; resume with what "
+                "it was trained on, or start a new run in another --output"
+            )
+
+
+def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[str]:
+    kinds = [", ".join(channel.kind for channel in one.channels) for one in (before, now)]
+    changes = _changed(
+        {
+            "label names": (before.label_names, now.label_names),
+            "label values": (before.label_values, now.label_values),
+            "channel names": (before.channel_names, now.channel_names),
+            "data.spacing_mm": (before.spacing_mm, now.spacing_mm),
+            "normalisation": (kinds[0], kinds[1]),
+        }
+    )
+    if not changes and not _is_close(before.to_dict(), now.to_dict()):
+        changes.append("the statistics of intensities over all cases of the data set changed")
+    return changes
+
+
+def _changed(values: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    return [
+        f"{name} changed from {_in_words(before)} to {_in_words(now)}"
+        for name, (before, now) in values.items()
+        if not _is_close(before, now)
+    ]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return "that of each case" if value is None else str(value)
+
+
+def _is_close(before: Any, now: Any) -> bool:
+    """Return whether plain values are equal, numbers with a fraction nearly so."""
+    if isinstance(before, float) and isinstance(now, float):
+        return math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-12)
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(_is_close(before[k], now[k]) for k in before)
+    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
+        return len(before) == len(now) and all(map(_is_close, before, now))
+    return bool(before == now)
+
+
+def _flat(config: Config) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of all sections, under dotted names."""
+
+    def items(tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                yield from items(value, f"{path}{key}.")
+            else:
+                yield f"{path}{key}", value
+
+    return items(config.model_dump(mode="json"), "")
