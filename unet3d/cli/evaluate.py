@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from unet3d.cli.options import FILE
-from unet3d.cli.output import write_json
+from unet3d.cli.output import check_writable, write_json
 from unet3d.errors import DatasetError
 
 
@@ -15,6 +15,7 @@ from unet3d.errors import DatasetError
 @click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
 def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
     """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
+    check_writable(json_path)
     from rich.console import Console
 
     from unet3d.inference.evaluation import evaluate as run_evaluation
@@ -31,6 +32,7 @@ def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
 @click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
 def check(dataset: Path, json_path: Path | None) -> None:
     """Find what would break training on DATASET, before it starts."""
+    check_writable(json_path)
     from dataclasses import asdict
 
     from unet3d.volumes.check import check_dataset

@@ -1,14 +1,20 @@
 """What commands write beside their results: errors in one line, JSON files."""
 
 import json
+import logging
 import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
 import click
 
 from unet3d.atomic import write_atomically
-from unet3d.errors import ConfigError, Unet3dError
+from unet3d.errors import ConfigError, Unet3dError, reason_of
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
@@ -19,6 +25,68 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
         what: Word that begins the line.
     """
     click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
+
+
+def show_line(content: Any) -> None:
+    """Print a line, which stays whole however wide the terminal is, or a table.
+
+    Args:
+        content: Text without markup, or what rich prints.
+    """
+    from rich.console import Console
+
+    is_text = isinstance(content, str)
+    Console().print(content, highlight=False, markup=False, soft_wrap=is_text)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before the work whose results they are to hold.
+
+    Args:
+        paths: Files of options; None: the option was not given.
+
+    Raises:
+        ConfigError: One of them cannot be written there.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+            with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
+                path.lstat()  # its name may be too long
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done, as long as it takes; nothing is left of it.
+
+    Args:
+        text: What is begun with.
+
+    Yields:
+        Takes what is done from then on.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr
+    ]
+    stream = sys.stderr
+    with Console(stderr=True).status(Text(text)) as status:
+        for handler in handlers:  # so that what is logged stands above the live line
+            handler.setStream(sys.stderr)
+        try:
+            yield lambda now: status.update(Text(now))
+        finally:
+            for handler in handlers:
+                handler.setStream(stream)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -120,7 +120,7 @@ def _train(
             else:
                 folder.create()
             group.begin(str(folder.path))
-        experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
+        experiment = group.in_turn(lambda: plan_experiment(config, num_preparing, dims.num_stages))
     except Unet3dError:
         if group.is_first:
             folder.discard_if_empty()
