@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import refusal, run
+from tests.volumes.samples import write_msd
 from unet3d.planning import comparison
 
 SMALL = (
@@ -57,6 +58,24 @@ def test_a_file_that_cannot_be_written_is_named_before_anything_is_predicted(
         line = refusal(capsys, "plan", "--shape", "16,16,16", *options)
         assert f"cannot write {name}: {reason}" in line
     assert sorted(path.name for path in folder.iterdir()) == ["file", "taken"]
+
+
+def test_results_are_not_written_over_what_they_are_made_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_msd(folder / "data")
+    (folder / "my.yaml").write_text("{}")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for options in (
+        ("data", "--json", "data/dataset.json"),
+        ("data/dataset.json", "--json", "data/dataset.json"),
+        ("--config", "my.yaml", "--json", "my.yaml"),
+        ("--config", "my.yaml", "--measure", "--picture", "my.yaml"),
+        ("--measure", "--picture", "x", "--json", "x"),
+        ("data", "--json", "data/imagesTr/case_0.nii.gz"),
+    ):
+        assert "is no place for the results" in refusal(capsys, "plan", *options)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def test_a_file_that_is_there_is_kept_until_the_new_one_is_whole(

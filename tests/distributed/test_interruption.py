@@ -5,12 +5,12 @@ import pytest
 
 from unet3d.distributed.interruption import deferred_interruption
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Both signals act as Ctrl-C does at a terminal."""
+    """All signals act as Ctrl-C does at a terminal."""
     before = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
@@ -35,3 +35,10 @@ def test_a_rank_is_told_more_than_once(number: int) -> None:
         assert request.signal_number == number
     with pytest.raises(KeyboardInterrupt):  # as before
         signal.raise_signal(number)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with deferred_interruption() as request:
+        signal.raise_signal(signal.SIGHUP)
+        assert request.signal_number is None

@@ -141,7 +141,6 @@ def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
         (("parallel.cuts=3",), 1, "over 1 device.s.; leave them out"),
         ((), 99, "99 devices for a network of"),
         (("model.num_levels=8",), 1, "the model has 8 levels"),
-        (("patches.size=100000,100000,100000",), 1, "more than any machine holds"),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EISDIR
 from pathlib import Path
@@ -16,6 +16,9 @@ import click
 from unet3d.atomic import write_atomically
 from unet3d.errors import ConfigError, Unet3dError, reason_of
 
+MAX_NAMES = 10
+"""Names that one line lists."""
+
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
     """Show an explained error as one line on stderr.
@@ -24,7 +27,21 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
         error: The error; its message may have several lines.
         what: Word that begins the line.
     """
-    click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
+    from unet3d.plain_data import printable
+
+    line = f"{what}: {' '.join(str(error).split())}"
+    click.echo(printable(line, max_length=len(line)), err=True)
+
+
+def some(names: Sequence[object]) -> str:
+    """Return the first names, and how many more there are.
+
+    Args:
+        names: At least one.
+    """
+    more = len(names) - MAX_NAMES
+    listed = ", ".join(map(str, names[:MAX_NAMES]))
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def show_line(content: Any) -> None:
@@ -37,6 +54,33 @@ def show_line(content: Any) -> None:
 
     is_text = isinstance(content, str)
     Console().print(content, highlight=False, markup=False, soft_wrap=is_text)
+
+
+def files_of(dataset: Path) -> tuple[Path, ...]:
+    """Return the files that describe a data set.
+
+    Args:
+        dataset: Its folder, or its dataset.json.
+    """
+    return dataset, dataset / "dataset.json", dataset / "splits_final.json"
+
+
+def refuse_input(path: Path | None, *inputs: Path) -> None:
+    """Refuse to write results over what they are made from.
+
+    Args:
+        path: Where results go; None: nowhere.
+        inputs: What the command reads, besides volumes.
+
+    Raises:
+        ConfigError: The file is one of those, or named like a volume.
+    """
+    if path is None:
+        return
+    from unet3d.volumes.files import is_volume_file
+
+    if is_volume_file(path) or os.path.realpath(path) in map(os.path.realpath, inputs):
+        raise ConfigError(f"{path} is no place for the results; name another file")
 
 
 def check_writable(*paths: Path | None) -> None:

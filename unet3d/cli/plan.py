@@ -16,7 +16,7 @@ from unet3d.cli.options import (
     placement_options,
     replicas_option,
 )
-from unet3d.cli.output import check_writable, show_line, working, write_json
+from unet3d.cli.output import check_writable, files_of, refuse_input, show_line, working, write_json
 from unet3d.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
@@ -79,6 +79,11 @@ def plan(
         raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
     if picture is not None and not measure:
         raise click.UsageError("--picture shows measured times; add --measure")
+    if measure and picture is None:
+        picture = Path("tuning.png")
+    read = [*(files_of(dataset) if dataset else ()), *([config_path] if config_path else ())]
+    refuse_input(json_path, *read, *([picture] if picture else ()))
+    refuse_input(picture, *read)
     check_writable(json_path, picture)
     changes = changes_of(
         {
@@ -108,8 +113,8 @@ def plan(
         )
         network = plan_without_data(config)
         notes += [rounded] if (rounded := rounding(config, network)) else []
-    if measure:
-        _measure(config, network, notes, picture or Path("tuning.png"), json_path)
+    if picture is not None:
+        _measure(config, network, notes, picture, json_path)
     else:
         _predict(config, network, notes, memory_bytes, json_path)
 
@@ -158,7 +163,6 @@ def _measure(
     from unet3d.reports.progress import duration
     from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
 
-    check_writable(picture)
     for note in notes:
         show_line(note)
     with working("timing the blocks of the network") as show:

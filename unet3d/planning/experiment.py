@@ -22,9 +22,6 @@ from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_VOXELS = 2**40
-"""Voxels of a batch beyond which not even a prediction makes sense: 4 TiB for each channel."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -111,7 +108,7 @@ def plan_experiment(
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
-    report_findings(check_headers(dataset))
+    report_findings(check_headers(dataset, config.data.spacing_mm))
     # From headers alone, so that what cannot be trained is refused before a voxel is read.
     network = _network_of(dataset, config)
     check_stages(config, network, num_stages)
@@ -263,22 +260,10 @@ def _plan_network(
         return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
 
     if config.patches.size == "auto":
-        network = _plan_patch(plan, fingerprint, config.patches.max_voxels)
-        _refuse_absurd(network.size, config.training.batch_size)
-        return network
+        return _plan_patch(plan, fingerprint, config.patches.max_voxels)
     size = fingerprint.shape if config.patches.size == "whole" else config.patches.size
-    _refuse_absurd(size, config.training.batch_size)
     topology = plan(size)
     return NetworkPlan(topology=topology, size=padded_shape(size, topology.total_stride))
-
-
-def _refuse_absurd(size: Shape, batch_size: int) -> None:
-    num_voxels = math.prod(size) * batch_size
-    if num_voxels > MAX_BATCH_VOXELS:
-        raise ConfigError(
-            f"patches.size {_joined(size)} with training.batch_size {batch_size} makes a batch of "
-            f"{num_voxels:.1e} voxels, more than any machine holds; use fewer"
-        )
 
 
 def _plan_patch(

@@ -6,22 +6,22 @@ a batch. Several ranks each take a share of the same batch.
 
 import math
 import multiprocessing
-import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import DatasetError
+from unet3d.processes import die_with_parent, shielded_children
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
+
+_FIRST_IN_SERVER = "unet3d.volumes.loading_server"
 
 Step = tuple[int, int]
 """An epoch and a step in it."""
@@ -70,7 +70,7 @@ class PatchLoader:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
             # and the server has imported MONAI already.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
+            context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
         self._loader: DataLoader[Batch] = DataLoader(
             _Batches(sampler, batch_size, rank, num_ranks),
@@ -79,7 +79,7 @@ class PatchLoader:
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_obey_only_parent,
+            worker_init_fn=_die_with_server,
             multiprocessing_context=context,
             # The loader draws a seed at every epoch. The global generator, whose state checkpoints
             # save and restore, must not be where it draws from.
@@ -108,39 +108,27 @@ class PatchLoader:
             ) from error
 
 
-def _obey_only_parent(worker: int) -> None:
-    """Ignore signals that terminals and launchers send to workers too: the parent saves first.
+def _die_with_server(worker: int) -> None:
+    """Have a worker end with the server that it was forked from, which ends with its own parent.
 
-    A worker ends when its parent has no more work for it, or is gone. PyTorch's own watch for that
-    observes the server that workers are forked from, which lives as long as they do.
+    PyTorch's own watch observes the server alone, which would live as long as its workers do.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    die_with_parent()
 
 
 def _start_fork_server() -> None:
-    """Start the server that workers are forked from, without the default handler of SIGTERM.
+    """Start the server that workers are forked from, which inherit what it inherits.
 
-    Launchers send SIGTERM to a whole group of processes. The resource tracker starts with the
-    server; it cleans up after a process that was killed, and its warnings about that are silenced.
+    Terminals and launchers send signals to workers too, but the parent saves first. The resource
+    tracker starts with the server; it cleans up after a process that was killed, and its warnings
+    about that are silenced.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may set handlers
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
     try:
-        forkserver.ensure_running()
+        with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            forkserver.ensure_running()
     finally:
         sys.warnoptions.remove("ignore:resource_tracker")
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Steps(Sampler[Step]):
