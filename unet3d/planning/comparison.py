@@ -143,7 +143,7 @@ def compare(
             )
         )
     counts = sorted({1, config.training.num_micro_batches})
-    ways = []
+    ways: list[PlacementOption] = []
     for dims in options:
         limits = _limits(dims.replicas, memory)
         for count in counts:
