@@ -66,17 +66,23 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
 def shielded_children(*signals: signal.Signals) -> Iterator[None]:
     """Start processes with multiprocessing that a terminal's or launcher's signals do not reach.
 
-    Those are sent to all processes; this one receives them when the context ends, and acts.
+    Those are sent to all processes; this one receives them when the context ends, and acts. The
+    resource tracker starts here too: it cleans up after a process that was killed, and its warnings
+    about that are silenced.
 
     Args:
         signals: The signals.
     """
     from multiprocessing import resource_tracker
 
-    with blocked(*signals):
-        resource_tracker.ensure_running()  # which unblocks some when it starts
+    sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
+    try:
         with blocked(*signals):
-            yield
+            resource_tracker.ensure_running()  # which unblocks some when it starts
+            with blocked(*signals):
+                yield
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
 
 
 def end_children(children: Iterable[Child], within_seconds: float) -> None:

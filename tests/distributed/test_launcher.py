@@ -170,8 +170,8 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert errors.splitlines()[-1] == "Stopped by SIGTERM"
 
     # Killing the parent leaves no orphans.
-    process = start(folder, cache, *long, *SPREAD)
-    while len(ranks_of(process.pid)) < 2:
+    process = start(folder, cache, *long, *SPREAD, "data.num_workers=1")
+    while len(family_of(process.pid)) < 6:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     family = family_of(process.pid)

@@ -403,11 +403,6 @@ def test_a_label_on_another_grid_is_named(tmp_path: Path, settings: DataSettings
         prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 
-def test_a_killed_worker_is_explained() -> None:
-    with pytest.raises(DatasetError, match="killed.*data.num_workers"):
-        preprocess._map(os._exit, [9, 9], 2)
-
-
 def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path: Path) -> None:
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     occupied = tmp_path / "file"

@@ -123,3 +123,17 @@ def test_statistics_of_a_tilted_gantry_are_in_true_ml(
     expected = 3 * 2.5 * np.cos(np.radians(degrees)) * 12 / 1000
     assert statistics["all"]["volume_ml"] == pytest.approx(expected, rel=1e-6)
     assert caplog.text.count(f"miss a right angle by {degrees} degrees") == 1
+
+
+def test_labels_of_one_name_have_statistics_of_their_own(tmp_path: Path) -> None:
+    image = read_scan(
+        Scan(images=(write_volume(tmp_path / "scan.nii", noise((6, 5, 4))),), output=tmp_path / "o")
+    )
+    labels = np.zeros((6, 5, 4), np.uint8)
+    labels[0], labels[1, :2] = 1, 2
+    found = label_statistics(labels, image, {1: "kidney", 2: "kidney", 3: "liver"})
+    assert {name: one["num_voxels"] for name, one in found.items()} == {
+        "kidney (1)": 20,
+        "kidney (2)": 8,
+        "liver": 0,
+    }

@@ -3,7 +3,6 @@
 Only the files are needed, so predictions of any other tool can be evaluated as well.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +17,9 @@ from scipy import ndimage
 from scipy.spatial import cKDTree
 from torch import Tensor
 
-from unet3d.errors import DatasetError, VolumeError, reason_of
-from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
+from unet3d.errors import DatasetError, VolumeError
+from unet3d.inference.pairing import Pair, Pairs, find_pairs
+from unet3d.volumes.files import volume_stem
 from unet3d.volumes.grids import Affine, is_sheared, voxel_mm3
 from unet3d.volumes.header import VolumeHeader, same_grid
 from unet3d.volumes.memory_limits import explaining_memory
@@ -32,10 +32,6 @@ MAX_VALUES_OF_ONE_SIDE = 100
 """Values that only one of two label maps may have; more are the grey values of an image."""
 
 Mask = npt.NDArray[np.bool_]
-
-Pair = tuple[Path, Path]
-"""A prediction and its label map."""
-Pairs = Sequence[Pair]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +163,7 @@ def evaluate(
         VolumeError: A file cannot be read or is an image, two partners do not lie on one grid, or
             they are too large for the memory.
     """
-    pairs, without = _pairs(predictions, labels)
+    pairs, without = find_pairs(predictions, labels)
     cases = []
     for prediction, label in watch(pairs):
         with explaining_memory(f"cannot compare {prediction} with {label}"):
@@ -191,63 +187,6 @@ def evaluate(
         label_values=tuple(values),
         without_prediction=tuple(without),
     )
-
-
-def _pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
-    """Return what to compare, and the names of the label maps that are left out."""
-    for path in (predictions, labels):
-        if not path.exists():
-            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
-    if not predictions.is_dir() and not labels.is_dir():
-        return [(predictions, labels)], []
-    label_of = _by_stem(labels)
-    prediction_of: dict[str, Path] = {}  # by the stem of the label map
-    unknown = []
-    for stem, prediction in _by_stem(predictions).items():
-        partner = next((name for name in _label_stems(stem) if name in label_of), None)
-        if partner is None:
-            unknown.append(prediction)
-            continue
-        if partner in prediction_of:
-            raise DatasetError(
-                f"{prediction_of[partner]} and {prediction} both belong to {label_of[partner]}; "
-                "keep one of them"
-            )
-        prediction_of[partner] = prediction
-    if unknown:
-        more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
-        raise DatasetError(
-            f"{unknown[0]} has no label map in {labels}, looked for "
-            f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
-            "the name of its label map, and keep others elsewhere"
-        )
-    # A user who names one prediction asks for that one only.
-    without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
-    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)], without
-
-
-def _by_stem(path: Path) -> dict[str, Path]:
-    try:
-        files = sorted(filter(stands_for_volume, path.iterdir())) if path.is_dir() else [path]
-    except OSError as error:
-        raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
-    found: dict[str, Path] = {}
-    for file in files:
-        if file.name.startswith(".") or not is_volume_file(file):
-            continue
-        stem = volume_stem(file)
-        if stem in found:
-            raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
-        found[stem] = file
-    if not found:
-        raise DatasetError(f"{path} holds no volume to compare")
-    return found
-
-
-def _label_stems(prediction_stem: str) -> list[str]:
-    """Return the names that the label map of a prediction may have, the likeliest first."""
-    image = prediction_stem.removesuffix("_seg")
-    return list(dict.fromkeys([prediction_stem, image, re.sub(r"_\d{4}$", "", image)]))
 
 
 def _compare(prediction_path: Path, label_path: Path) -> CaseScores:

@@ -7,7 +7,6 @@ a batch. Several ranks each take a share of the same batch.
 import math
 import multiprocessing
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
@@ -119,16 +118,10 @@ def _die_with_server(worker: int) -> None:
 def _start_fork_server() -> None:
     """Start the server that workers are forked from, which inherit what it inherits.
 
-    Terminals and launchers send signals to workers too, but the parent saves first. The resource
-    tracker starts with the server; it cleans up after a process that was killed, and its warnings
-    about that are silenced.
+    Terminals and launchers send signals to workers too, but the parent saves first.
     """
-    sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
-    try:
-        with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            forkserver.ensure_running()
-    finally:
-        sys.warnoptions.remove("ignore:resource_tracker")
+    with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        forkserver.ensure_running()
 
 
 class _Steps(Sampler[Step]):
