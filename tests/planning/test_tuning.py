@@ -153,7 +153,23 @@ def test_a_slow_setting_is_hopeless_beside_those_on_the_same_devices(
     asked = with_times(monkeypatch, lambda layout: 3.0 if layout.cuts else 1.0)
     sweep(tmp_path)
     assert asked[:3] == [(None, 1, math.inf), ((4,), 1, math.inf), (None, 2, 1.5)]
-    assert {limit for cuts, _, limit in asked[3:]} == {4.5}
+    assert {limit for cuts, _, limit in asked[3:6]} == {4.5}
+
+
+def test_a_lucky_time_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {((3,), 2): [0.2, 2.0], ((4,), 1): [0.8, 0.7], (None, 1): [0.9, 0.9]}
+
+    def seconds(layout: Any) -> float:
+        left = times.get((layout.cuts, layout.num_micro_batches), [])
+        return left.pop(0) if left else 3.0
+
+    with_times(monkeypatch, seconds)
+    found = sweep(tmp_path)
+    best = found.fastest
+    assert best is found.fastest_asked and best is not None
+    assert (best.layout.cuts, best.seconds) == ((4,), 0.75)
+    assert not any(times.values())
+    assert [row.layout.cuts for row in found.rows] == [None, None, (4,), (4,), (3,), (3,)]
 
 
 @pytest.mark.parametrize(

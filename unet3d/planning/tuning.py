@@ -224,7 +224,29 @@ def _measured_rows(
         logger.info(
             "%d of %d: %s, about %.0f s left", len(rows), len(layouts), _in_words(rows[-1]), left
         )
+    _confirm(bench, rows, began)
     return rows
+
+
+def _confirm(bench: Bench, rows: list[Row], began: float) -> None:
+    """Measure the fastest row of each placement again, until it is the fastest on average too.
+
+    The least of many times is a lucky one where other programs use the machine at times.
+    """
+    for devices in {row.layout.devices for row in rows}:
+        confirmed: set[Layout] = set()
+        while time.monotonic() - began <= LIMIT_SECONDS:
+            here = [row for row in rows if row.layout.devices == devices]
+            best = _fastest(here)
+            if best is None or len(here) == 1 or best.layout in confirmed:
+                break
+            confirmed.add(best.layout)
+            again = bench.row(best.layout, math.inf)
+            if again.seconds is not None:
+                mean = (_seconds_of(best) + again.seconds) / 2
+                again = replace(best, seconds=mean)
+            rows[rows.index(best)] = again
+            logger.info("the fastest so far again: %s", _in_words(again))
 
 
 def _seconds_of(row: Row) -> float:
