@@ -13,6 +13,7 @@ is flushed last, because a rename is lost in a power cut until then::
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -185,9 +186,10 @@ def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
     """
     for leftover in folder.glob(f"{PREFIX}*"):
         try:
-            if older_than_s and time.time() - leftover.stat().st_mtime < older_than_s:
+            status = leftover.lstat()
+            if older_than_s and time.time() - status.st_mtime < older_than_s:
                 continue
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            shutil.rmtree(leftover) if stat.S_ISDIR(status.st_mode) else leftover.unlink()
         except FileNotFoundError:  # another process cleans too
             continue
 

@@ -335,13 +335,12 @@ def test_distances_in_tilted_grids_are_those_of_monai_in_others():
 
 
 def test_noise_does_not_part_a_prediction_from_its_label(tmp_path):
-    affine = np.eye(4)
+    affine, noisy = np.eye(4), np.eye(4)
     affine[:3, :3] = Rotation.from_euler("z", 45, degrees=True).as_matrix()
     array = np.random.default_rng(0).integers(0, 2, (8, 9, 10)).astype(np.uint8)
     nib.save(nib.Nifti1Image(array, affine), tmp_path / "l.nii")
-    for sign in (1e-7, -1e-7):
-        noisy = affine.copy()
-        noisy[0, 0] += sign
+    for noise in (1e-5, -1e-5):  # of 1e-7 in the affine
+        noisy[:3, :3] = Rotation.from_euler("z", 45 + noise, degrees=True).as_matrix()
         nib.save(nib.Nifti1Image(array, noisy), tmp_path / "p.nii")
         score = evaluate(tmp_path / "p.nii", tmp_path / "l.nii").cases[0].scores[1]
         assert (score.dice, score.hd95_mm) == (1, 0)

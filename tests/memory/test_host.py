@@ -78,3 +78,7 @@ def test_a_limit_of_address_space_counts() -> None:
 def test_this_machine_has_some() -> None:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 0 < available_bytes() <= total
+
+
+def test_what_the_system_does_not_say_limits_nothing(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none", tmp_path / "none") == sys.maxsize

@@ -13,6 +13,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
@@ -306,14 +307,24 @@ def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(
     assert after.folder != before.folder
 
 
-@pytest.mark.parametrize("key", ["sha256", "path", "checksum"])
+NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another hash": lambda note: change_json(note, lambda tree: tree.update(sha256="0" * 64)),
+    "another path": lambda note: change_json(note, lambda tree: tree.update(path="00")),
+    "wrong types": lambda note: change_json(note, lambda tree: tree.update(size="0")),
+    "a pipe": lambda note: (note.unlink(), os.mkfifo(note)),
+    "nested": lambda note: note.write_text("[" * 100_000),
+    "huge": lambda note: os.truncate(note, 2**40),
+}
+
+
+@pytest.mark.parametrize("damage", NOTE_DAMAGES)
 def test_damaged_digests_are_taken_again(
-    tmp_path: Path, settings: DataSettings, key: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, settings: DataSettings, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
     (before,) = prepare(dataset, settings)
     for note in (tmp_path / "cache" / "digests").iterdir():
-        change_json(note, lambda tree: tree.update({key: "0" * 64}))
+        NOTE_DAMAGES[damage](note)
     caplog.clear()
     (after,) = prepare(dataset, settings)
     assert after.folder == before.folder
@@ -400,6 +411,39 @@ def test_a_label_on_another_grid_is_named(tmp_path: Path, settings: DataSettings
     plan, _ = plan_preprocessing(dataset, settings)
     write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 9), np.uint8))
     with pytest.raises(VolumeError, match=r"labelsTr/case_1.nii.gz: not on the grid of .*case_1"):
+        prepare_cases(dataset.cases, plan, settings.cache, 0)
+
+
+def test_image_and_label_are_brought_together_at_45_degrees(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    """There rounding decides which axis is called X, in each file anew."""
+    straight, oblique = write_msd(tmp_path / "straight"), write_msd(tmp_path / "oblique")
+    for folder, noise in (("imagesTr", 1e-5), ("labelsTr", -1e-5)):
+        affine = np.eye(4)
+        affine[:3, :3] = Rotation.from_euler("z", 45 + noise, degrees=True).as_matrix()
+        path = oblique / folder / "case_1.nii.gz"
+        nib.save(nib.Nifti1Image(np.asarray(nib.load(path).dataobj), affine), path)
+    plain, turned = (prepare(load_dataset(root), settings)[1] for root in (straight, oblique))
+    image, label = np.asarray(turned.image()), np.asarray(turned.label())
+    inside = [np.sort(case.image()[0][case.label() == 1]) for case in (plain, turned)]
+    assert image.shape[1:] == label.shape
+    np.testing.assert_allclose(inside[0], inside[1], atol=1e-6)
+
+
+def test_a_case_that_would_not_fit_in_memory_is_named(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    root = write_msd(tmp_path / "data")
+    for folder in ("imagesTr", "labelsTr"):
+        path = root / folder / "case_1.nii.gz"
+        image = nib.load(path)
+        image.header.set_xyzt_units("meter")
+        nib.save(image, path)
+    dataset = load_dataset(root)
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.spacing_mm == (1, 1, 1)
+    with pytest.raises(VolumeError, match="case_1.nii.gz: .* would become 12000x14000x10000"):
         prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 

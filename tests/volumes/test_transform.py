@@ -228,3 +228,18 @@ def test_logits_that_the_memory_cannot_hold_are_not_restored(
     assert restore_logits(logits, (8, 8, 8)).shape == (3, 8, 8, 8)
     with pytest.raises(VolumeError, match="200x200x200 voxels and 3 classes takes 122.1 MiB"):
         restore_logits(logits, (200, 200, 200))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ChannelNormalization(kind="none"),
+        ChannelNormalization(kind="ct", low=-3e38, high=3e38, mean=-3e38, std=1.0),
+        ChannelNormalization(kind="ct", low=0, high=1, mean=0.5, std=1e-60),
+    ],
+)
+def test_what_becomes_infinite_is_refused(how: ChannelNormalization) -> None:
+    image = np.zeros((1, 6, 6, 6), np.float32)
+    image[:, ::2] = 3.3e38
+    with pytest.raises(VolumeError, match=r"up to 3.3e\+38 become infinite when they are prepared"):
+        prepare_image(image, (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))

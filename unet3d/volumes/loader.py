@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unet3d.config import PatchSettings, Shape
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, Unet3dError
 from unet3d.processes import die_with_parent, shielded_children
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
@@ -71,7 +71,7 @@ class PatchLoader:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader: DataLoader[Batch | Unet3dError] = DataLoader(
             _Batches(sampler, batch_size, rank, num_ranks),
             batch_size=None,
             sampler=self._steps,
@@ -94,10 +94,14 @@ class PatchLoader:
 
         Raises:
             DatasetError: A worker died.
+            CacheError: A prepared case is gone.
         """
         self._steps.epoch, self._steps.first_step = epoch, first_step
         try:
-            yield from self._loader
+            for batch in self._loader:
+                if isinstance(batch, Unet3dError):
+                    raise type(batch)(*batch.args)  # its own traceback would keep the workers
+                yield batch
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -139,15 +143,22 @@ class _Steps(Sampler[Step]):
         return self.num_steps - self.first_step
 
 
-class _Batches(Dataset[Batch]):
+class _Batches(Dataset[Batch | Unet3dError]):
+    """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
+
     def __init__(self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.rank = rank
         self.num_ranks = num_ranks
 
-    def __getitem__(self, step: Step) -> Batch:
-        epoch, number = step
+    def __getitem__(self, step: Step) -> Batch | Unet3dError:
+        try:
+            return self._batch(*step)
+        except Unet3dError as error:
+            return error
+
+    def _batch(self, epoch: int, number: int) -> Batch:
         first = number * self.batch_size
         batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
         mine = share_of(batch, self.rank, self.num_ranks)

@@ -118,8 +118,8 @@ def prepare_image(
         Shape (C, X', Y', Z').
 
     Raises:
-        VolumeError: It has another number of channels than the plan, or at the target spacing it
-            does not fit in memory.
+        VolumeError: It has another number of channels than the plan, at the target spacing it
+            does not fit in memory, or what comes out is not finite.
     """
     num_channels = len(preprocessing.channels)
     if len(array) != num_channels:
@@ -130,13 +130,21 @@ def prepare_image(
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
     with explaining_memory("the image cannot be prepared"):
-        normalized = np.stack(
-            [
-                _normalized(channel, how)
-                for channel, how in zip(array, preprocessing.channels, strict=True)
-            ]
-        )
-        return resample_image(normalized, shape, thick_axes(spacing_mm, target_mm or spacing_mm))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
+            normalized = np.stack(
+                [
+                    _normalized(channel, how)
+                    for channel, how in zip(array, preprocessing.channels, strict=True)
+                ]
+            )
+        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
+        prepared = resample_image(normalized, shape, thick)
+        if not np.isfinite(prepared).all():
+            raise VolumeError(
+                f"intensities up to {np.abs(array).max():.3g} become infinite when they are "
+                "prepared; scale the image, or train with data.normalization=z-score"
+            )
+        return prepared
 
 
 def prepare_label(
