@@ -29,6 +29,16 @@ def test_evaluate_explains_what_does_not_match(
     assert "absent" in refusal(capsys, "evaluate", "absent", "labels")
 
 
+def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "taken").mkdir()
+    for command in (("evaluate", "absent", "labels"), ("check", "absent")):
+        line = refusal(capsys, *command, "--json", "nowhere/scores.json")
+        assert "cannot write nowhere/scores.json: No such file or directory" in line
+        assert "cannot write taken: Is a directory" in refusal(capsys, *command, "--json", "taken")
+
+
 def test_evaluate_says_what_has_no_segmentation(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

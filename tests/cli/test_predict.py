@@ -426,4 +426,4 @@ def test_a_window_that_cannot_be_is_explained(
     scan: Path, checkpoint: Path, window: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "--window", window)
-    assert "inference.window is " in line and "three whole numbers" in line
+    assert "--window is " in line and "three whole numbers" in line

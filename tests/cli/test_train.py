@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -281,3 +282,25 @@ def test_a_signal_while_data_are_prepared_stops_at_once(
     assert process.returncode == 128 + number, errors
     assert errors.splitlines()[-1] == f"Stopped by {number.name}"
     assert not list(prepared.glob(".unfinished-*"))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "level"), [(0, 0, "INFO"), (1, 1, "ERROR"), (2, 0, "WARNING")]
+)
+def test_what_is_wrong_with_the_data_is_said_once_on_each_machine(
+    rank: int, local_rank: int, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+
+    def start(*_: object) -> None:
+        levels.append(logging.getLogger("unet3d").level)
+
+    monkeypatch.setattr("unet3d.training.start.start_training", start)
+    monkeypatch.setattr("unet3d.distributed.ranks.silence_torch", lambda: None)
+    for name, value in (
+        *(("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", local_rank)),
+        *(("LOCAL_WORLD_SIZE", 2), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", 1)),
+    ):
+        monkeypatch.setenv(name, str(value))
+    run("train", "data set")
+    assert levels == [getattr(logging, level)]

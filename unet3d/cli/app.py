@@ -16,6 +16,7 @@ from unet3d import __version__
 from unet3d.cli.config import config
 from unet3d.cli.evaluate import check, evaluate
 from unet3d.cli.log_format import OneLineFormatter
+from unet3d.cli.options import named_as_typed
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except Unet3dError as error:
+        error.args = (named_as_typed(str(error), arguments),)
         report_end(error, "consequence" if isinstance(error, LostRankError) else "explained")
         if debug:
             raise

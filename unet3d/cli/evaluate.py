@@ -1,14 +1,13 @@
 """``unet3d evaluate`` and ``unet3d check``."""
 
-import os
 from functools import partial
 from pathlib import Path
 
 import click
 
 from unet3d.cli.options import FILE
-from unet3d.cli.output import some, write_json
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.cli.output import check_writable, files_of, refuse_input, some, write_json
+from unet3d.errors import DatasetError
 
 
 @click.command()
@@ -17,7 +16,8 @@ from unet3d.errors import ConfigError, DatasetError
 @click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
 def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
     """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
-    _refuse_input(json_path, predictions, labels)
+    refuse_input(json_path, predictions, labels)
+    check_writable(json_path)
 
     from rich.console import Console
     from rich.progress import track
@@ -46,22 +46,13 @@ def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
         write_json(json_path, result.to_dict())
 
 
-def _refuse_input(json_path: Path | None, *inputs: Path) -> None:
-    """Refuse to write results over what they are made from."""
-    if json_path is None:
-        return
-    from unet3d.volumes.files import is_volume_file
-
-    if is_volume_file(json_path) or os.path.realpath(json_path) in map(os.path.realpath, inputs):
-        raise ConfigError(f"{json_path} is no place for the results; name another --json file")
-
-
 @click.command()
 @click.argument("dataset", type=FILE)
 @click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
 def check(dataset: Path, json_path: Path | None) -> None:
     """Find what would break training on DATASET, before it starts."""
-    _refuse_input(json_path, dataset, dataset / "dataset.json", dataset / "splits_final.json")
+    refuse_input(json_path, *files_of(dataset))
+    check_writable(json_path)
 
     from dataclasses import asdict
 

@@ -76,6 +76,8 @@ def train(
         silence_torch()
     if quiet or not ranks.is_first:
         logging.getLogger("unet3d").setLevel(logging.WARNING)
+    if ranks.local_rank > 0:  # what is wrong here, the first rank of this machine says
+        logging.getLogger("unet3d").setLevel(logging.ERROR)
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),

@@ -129,7 +129,7 @@ def _train(
         return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
     if group.is_first:
         group.begin(str(folder.path))
-    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
+    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing, dims.num_stages))
     if past is not None:
         past.check_experiment(experiment)
     for line in data_lines(experiment):

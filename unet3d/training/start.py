@@ -18,6 +18,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
+from unet3d.planning.cpu_defaults import load_settings
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -108,7 +109,11 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             changes = [*forgotten_modes(recorded, request.changes), *request.changes]
             config = without_stale_cuts(load_config(path, changes), recorded)
     else:
-        config = load_config(request.config_path, request.changes)
+        config = load_settings(
+            request.config_path,
+            request.changes,
+            lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
+        )
     config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
     if folder is not None:
         return Run(config=config, folder=folder, resume=True)
