@@ -16,7 +16,6 @@ messages that ranks send one another at every step. The median of several such t
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from common import devices_named, parse_shape, synchronize, tuning_key
 
 from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
+from unet3d.distributed.launched import MEETING_FOLDER
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
@@ -47,6 +47,7 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
+from unet3d.processes import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +180,7 @@ def place(model: UNet3d, way: Setup, devices: tuple[torch.device, ...], group: G
 
 def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
     """Measure one way, in one of its ranks; the first one writes the result."""
+    die_with_parent()
     with joined(Ranks.from_environment()) as group:
         group.open(300)
         names = way.devices[group.ranks.rank]
@@ -236,18 +238,15 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
 
 def measure(way: Setup) -> dict[str, Any]:
     """Run one way in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        listener.close()
+    with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, *sys.argv, "--way", json.dumps(asdict(way))]
         common = {
             "WORLD_SIZE": str(len(way.devices)),
             "LOCAL_WORLD_SIZE": str(len(way.devices)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            MEETING_FOLDER: folder,
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "=lo",
         }
         ranks = [
             subprocess.Popen(

@@ -41,6 +41,7 @@ from unet3d.errors import Unet3dError
 from unet3d.memory.allocator import keep_host_memory
 from unet3d.model import UNet3d
 from unet3d.parallel import autocast_dtype, resolve_precision
+from unet3d.processes import die_with_parent
 
 ON_CPU_ONLY = (
     "ours-float32",
@@ -154,6 +155,7 @@ def measure_by_turns(
 
 def _serve(variant: Variant, problem: Problem, asked: Connection) -> None:
     """Take a step and predict a window of one variant whenever it is asked, in a process."""
+    die_with_parent()
     keeps = variant.keeps_host_memory
     if keeps or (keeps is None and variant.network == "ours"):
         keep_host_memory()
