@@ -7,6 +7,7 @@ from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.plain_data import validated
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
@@ -36,8 +37,8 @@ def test_survives_json() -> None:
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=40.5, std=31.25)
     preprocessing = plan(ct, ChannelNormalization(kind="none"), spacing_mm=(0.5, 0.75, 3.0))
     tree = json.loads(json.dumps(preprocessing.to_dict()))
-    assert Preprocessing.from_dict(tree) == preprocessing
-    assert Preprocessing.from_dict(plan().to_dict()) == plan()
+    assert validated(Preprocessing, tree) == preprocessing
+    assert validated(Preprocessing, plan().to_dict()) == plan()
 
 
 def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:

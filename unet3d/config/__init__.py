@@ -1,8 +1,10 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
 from unet3d.config.settings import (
+    MAX_PATCH_VOXELS,
     AugmentationSettings,
     Balance,
+    Channels,
     Config,
     CudaGraphs,
     DataSettings,
@@ -21,8 +23,10 @@ from unet3d.config.settings import (
 )
 
 __all__ = [
+    "MAX_PATCH_VOXELS",
     "AugmentationSettings",
     "Balance",
+    "Channels",
     "Config",
     "CudaGraphs",
     "DataSettings",

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ValidationError
 
+from unet3d.plain_data import printable, shown
+
 _NOUNS = {int: "whole number", float: "number", str: "name", Path: "path"}
 _LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
 
@@ -52,10 +54,11 @@ def _describe(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str
     path, hint = known_setting(model, problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         name = str(problem["loc"][-1])
-        return f"unknown setting {'.'.join([*path, name])}, {_suggestion(name, path, hint, model)}"
+        suggestion = _suggestion(name[:100], path, hint, model)
+        return f"unknown setting {printable('.'.join([*path, name]))}, {suggestion}"
     for name in path:
         tree = tree[name]
-    return f"{'.'.join(path)} is {tree!r}; give {in_words(hint)}"
+    return f"{'.'.join(path)} is {shown(tree)}; give {in_words(hint)}"
 
 
 def _suggestion(
@@ -92,12 +95,13 @@ def in_words(hint: Any, many: bool = False) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         limits = [
-            f"{words} {getattr(limit, name):g}"
-            for limit in arguments[1].metadata
+            f"{words} {_in_digits(getattr(limit, name))}"
+            for annotation in arguments[1:]
+            for limit in getattr(annotation, "metadata", ())
             for name, words in _LIMITS.items()
             if hasattr(limit, name)
         ]
-        return f"{in_words(arguments[0], many)} {' and '.join(limits)}"
+        return " ".join([in_words(arguments[0], many), " and ".join(limits)]).rstrip()
     if origin is Literal:
         return _any_of(arguments)
     if origin in (Union, UnionType):
@@ -114,6 +118,10 @@ def in_words(hint: Any, many: bool = False) -> str:
     if hint in (bool, NoneType):
         return "true or false" if hint is bool else "null"
     return f"{_NOUNS[hint]}s" if many else f"a {_NOUNS[hint]}"
+
+
+def _in_digits(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:,.10g}"
 
 
 def _any_of(words: Iterable[str]) -> str:

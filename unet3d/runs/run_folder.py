@@ -18,6 +18,7 @@ from unet3d import __version__
 from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, write_atomically
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.reading import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +176,8 @@ class RunFolder:
     def read_data(self) -> dict[str, Any] | None:
         """Return what :meth:`write_data` wrote, or None where there is nothing of it."""
         try:
-            content = json.loads(self.data.read_bytes())
-        except (OSError, ValueError, RecursionError):
+            content = read_json(self.data)
+        except (OSError, ValueError):
             return None
         return content if isinstance(content, dict) and "unet3d" in content else None
 
@@ -317,5 +318,6 @@ def _epoch_line(text: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     epoch = line.get("epoch")
-    is_number = isinstance(epoch, int) and not isinstance(epoch, bool)
-    return line if is_number and 0 < epoch < MAX_EPOCH else None
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 < epoch < MAX_EPOCH:
+        return None
+    return line

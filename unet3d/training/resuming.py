@@ -61,17 +61,17 @@ class Past:
             CheckpointError: It cannot be used.
         """
         checkpoint = load_checkpoint(folder.latest)
-        try:
-            state = TrainingState.from_plain(checkpoint.training.get("state"))
-        except ValueError as error:
-            raise CheckpointError(f"{folder.latest} cannot be resumed from: {error}") from error
+        if not checkpoint.training:
+            raise CheckpointError(
+                f"{folder.latest} holds a network but no training to continue; start a new run"
+            )
         return cls(
             folder=folder,
             config=checkpoint.config,
             topology=checkpoint.topology,
             preprocessing=checkpoint.preprocessing,
             split=checkpoint.split,
-            state=state,
+            state=TrainingState(**checkpoint.training["state"]),
         )
 
     def is_finished(self, config: Config) -> bool:

@@ -2,44 +2,37 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import field, replace
-from typing import Annotated, Any
-
-from pydantic import ConfigDict, Field, ValidationError
-from pydantic.dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from unet3d.distributed.group import Group
 from unet3d.model import LossTerms
 
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(ge=0)]
 
-
-@dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+@dataclass(kw_only=True)
 class TrainingState:
     """Epochs and steps that are done, and the sums of the epoch that is not."""
 
-    epoch: Count = 0
+    epoch: int = 0
     """Epochs that are complete, validation included."""
-    step: Count = 0
+    step: int = 0
     """Steps done in the epoch after them."""
     loss: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
     )
     """Sums over those steps, of the loss of each sample."""
-    num_samples: Count = 0
+    num_samples: int = 0
     """Samples in those steps, of all ranks."""
-    seconds: Seconds = 0.0
+    seconds: float = 0.0
     """Time spent in those steps."""
-    total_seconds: Seconds = 0.0
+    total_seconds: float = 0.0
     """Time spent in the steps of the complete epochs."""
-    validation_seconds: Seconds = 0.0
+    validation_seconds: float = 0.0
     """Time spent in the validations of the complete epochs."""
-    last_validation_seconds: Seconds = 0.0
+    last_validation_seconds: float = 0.0
     """Time that the last validation took; 0 before the first one."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
-    best_epoch: Count = 0
+    best_epoch: int = 0
     """Epoch, from 1, after which it was reached; 0 where that is not known."""
     best_labels: dict[str, float | None] = field(default_factory=dict)
     """Dice of each label in that validation."""
@@ -108,22 +101,3 @@ class TrainingState:
             ),
             last_dice=self.last_dice if dice is None else dice,
         )
-
-    @classmethod
-    def from_plain(cls, values: Any) -> "TrainingState":
-        """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
-
-        Raises:
-            ValueError: A field is unknown, of another type, or not finite.
-        """
-        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-            raise ValueError("it holds no state of a training")
-        try:
-            state = cls(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ValueError(f"{where} is {first['input']!r}: {first['msg']}") from error
-        if state.loss.keys() != cls().loss.keys():
-            raise ValueError(f"loss has the terms {', '.join(map(str, state.loss))}")
-        return state

@@ -5,17 +5,19 @@ an image exactly as training did.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ConfigDict, Field, model_validator
 from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.plain_data import PLAIN, Name, at_most
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
@@ -38,6 +40,13 @@ SAFE_EXPONENT = 60
 """Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
 
 
+MAX_INTENSITY = 1e38
+"""No image in float32 has a larger one."""
+
+Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
+LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChannelNormalization:
     """How the intensities of one channel get a mean of 0 and a standard deviation of 1.
@@ -47,23 +56,27 @@ class ChannelNormalization:
     own mean and deviation over its non-zero voxels. ``none``: unchanged.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     kind: Kind
-    low: float = 0.0
-    high: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
+    low: Intensity = 0.0
+    high: Intensity = 0.0
+    mean: Intensity = 0.0
+    std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
     """Everything that is needed to prepare an image at prediction as in training."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     spacing_mm: Spacing | None
     """Target spacing; None: each image's own."""
-    channels: tuple[ChannelNormalization, ...]
-    channel_names: tuple[str, ...]
-    label_names: tuple[str, ...]
-    label_values: tuple[int, ...]
+    channels: Annotated[tuple[ChannelNormalization, ...], at_most(2**14)]
+    channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
+    label_names: Annotated[tuple[Name, ...], at_most(2**16)]
+    label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -75,21 +88,19 @@ class Preprocessing:
             "label_values": list(self.label_values),
         }
 
-    @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> "Preprocessing":
-        """Return what :meth:`to_dict` described.
-
-        Raises:
-            KeyError, TypeError, ValueError: It described something else.
-        """
-        spacing_mm = tree["spacing_mm"]
-        return cls(
-            spacing_mm=None if spacing_mm is None else as_spacing(spacing_mm),
-            channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
-            channel_names=tuple(tree["channel_names"]),
-            label_names=tuple(tree["label_names"]),
-            label_values=tuple(tree["label_values"]),
-        )
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        """Refuse what a file says of channels and labels that do not belong together."""
+        if not len(self.channels) == len(self.channel_names) > 0:
+            raise ValueError(
+                f"has {len(self.channels)} channels but {len(self.channel_names)} names of channels"
+            )
+        if not len(self.label_names) == len(set(self.label_values)) == len(self.label_values) > 0:
+            raise ValueError(
+                f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
+                "different values"
+            )
+        return self
 
 
 def prepare_image(
