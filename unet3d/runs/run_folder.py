@@ -130,8 +130,14 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
+        if self.tensorboard.exists() and not self.tensorboard.is_dir():
+            raise ConfigError(f"{self.tensorboard} is no folder; move it away to continue the run")
         with _writing(self.path):
             tempfile.TemporaryFile(dir=self.path).close()
+
+    def has_summary(self) -> bool:
+        """Return whether the run has come to its end and said so in a file that is whole."""
+        return _read_object(self.summary) is not None
 
     def reopen(self, num_epochs: int) -> None:
         """Prepare the folder for the continuation of its run.
@@ -175,11 +181,8 @@ class RunFolder:
 
     def read_data(self) -> dict[str, Any] | None:
         """Return what :meth:`write_data` wrote, or None where there is nothing of it."""
-        try:
-            content = read_json(self.data)
-        except (OSError, ValueError):
-            return None
-        return content if isinstance(content, dict) and "unet3d" in content else None
+        content = _read_object(self.data)
+        return content if content is not None and "unet3d" in content else None
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Write one of the JSON files.
@@ -288,6 +291,15 @@ def checkpoint_in(path: Path) -> Path:
         f"{path} has neither {run.best.name} nor {run.latest.name}; name a checkpoint, or the "
         "folder of a run"
     )
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return what a JSON file of ours holds, or None where it is missing or damaged."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 @contextmanager

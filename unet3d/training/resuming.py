@@ -80,7 +80,7 @@ class Past:
         Args:
             config: The settings of now.
         """
-        return self.state.epoch >= config.training.epochs and self.folder.summary.is_file()
+        return self.state.epoch >= config.training.epochs and self.folder.has_summary()
 
     def check_settings(self, config: Config) -> None:
         """See that the settings suit the run, as far as that can be said without the data.
