@@ -1,7 +1,10 @@
 # unet3d for GPU servers; torch from PyPI brings CUDA, the host only needs its driver.
 #   docker build -t unet3d-parallel .
 #   docker run --gpus all --shm-size=8g --user $(id -u):$(id -g) -v "$PWD:/data" unet3d-parallel train ...
-ARG BASE_IMAGE=python:3.12-slim
+#
+# The base is python:3.12.14-slim-trixie. For a newer one, look up the digest of its tag with
+# `docker buildx imagetools inspect python:TAG`.
+ARG BASE_IMAGE=python@sha256:78387bc3881b8273120a12ebe6c1ab22b018ccc2c9adf565ae1ac9b536e184ea
 FROM ${BASE_IMAGE}
 
 ENV PIP_NO_CACHE_DIR=1 \
@@ -15,31 +18,36 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # Dependencies first: a change of code does not download torch again. The wheels bring their own
-# libgomp and libgfortran, so nothing else is installed.
+# libgomp and libgfortran, so nothing else is installed. The lock is for Python 3.12 on x86-64 and
+# holds the hash of every wheel; another base image gets the same versions without hashes.
 WORKDIR /opt/unet3d
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
-    && pip install -c constraints.txt -r requirements.txt
+COPY pyproject.toml constraints.txt requirements-docker.lock ./
+RUN if python -c "import platform, sys; sys.exit((sys.version_info[:2], platform.machine()) != ((3, 12), 'x86_64'))"; \
+    then pip install --require-hashes -r requirements-docker.lock; \
+    else python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], 'setuptools', sep='\n')" > requirements.txt \
+    && pip install -c constraints.txt -r requirements.txt; \
+    fi
 
+# Built with the setuptools that is pinned, not with one that is downloaded for it.
 COPY README.md LICENSE ./
 COPY unet3d unet3d
-RUN pip install --no-deps .
+RUN pip install --no-deps --no-build-isolation . && unet3d --version
 COPY configs configs
 
-# HOME is writable for everybody, so that --user with any number works: caches go there, runs go
-# to the mounted folder. USER names the user where the number has none.
-ENV HOME=/home/unet3d \
-    USER=unet3d \
-    MPLCONFIGDIR=/home/unet3d/.config/matplotlib \
+# HOME is the image's own user's alone. Another user, named by --user, has no entry in it: the
+# entry point gives such a one a home of its own below /tmp. USER names whoever has no name.
+ENV USER=unet3d \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-RUN useradd --uid 1000 --create-home --home-dir /home/unet3d unet3d \
-    && python -c "import matplotlib.font_manager" \
+COPY tools/docker-entrypoint.sh /usr/local/bin/
+RUN XDG_CACHE_HOME=/opt/unet3d/cache python -c "import matplotlib.font_manager" \
+    && useradd --uid 1000 --create-home --home-dir /home/unet3d unet3d \
+    && chmod 0700 /home/unet3d \
     && mkdir -p /data \
-    && chown unet3d /data \
-    && chmod -R a+rwX /home/unet3d /data
+    && chown unet3d /data
 USER unet3d
 WORKDIR /data
+RUN docker-entrypoint.sh --version
 
-ENTRYPOINT ["unet3d"]
+ENTRYPOINT ["docker-entrypoint.sh"]
 CMD ["--help"]

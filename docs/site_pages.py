@@ -22,6 +22,7 @@ PAGES = {
     "README.md": "index.md",
     "data/README.md": "data.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
     "configs": "configurations.md",
     "unet3d/config/settings.py": "settings.md",

@@ -1,3 +1,5 @@
+import importlib.metadata
+import importlib.util
 import os
 import re
 import shlex
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from unet3d import __version__
 from unet3d.cli.app import commands
@@ -17,7 +20,16 @@ from unet3d.config import load_config
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "data/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "SECURITY.md",
+            "data/README.md",
+        )
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 PLACEHOLDER = re.compile(r"@[A-Z][A-Z0-9_]*@|\{\{.*?\}\}|\b(?:TODO|FIXME|TBD|XXX)\b")
@@ -71,7 +83,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert in_package == sources | {"unet3d/py.typed"}
     assert f"{metadata}licenses/LICENSE" in names
     entry_points = archive.read(f"{metadata}entry_points.txt").decode()
-    assert "unet3d = unet3d.cli.app:main" in entry_points
+    assert "unet3d = unet3d.__main__:main" in entry_points
 
 
 def test_every_dependency_is_pinned():
@@ -84,6 +96,64 @@ def test_every_dependency_is_pinned():
     wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
     names = {re.split(r"[<>=!~ \[]", requirement)[0].lower() for requirement in wanted}
     assert names <= pins
+
+
+def normalized(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins_of(path):
+    """The packages that a file pins, each with its version; every line of it is a pin."""
+    lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
+    found = [re.fullmatch(r"([\w.-]+)==([^ ;]+)(.*)", line) for line in lines if line]
+    assert all(found)
+    assert len({normalized(pin[1]) for pin in found}) == len(found)
+    return {normalized(pin[1]): (pin[2], pin[3].strip()) for pin in found}
+
+
+def test_the_lock_of_the_image_has_the_pinned_versions_with_hashes():
+    pins, lock = pins_of(ROOT / "constraints.txt"), pins_of(ROOT / "requirements-docker.lock")
+    assert {name: version for name, (version, _) in lock.items()} == {
+        name: pins[name][0] for name in lock
+    }
+    for name, (_, more) in lock.items():
+        assert re.fullmatch(r"(--hash=sha256:[0-9a-f]{64} ?)+", more), name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
+    assert {normalized(re.split(r"[<>=!~ \[]", name)[0]) for name in wanted} <= lock.keys()
+    # What torch needs for GPUs, which a machine without one does not install.
+    assert {"triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "nvidia-cublas"} <= lock.keys()
+
+
+def test_the_lock_has_all_that_its_packages_need():
+    lock = pins_of(ROOT / "requirements-docker.lock")
+    target = {"python_version": "3.12", "python_full_version": "3.12.14", "extra": ""}
+    for name in lock:
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # only there with GPUs
+        for requirement in map(Requirement, needed):
+            if requirement.marker is None or requirement.marker.evaluate(target):
+                version, _ = lock[normalized(requirement.name)]
+                if importlib.metadata.version(name).partition("+")[0] == lock[name][0]:
+                    assert requirement.specifier.contains(version), (name, requirement)
+
+
+def test_the_lock_is_what_pip_reports():
+    spec = importlib.util.spec_from_file_location("lock_docker", ROOT / "tools/lock_docker.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    reported = [
+        {
+            "metadata": {"name": name, "version": "1.0"},
+            "download_info": {"archive_info": {"hashes": {"sha256": digit * 64}}},
+        }
+        for name, digit in (("b", "1"), ("A", "2"))
+    ]
+    lines = tool.lock_text(reported).splitlines()[2:]
+    assert lines == [f"A==1.0 --hash=sha256:{'2' * 64}", f"b==1.0 --hash=sha256:{'1' * 64}"]
+    assert (ROOT / "requirements-docker.lock").read_text().startswith(tool.HEAD)
 
 
 def test_the_citation_is_of_this_version():
@@ -127,11 +197,52 @@ def test_the_image_gets_what_the_dockerfile_copies():
 
 def test_a_change_of_code_does_not_install_the_dependencies_again():
     words = [f"{word} {rest}" for word, rest in instructions()]
-    (dependencies,) = (i for i, line in enumerate(words) if "-r requirements.txt" in line)
+    (dependencies,) = (i for i, line in enumerate(words) if "requirements-docker.lock;" in line)
     (code,) = (i for i, line in enumerate(words) if line == "COPY unet3d unet3d")
     assert dependencies < code
     assert [rest for word, rest in instructions() if word == "USER"] == ["unet3d"]
-    assert '["unet3d"]' in [rest for word, rest in instructions() if word == "ENTRYPOINT"]
+    entry = [rest for word, rest in instructions() if word == "ENTRYPOINT"]
+    assert entry == ['["docker-entrypoint.sh"]']
+
+
+def test_the_image_is_made_of_what_was_chosen():
+    text = (ROOT / "Dockerfile").read_text()
+    base = re.search(r"^ARG BASE_IMAGE=python@sha256:[0-9a-f]{64}$", text, re.MULTILINE)
+    comment = text[: base.start()]
+    assert re.search(r"python:3\.12\.\d+-slim-\w+", comment)  # the tag of the digest
+    runs = [rest for word, rest in instructions() if word == "RUN"]
+    assert any("--require-hashes -r requirements-docker.lock" in rest for rest in runs)
+    (build,) = (rest for rest in runs if rest.startswith("pip install --no-deps"))
+    assert "--no-build-isolation" in build and "unet3d --version" in build
+    assert "docker-entrypoint.sh --version" in runs[-1]
+    assert "chmod 0700 /home/unet3d" in text and "a+rwX" not in text
+
+
+def test_a_user_that_the_image_does_not_know_gets_a_home_of_its_own(tmp_path):
+    fonts = tmp_path / "fonts" / "matplotlib"
+    fonts.mkdir(parents=True)
+    (fonts / "fontlist.json").write_text("{}")
+    script = (ROOT / "tools" / "docker-entrypoint.sh").read_text()
+    script = script.replace("/opt/unet3d/cache/matplotlib", str(fonts))
+    script = script.replace("/tmp/home-", f"{tmp_path}/home-")
+    script = script.replace('exec unet3d "$@"', 'echo "$HOME $1"')
+
+    def home_with(home):
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", "first argument"],
+            env={**os.environ, "HOME": str(home)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        home, _, argument = done.stdout.strip().partition(" ")
+        assert argument == "first argument"
+        return Path(home)
+
+    assert home_with(tmp_path) == tmp_path
+    made = home_with(tmp_path / "absent")
+    assert made.name.startswith("home-") and made.stat().st_mode & 0o777 == 0o700
+    assert (made / ".cache/matplotlib/fontlist.json").read_text() == "{}"
 
 
 def command_lines():
@@ -224,6 +335,6 @@ def test_the_python_of_the_readme_runs():
 
 
 def test_the_scripts_can_be_run():
-    for name in (".ci/run", "tools/demo.sh"):
+    for name in (".ci/run", "tools/demo.sh", "tools/docker-entrypoint.sh"):
         assert os.access(ROOT / name, os.X_OK)
         subprocess.run(["bash", "-n", ROOT / name], check=True)

@@ -26,8 +26,11 @@ Model = TypeVar("Model")
 PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 """``__pydantic_config__`` of a dataclass, or ``model_config`` of a model."""
 
-MAX_PROBLEMS = 4
+MAX_PROBLEMS = 10
 """How many mistakes of one file a message names."""
+
+MAX_DESCRIBED = 200
+"""How many are put into words, to find as many different ones."""
 
 _UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
 _TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -87,15 +90,16 @@ class _Limited(reprlib.Repr):
 _LIMITED = _Limited()
 
 
-def listed(problems: Iterable[str]) -> str:
+def listed(problems: Iterable[str], num_more: int = 0) -> str:
     """Return a few problems, and how many more there are.
 
     Args:
         problems: Phrases; repeated ones count once.
+        num_more: How many there are beside these.
     """
     phrases = list(dict.fromkeys(problems))
-    more = len(phrases) - MAX_PROBLEMS
-    return "; ".join(phrases[:MAX_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+    num_more += max(0, len(phrases) - MAX_PROBLEMS)
+    return "; ".join(phrases[:MAX_PROBLEMS]) + (f"; and {num_more} more" if num_more else "")
 
 
 def validated(model: type[Model], values: Any) -> Model:
@@ -111,9 +115,18 @@ def validated(model: type[Model], values: Any) -> Model:
     try:
         content: Model = _adapter(model).validate_python(values)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        raise ValueError(listed(_phrase(dict(problem)) for problem in found)) from error
+        raise ValueError(explained(error)) from error
     return content
+
+
+def explained(error: ValidationError) -> str:
+    """Return what is wrong with the values that a model refused, in one line.
+
+    Args:
+        error: Of the model.
+    """
+    found = [dict(problem) for problem in error.errors(include_url=False)]
+    return listed(map(_phrase, found[:MAX_DESCRIBED]), max(0, len(found) - MAX_DESCRIBED))
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -125,7 +138,8 @@ def at_most(count: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, list | tuple | dict) and len(value) > count:
-            raise ValueError(f"has {len(value):,} entries, and may have {count:,}")
+            words = f"has {len(value):,} entries, and may have {count:,}"
+            raise PydanticCustomError(TOO_MANY, words)
         return value
 
     return BeforeValidator(check)
@@ -143,6 +157,9 @@ Name = Annotated[str, Field(max_length=200, strict=True), AfterValidator(_printa
 
 _adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 
+
+TOO_MANY = "too_many"
+"""Kind of the error of :func:`at_most`."""
 
 _WORDS = {
     "missing": "is missing",
@@ -162,6 +179,8 @@ def _phrase(problem: dict[str, Any]) -> str:
         return f"{place} {_WORDS[kind]}"
     if kind == "value_error":  # of a validator of ours
         return f"{place} {problem['ctx']['error']}"
+    if kind == TOO_MANY:
+        return f"{place} {problem['msg']}"
     if kind in ("dataclass_type", "model_type", "dict_type"):
         words = "must be a mapping"
     else:

@@ -11,8 +11,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-MAX_JSON_BYTES = 64 * 2**20
-"""More than the list of any data set's files; as Python's values it takes up to 2 GB."""
+MAX_JSON_BYTES = 32 * 2**20
+"""More than the list of any data set's files; as Python's values it takes up to 1 GB."""
 
 
 def open_regular(path: Path) -> io.BufferedReader:

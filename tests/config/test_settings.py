@@ -121,7 +121,7 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("patches.foreground_fraction=2", "is 2; give a number of at least 0 and at most 1"),
         ("model.norm=layer", "model.norm is 'layer'; give instance, group or batch"),
         ("model.num_levels=9", "give a whole number of at least 2 and at most 8 or auto"),
-        ("model.channels=32", "is 32; give a list of whole numbers above 0 and at most 16,384 or"),
+        ("model.channels=32", "is 32; give a list of whole numbers above 0 and at most 65,536 or"),
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give a list of x, y or z"),

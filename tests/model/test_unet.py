@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from unet3d.config import ModelSettings
-from unet3d.errors import VolumeError
+from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.model import Decoder, Encoder, Topology, UNet3d, plan_topology, run_blocks
+from unet3d.model.unet import refuse_beyond_memory
 
 VARIANTS = [
     {},
@@ -192,3 +195,12 @@ def test_the_decoder_names_its_skips_and_nothing_more() -> None:
     read = {name for block in decoder.blocks() for name in block.inputs}
     made = {block.name for block in decoder.blocks()}
     assert read - made == {"x", "y"}
+
+
+def test_weights_beyond_the_memory_of_the_host_are_refused() -> None:
+    wide = Topology(
+        in_channels=1, num_classes=2, channels=(65536, 65536), strides=((1, 1, 1), (2, 2, 2))
+    )
+    with pytest.raises(DoesNotFitError, match=r"65536, 65536 channels takes [0-9,.]+ GiB for its"):
+        refuse_beyond_memory(wide)
+    refuse_beyond_memory(replace(wide, channels=(2, 4)))

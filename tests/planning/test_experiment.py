@@ -12,10 +12,12 @@ from rich.console import Console
 
 from tests.volumes.samples import write_json, write_msd, write_volume
 from unet3d.config import Config, load_config
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.errors import ConfigError, DatasetError, DeviceError
+from unet3d.planning import experiment
 from unet3d.planning.experiment import fitting_size, plan_experiment, report_findings
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
+from unet3d.volumes import preprocess
 from unet3d.volumes.check import Finding
 
 
@@ -129,6 +131,45 @@ def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
 
 
 # The configuration, the cases
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_stages", "reason"),
+    [
+        (("parallel.cuts=999",), 2, r"parallel.cuts \[999\] do not divide"),
+        (("parallel.cuts=3,4",), 2, r"parallel.cuts \[3, 4\] do not divide"),
+        (("parallel.cuts=3",), 1, "over 1 device.s.; leave them out"),
+        ((), 99, "99 devices for a network of"),
+        (("model.num_levels=8",), 1, "the model has 8 levels"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_refused_before_a_voxel_is_read(
+    overrides: tuple[str, ...],
+    num_stages: int,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = write_msd(tmp_path / "data", modality="CT")  # which needs statistics of its voxels
+    read: list[object] = []
+    for module, name in ((preprocess, "_intensities"), (experiment, "prepare_cases")):
+        monkeypatch.setattr(module, name, lambda *_, **__: read.append(1))
+    with pytest.raises((ConfigError, DeviceError), match=reason):
+        plan_experiment(settings(tmp_path, root, *overrides), 0, num_stages)
+    assert read == []
+
+
+def test_a_patch_that_is_rounded_up_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write_msd(tmp_path / "data")
+    caplog.set_level("INFO", "unet3d")
+    for size, levels in (("9,10,12", 2), ("10,10,12", 2)):
+        config = settings(tmp_path, root, f"patches.size={size}", f"model.num_levels={levels}")
+        assert plan_experiment(config, 0).patch_size == (10, 10, 12)
+    assert caplog.text.count("is rounded up to") == 1
+    assert "patches.size 9x10x12 is rounded up to 10x10x12, multiples of 2x2x2" in caplog.text
 
 
 def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Sweeps over cuts and micro-batches, with real steps of a tiny network on one CPU."""
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,15 @@ from unet3d.errors import DeviceError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.planning import comparison, tuning
+from unet3d.planning import bench, comparison, tuning
+from unet3d.planning.bench import Bench, Row, promising_neighbours
 from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.tuning import Tuning, micro_batch_counts, promising_neighbours, tune
-from unet3d.planning.tuning_cache import recall_tuned
+from unet3d.planning.tuning import Progress, Tuning, micro_batch_counts, tune
+from unet3d.planning.tuning_cache import recall_tuned, remember_tuned, resolve_auto
 
 FLOAT32 = "training.precision=float32"
-NUM_TIMED_RUNS, NUM_WARM_UP_STEPS = timings.NUM_TIMED_RUNS, tuning.NUM_WARM_UP_STEPS
+NUM_TIMED_RUNS = timings.NUM_TIMED_RUNS
 SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 
@@ -41,19 +44,18 @@ def sweep(cache: Path, *overrides: str) -> Tuning:
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave garbage alone, which takes longer than all steps and frees nothing but GPUs' memory."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(tuning.gc, "collect", lambda: 0)
+        monkeypatch.setattr(bench.gc, "collect", lambda: 0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fewer_steps() -> Iterator[pytest.MonkeyPatch]:
-    """Take each time once, after one step, because one test sees how times are taken.
+    """Take each time once, because one test sees how times are taken.
 
     A GPU needs the steps in which a step is captured.
     """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(timings, "NUM_TIMED_RUNS", 1)
-            patch.setattr(tuning, "NUM_WARM_UP_STEPS", 1)
         yield patch
 
 
@@ -93,17 +95,122 @@ def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning)
 def test_the_choice_is_the_fastest_of_the_asked_mode(swept: Tuning) -> None:
     spread = [row for row in swept.rows if len(row.layout.devices) == 2]
     fastest = min(spread, key=lambda row: row.seconds)
-    assert swept.choice is not None
-    assert swept.choice.step_seconds == fastest.seconds
-    assert swept.choice.cuts == fastest.layout.cuts
-    assert swept.choice.num_micro_batches == fastest.layout.num_micro_batches
+    assert swept.fastest_asked is fastest
+    choices = {len(key.devices): choice for key, choice in swept.choices()}
+    assert choices[2].step_seconds == fastest.seconds
+    assert choices[2].cuts == fastest.layout.cuts
+    assert choices[2].num_micro_batches == fastest.layout.num_micro_batches
     record = swept.to_dict()
     alone = min(row.seconds for row in swept.rows if len(row.layout.devices) == 1)
-    assert record["best_one_device_seconds"] == alone
+    assert choices[1].step_seconds == record["best_one_device_seconds"] == alone
     (chosen,) = (row for row in record["rows"] if row["chosen"])
     assert chosen["seconds"] == fastest.seconds
     assert chosen["ratio"] == pytest.approx(alone / fastest.seconds)
+    (first,) = (row for row in record["rows"] if row["fastest"])
+    assert first["seconds"] == min(row.seconds for row in swept.rows)
     assert json.loads(json.dumps(record))["rows"] == record["rows"]
+
+
+def with_times(monkeypatch: pytest.MonkeyPatch, seconds: Any) -> list[tuple[Any, ...]]:
+    """Let each setting take what a function of its layout says, and return what was asked."""
+    asked: list[tuple[Any, ...]] = []
+
+    def row(self: Bench, layout: Any, hopeless_seconds: float) -> Row:
+        asked.append((layout.cuts, layout.num_micro_batches, hopeless_seconds))
+        return Row(layout=layout, seconds=seconds(layout), peak_bytes={})
+
+    monkeypatch.setattr(Bench, "row", row)
+    monkeypatch.setattr(Bench, "sensible_cuts", lambda *_: [(4,), (3,)])
+    return asked
+
+
+def test_the_fastest_of_all_may_be_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {(None, 1): 0.9, (None, 2): 0.75, ((4,), 1): 1.2, ((4,), 2): 0.95}
+
+    def seconds(layout: Any) -> float:
+        return times.get((layout.cuts, layout.num_micro_batches), 2.0)
+
+    with_times(monkeypatch, seconds)
+    found = sweep(tmp_path)
+    rows = found.to_dict()["rows"]
+    assert [row["seconds"] for row in rows if row["fastest"]] == [0.75]
+    assert [row["seconds"] for row in rows if row["chosen"]] == [0.95]
+    # Trainings on one device and on two each take their own.
+    for key, choice in found.choices():
+        remember_tuned(key, choice)
+    alone = settings(tmp_path, "parallel.mode=none", "parallel.devices=cpu")
+    key = replace(found.tuning_key, config=alone, devices=(torch.device("cpu"),))
+    assert resolve_auto(key).training.micro_batches == 2
+    taken = resolve_auto(found.tuning_key)
+    assert (taken.parallel.cuts, taken.training.micro_batches) == ((4,), 2)
+
+
+def test_a_slow_setting_is_hopeless_beside_those_on_the_same_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = with_times(monkeypatch, lambda layout: 3.0 if layout.cuts else 1.0)
+    sweep(tmp_path)
+    assert asked[:3] == [(None, 1, math.inf), ((4,), 1, math.inf), (None, 2, 1.5)]
+    assert {limit for cuts, _, limit in asked[3:6]} == {4.5}
+
+
+def test_a_lucky_time_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {((3,), 2): [0.2, 2.0], ((4,), 1): [0.8, 0.7], (None, 1): [0.9, 0.9]}
+
+    def seconds(layout: Any) -> float:
+        left = times.get((layout.cuts, layout.num_micro_batches), [])
+        return left.pop(0) if left else 3.0
+
+    with_times(monkeypatch, seconds)
+    found = sweep(tmp_path)
+    best = found.fastest
+    assert best is found.fastest_asked and best is not None
+    assert (best.layout.cuts, best.seconds) == ((4,), 0.75)
+    assert not any(times.values())
+    assert [row.layout.cuts for row in found.rows] == [None, None, (4,), (4,), (3,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("each", "num_measured"), [(1.0, 6), (90.0, 4), (1000.0, 2)], ids=["all", "some", "first"]
+)
+def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
+    each: float,
+    num_measured: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now = [0.0]
+
+    def seconds(layout: Any) -> float:
+        now[0] += each
+        return 1.0
+
+    with_times(monkeypatch, seconds)
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: now[0])
+    seen: list[Progress] = []
+    config = settings(tmp_path)
+    with caplog.at_level("INFO", "unet3d"):
+        found = tune(config, plan_without_data(config), seen.append)
+    assert len(found.rows) == num_measured and found.num_left_out == 6 - num_measured
+    assert {len(row.layout.devices) for row in found.rows} == {1, 2}
+    assert seen[0] == Progress(num_done=0, num_settings=6, seconds_left=None)
+    assert [one.num_done for one in seen] == list(range(num_measured))
+    for one in seen[1:]:
+        assert one.seconds_left is not None
+        assert one.seconds_left <= min((6 - one.num_done) * each, 300 + each)
+    assert "up to 6 settings in about 5 min at most: one device and 2 cut(s)" in caplog.text
+    assert f"{num_measured} of 6: " in caplog.text
+
+
+def test_cuts_that_do_not_exist_are_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "Bench", None)
+    with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 9 blocks"):
+        sweep(tmp_path, "parallel.cuts=999")
 
 
 def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
@@ -124,24 +231,23 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timings, "NUM_TIMED_RUNS", NUM_TIMED_RUNS)
-    monkeypatch.setattr(tuning, "NUM_WARM_UP_STEPS", NUM_WARM_UP_STEPS)
     calls: list[str] = []
     now = [0.0]
-    forward_backward, take = PipelineExecutor.forward_backward, tuning.Optimization.step
+    forward_backward, take = PipelineExecutor.forward_backward, bench.Optimization.step
 
     def forward(self: PipelineExecutor, image: Tensor, target: Tensor, *more: Any) -> Any:
         assert image.shape == (2, 1, 8, 8, 8) and target.shape == (2, 8, 8, 8)
         calls.append("forward and backward")
         return forward_backward(self, image, target, *more)
 
-    def step(self: tuning.Optimization, learning_rate: float) -> None:
+    def step(self: bench.Optimization, learning_rate: float) -> None:
         calls.append("step")
         # Some steps are slow: a mean would show it.
         now[0] += 100.0 if len(calls) % 8 == 0 else 1.0
         take(self, learning_rate)
 
     monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
-    monkeypatch.setattr(tuning.Optimization, "step", step)
+    monkeypatch.setattr(bench.Optimization, "step", step)
     monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
     alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=2")
     rows = sweep(tmp_path, *alone).rows
@@ -150,12 +256,12 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
 
 
 def test_the_network_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = tuning._Bench(swept_circumstances(tmp_path))
-    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    one = Bench(swept_circumstances(tmp_path))
+    before = {name: value.clone() for name, value in one.model.state_dict().items()}
     layout = tuning.Layout(devices=(torch.device("cpu"),) * 2, cuts=(3,), num_micro_batches=2)
-    assert bench.row(layout).seconds is not None
-    assert all(torch.equal(v, before[n]) for n, v in bench.model.state_dict().items())
-    assert all(parameter.grad is None for parameter in bench.model.parameters())
+    assert one.row(layout).seconds is not None
+    assert all(torch.equal(v, before[n]) for n, v in one.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
 def swept_circumstances(cache: Path) -> Any:
@@ -190,7 +296,8 @@ def test_running_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     for row in found.rows:
         assert (row.seconds is None) == (row.layout.num_micro_batches == 1)
         assert bool(row.peak_bytes) == (row.seconds is not None)
-    assert found.choice is not None and found.choice.num_micro_batches == 2
+    assert found.fastest_asked is not None
+    assert found.fastest_asked.layout.num_micro_batches == 2
 
 
 def test_without_a_step_on_one_device_there_is_no_ratio(
@@ -213,7 +320,7 @@ def test_a_block_that_does_not_fit_alone_leaves_the_other_cuts(
     found = sweep(tmp_path)
     assert "no cut is balanced by time" in caplog.text
     assert {row.layout.cuts for row in found.rows} >= {None, (4,)}
-    assert found.choice is not None
+    assert found.fastest_asked is not None
 
 
 @pytest.mark.parametrize(
@@ -254,7 +361,7 @@ def test_the_command_shows_draws_and_remembers(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     cache, path = tmp_path / "cache", tmp_path / "tuning.json"
-    changes = (f"data.cache={cache}", SMALL[0], SMALL[1], FLOAT32)
+    changes = (f"data.cache={cache}", *SMALL[:2], FLOAT32, "training.optimizer=sgd")
     options = [word for change in changes for word in ("--set", change)]
     shape = ("--shape", "8,8,8", "--devices", "cpu,cpu")
     with monkeypatch.context() as patch:
@@ -262,7 +369,7 @@ def test_the_command_shows_draws_and_remembers(
         assert run("plan", "--measure", *shape, *options, "--json", path) == 0
     out = capsys.readouterr().out
     record = json.loads(path.read_text())
-    table = out[: out.index("Time against")]
+    table = out[out.index("Measured training steps") : out.index("Time against")]
     assert max(map(len, table.splitlines())) <= 80
     assert table.count("out of memory") == 1
     (chosen,) = (row for row in record["rows"] if row["chosen"])

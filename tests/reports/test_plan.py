@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tests.reports.records import cells, heads, memory_of, record_of
-from unet3d.reports.plan import plan_lines, plan_table
+from unet3d.reports.plan import plan_line, plan_table
 
 
 def way(devices: list[str], **more: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_the_table_has_a_row_for_each_slot_of_each_way(record: dict[str, Any]) -
 
 
 def test_each_way_has_a_line_that_can_be_typed(record: dict[str, Any]) -> None:
-    assert plan_lines(record) == [
+    assert [plan_line(way) for way in record["ways"]] == [
         "--parallel none --devices cuda:0 --micro-batches 1: not even the smallest volume fits",
         "--parallel model --devices cuda:0,cuda:1 --micro-batches 4 --balance time: "
         "up to 320x320x256 voxels (asked for)",

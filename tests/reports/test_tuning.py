@@ -5,12 +5,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.reports.records import assert_is_picture, cells, heads
-from unet3d.reports.tuning import tuning_figure, tuning_table, write_tuning_picture
+from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table, write_tuning_picture
 
 GIB = 1024**3
 
 
-def row(cuts: list[int], count: int, seconds: float | None, chosen: bool = False) -> dict[str, Any]:
+def row(cuts: list[int], count: int, seconds: float | None, marks: str = "") -> dict[str, Any]:
     devices = ["cuda:0", "cuda:1"] if cuts else ["cuda:0"]
     peaks = {device: (9 + index) * GIB for index, device in enumerate(devices)}
     return {
@@ -21,7 +21,8 @@ def row(cuts: list[int], count: int, seconds: float | None, chosen: bool = False
         "seconds": seconds,
         "ratio": None if seconds is None else 0.4 / seconds,
         "peak_bytes": {} if seconds is None else peaks,
-        "chosen": chosen,
+        "chosen": "chosen" in marks,
+        "fastest": "fastest" in marks,
     }
 
 
@@ -32,10 +33,11 @@ def record() -> dict[str, Any]:
         "size": [192, 192, 160],
         "precision": "bfloat16",
         "devices": ["NVIDIA H200", "NVIDIA H200"],
+        "num_left_out": 0,
         "rows": [
             *(row([], *values) for values in ((1, None), (2, 0.4), (4, 0.43))),
             *(row([10], *values) for values in ((1, 0.45), (2, 0.35), (4, 0.3))),
-            *(row([17], *values) for values in ((1, 0.46), (2, 0.34), (4, 0.25, True))),
+            *(row([17], *values) for values in ((1, 0.46), (2, 0.34), (4, 0.25, "chosen fastest"))),
         ],
     }
 
@@ -96,6 +98,31 @@ def test_the_table_has_every_number(record: dict[str, Any]) -> None:
     assert "lower bound" not in str(table.caption)
 
 
+def test_one_device_that_is_faster_is_marked_and_said(record: dict[str, Any]) -> None:
+    assert tuning_lines(record) == []
+    assert str(tuning_table(record).caption).startswith("*: the fastest. Times are medians")
+    alone = row([], 4, 0.2, "fastest")
+    record["rows"][2:3] = [alone]
+    record["rows"][-1]["fastest"] = False
+    table = tuning_table(record)
+    shown = [line[1] for line in cells(table)]
+    assert shown == ["1", "2", "4*", "1", "2", "4", "1", "2", "4+"]
+    assert "*: the fastest. +: the fastest on cuda:0,cuda:1." in str(table.caption)
+    (line,) = tuning_lines(record)
+    assert line.startswith("One device is faster here: 200.0 ms a step on cuda:0 against 250.0 on")
+    assert "Leave out --parallel model" in line
+    (axes,) = tuning_figure(record).axes
+    assert [text.get_text() for text in axes.texts] == ["200.0 ms", "250.0 ms"]
+
+
+def test_what_there_was_no_time_or_no_memory_for_is_said(record: dict[str, Any]) -> None:
+    record["num_left_out"] = 3
+    assert tuning_lines(record) == ["There was no time for 3 of 12 settings."]
+    record["rows"] = [row([], 1, 0.4, "fastest"), row([10], 1, None)]
+    record["num_left_out"] = 0
+    assert tuning_lines(record) == ["Only one device, cuda:0, has the memory for it."]
+
+
 def test_a_small_network_on_a_cpu_is_in_mib(record: dict[str, Any]) -> None:
     record["rows"] = [row([], 1, 0.4)]
     record["rows"][0] |= {"devices": ["cpu"], "peak_bytes": {"cpu": 3 * 1024**2}}
@@ -107,6 +134,12 @@ def test_a_small_network_on_a_cpu_is_in_mib(record: dict[str, Any]) -> None:
 
 def test_where_nothing_fits_there_is_still_a_table_and_a_picture(record: dict[str, Any]) -> None:
     for entry in record["rows"]:
-        entry |= {"seconds": None, "ratio": None, "peak_bytes": {}, "chosen": False}
+        entry |= {
+            "seconds": None,
+            "ratio": None,
+            "peak_bytes": {},
+            "chosen": False,
+            "fastest": False,
+        }
     assert tuning_table(record).row_count == 9
     assert all(not times for _, times in lines(tuning_figure(record)).values())

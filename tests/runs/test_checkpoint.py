@@ -308,7 +308,9 @@ def test_contents_of_another_version(saved: Path, change: dict[str, object], mes
         del content["model"]
     torch.save(content, saved)
     said = refusal(saved)
-    assert f"(it was written by unet3d {__version__}, this is {__version__})" in said
+    assert "is not a usable checkpoint: " in said
+    torch.save({**content, "unet3d": "9.9"}, saved)
+    assert "is not a usable checkpoint, by unet3d 9.9: " in refusal(saved)
     assert message in said
 
 

@@ -89,3 +89,24 @@ def test_torchrun_that_restarts_must_be_told_the_folder(monkeypatch: pytest.Monk
     changes = (*CHANGES, "parallel.devices=cpu,cpu")
     with pytest.raises(ConfigError, match="name its folder with --output"):
         choose_run(request(changes=changes), Group(place(0, 2)))
+
+
+def test_settings_suit_a_cpu_where_no_configuration_is_named(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "unet3d")
+    started = choose_run(request(changes=("parallel.devices=cpu", "training.epochs=7")), ALONE)
+    assert started.config.model.base_channels == 8
+    assert started.config.training.epochs == 7
+    assert "for a CPU, without --config: model.base_channels=8" in caplog.text
+    started.folder.create()
+    started.folder.write_config(started.config)
+    started.folder.latest.touch()
+    caplog.clear()
+    # A run goes on as it was begun, and a configuration decides alone.
+    again = choose_run(request(changes=(), output=started.folder.path, resume=True), ALONE)
+    assert again.config == started.config
+    (here / "empty.yaml").touch()
+    named = choose_run(request(config_path=here / "empty.yaml", output=here / "other"), ALONE)
+    assert named.config.model.base_channels == 32
+    assert "for a CPU" not in caplog.text

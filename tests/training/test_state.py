@@ -1,5 +1,5 @@
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import torch
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.model import LossTerms
-from unet3d.runs.checkpoint_content import State
+from unet3d.plain_data import is_printable
 from unet3d.training.state import TrainingState
 
 
@@ -65,8 +65,38 @@ def test_the_best_validation_is_remembered_over_epochs() -> None:
     )
 
 
-def test_checkpoints_know_every_field() -> None:
-    assert list(State.model_fields) == [field.name for field in fields(TrainingState)]
-    state = TrainingState(epoch=3, step=2, num_samples=4, best_dice=0.5, best_labels={"a": None})
-    plain = asdict(state)
-    assert TrainingState(**State(**plain).model_dump()) == state
+def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
+    state = TrainingState(epoch=3, step=2, num_samples=4, seconds=1.5, best_dice=0.5)
+    assert TrainingState.from_plain(asdict(state)) == state
+    assert TrainingState.from_plain({"epoch": 3, "best_dice": 1}) == TrainingState(
+        epoch=3, best_dice=1.0
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        None,
+        [],
+        {3: 4},
+        {"epochs": 3},
+        {"epoch": -1},
+        {"epoch": True},
+        {"epoch": 10**30},
+        {"\x1b[2J": 3},
+        {"loss": {"\x1b[2J" * 1000: 1.0}},
+        {"best_dice": "\x1b[2J" * 1000},
+        {"epoch": 1.5},
+        {"step": "2"},
+        {"best_dice": math.nan},
+        {"seconds": -1.0},
+        {"loss": {}},
+        {"loss": {"total": 1.0, "dice": 1.0, "cross_entropy": math.inf}},
+        {"last_dice": {"a": "0.5"}},
+    ],
+)
+def test_what_is_no_state_is_refused(values: object) -> None:
+    with pytest.raises(ValueError) as caught:
+        TrainingState.from_plain(values)
+    assert is_printable(str(caught.value))
+    assert len(str(caught.value)) < 500

@@ -8,9 +8,9 @@ import pytest
 
 from tests.volumes.samples import noise, write_volume
 from unet3d.errors import ConfigError, ResultExistsError, VolumeError
-from unet3d.volumes.nifti import read_header
+from unet3d.volumes.header import read_header
 from unet3d.volumes.scan_search import FoundScans, find_scans, refuse_existing
-from unet3d.volumes.scans import Scan, write_segmentation
+from unet3d.volumes.scans import Scan, read_scan, write_segmentation
 
 
 def touch(folder: Path, *names: str) -> list[Path]:
@@ -115,6 +115,19 @@ def test_every_link_to_one_scan_is_a_scan(tmp_path: Path) -> None:
     found = find_scans([tmp_path / "scans"], None, 1, False)
     # The last two are named when they are read.
     assert len({scan.output for scan in found.to_segment}) == 1002
+
+
+def test_links_that_lead_to_themselves_stop_no_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "a.nii.gz")
+    (tmp_path / "loop.nii.gz").symlink_to("loop.nii.gz")
+    os.mkfifo(tmp_path / "pipe.nii.gz")
+    found = find_scans([tmp_path, tmp_path / "loop.nii.gz"], None, 1, False)
+    assert names(found.to_segment) == ["a.nii.gz", "loop.nii.gz", "pipe.nii.gz"]
+    for scan, words in zip(
+        found.to_segment, ["is empty", "symbolic links", "is a pipe"], strict=True
+    ):
+        with pytest.raises(VolumeError, match=words):
+            read_scan(scan)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 
@@ -107,3 +108,32 @@ def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
     assert written == tmp_path / "mine.json"
     content = json.loads(written.read_text())
     assert content == {"image": [str(path)], "labels": found}
+
+
+@pytest.mark.parametrize("degrees", [15, 25, 30])
+def test_statistics_of_a_tilted_gantry_are_in_true_ml(
+    tmp_path: Path, degrees: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    affine = np.diag([0.5, 0.5, 3, 1])
+    affine[1:3, 1] = 0.5 * np.cos(np.radians(degrees)), 0.5 * np.sin(np.radians(degrees))
+    nib.save(nib.Nifti1Image(noise((6, 5, 4)), affine), tmp_path / "scan.nii.gz")
+    image = read_scan(Scan(images=(tmp_path / "scan.nii.gz",), output=tmp_path / "unused.nii"))
+    statistics = label_statistics(np.ones((6, 5, 4), np.uint8), image, {1: "all"})
+    # A stack of slices of 3 x 2.5 mm, tilted, and 12 mm along the table: base times height.
+    expected = 3 * 2.5 * np.cos(np.radians(degrees)) * 12 / 1000
+    assert statistics["all"]["volume_ml"] == pytest.approx(expected, rel=1e-6)
+    assert caplog.text.count(f"miss a right angle by {degrees} degrees") == 1
+
+
+def test_labels_of_one_name_have_statistics_of_their_own(tmp_path: Path) -> None:
+    image = read_scan(
+        Scan(images=(write_volume(tmp_path / "scan.nii", noise((6, 5, 4))),), output=tmp_path / "o")
+    )
+    labels = np.zeros((6, 5, 4), np.uint8)
+    labels[0], labels[1, :2] = 1, 2
+    found = label_statistics(labels, image, {1: "kidney", 2: "kidney", 3: "liver"})
+    assert {name: one["num_voxels"] for name, one in found.items()} == {
+        "kidney (1)": 20,
+        "kidney (2)": 8,
+        "liver": 0,
+    }

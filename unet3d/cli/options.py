@@ -1,5 +1,6 @@
 """Options that several commands share, and what they mean as settings."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,6 +98,40 @@ def config_options(function: Function) -> Function:
     ):
         function = option(function)
     return function
+
+
+OPTION_OF_SETTING = {
+    "patches.size": "--shape",
+    "parallel.mode": "--parallel",
+    "parallel.devices": "--devices",
+    "parallel.balance": "--balance",
+    "parallel.replicas": "--replicas",
+    "parallel.max_restarts": "--max-restarts",
+    "memory.offload": "--offload",
+    "training.batch_size": "--batch-size",
+    "training.micro_batches": "--micro-batches",
+    "training.epochs": "--epochs",
+    "training.seed": "--seed",
+    "data.fold": "--fold",
+    "inference.window": "--window",
+    "inference.overlap": "--overlap",
+}
+"""Settings that have an option of their own in some commands."""
+
+
+def named_as_typed(message: str, arguments: Sequence[str]) -> str:
+    """Return an error's message with the options that were typed, where it names their settings.
+
+    Args:
+        message: Of any error.
+        arguments: The command line.
+    """
+    typed = {argument.partition("=")[0] for argument in arguments if argument.startswith("--")}
+    named = message
+    for setting, option in OPTION_OF_SETTING.items():
+        if option in typed:
+            named = re.sub(rf"(?:--set )?(?<![\w.]){re.escape(setting)}(?![\w.]\w)", option, named)
+    return named if named == message else named.removeprefix("settings: ")
 
 
 def changes_of(values: dict[str, Any]) -> list[str]:

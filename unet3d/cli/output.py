@@ -1,14 +1,23 @@
 """What commands write beside their results: errors in one line, JSON files."""
 
 import json
+import logging
 import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
 import click
 
 from unet3d.atomic import write_atomically
-from unet3d.errors import ConfigError, Unet3dError
+from unet3d.errors import ConfigError, Unet3dError, reason_of
+
+MAX_NAMES = 10
+"""Names that one line lists."""
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
@@ -18,7 +27,110 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
         error: The error; its message may have several lines.
         what: Word that begins the line.
     """
-    click.echo(f"{what}: {' '.join(str(error).split())}", err=True)
+    from unet3d.plain_data import printable
+
+    line = f"{what}: {' '.join(str(error).split())}"
+    click.echo(printable(line, max_length=len(line)), err=True)
+
+
+def some(names: Sequence[object]) -> str:
+    """Return the first names, and how many more there are.
+
+    Args:
+        names: At least one.
+    """
+    more = len(names) - MAX_NAMES
+    listed = ", ".join(map(str, names[:MAX_NAMES]))
+    return f"{listed} and {more} more" if more > 0 else listed
+
+
+def show_line(content: Any) -> None:
+    """Print a line, which stays whole however wide the terminal is, or a table.
+
+    Args:
+        content: Text without markup, or what rich prints.
+    """
+    from rich.console import Console
+
+    is_text = isinstance(content, str)
+    Console().print(content, highlight=False, markup=False, soft_wrap=is_text)
+
+
+def files_of(dataset: Path) -> tuple[Path, ...]:
+    """Return the files that describe a data set.
+
+    Args:
+        dataset: Its folder, or its dataset.json.
+    """
+    return dataset, dataset / "dataset.json", dataset / "splits_final.json"
+
+
+def refuse_input(path: Path | None, *inputs: Path) -> None:
+    """Refuse to write results over what they are made from.
+
+    Args:
+        path: Where results go; None: nowhere.
+        inputs: What the command reads, besides volumes.
+
+    Raises:
+        ConfigError: The file is one of those, or named like a volume.
+    """
+    if path is None:
+        return
+    from unet3d.volumes.files import is_volume_file
+
+    if is_volume_file(path) or os.path.realpath(path) in map(os.path.realpath, inputs):
+        raise ConfigError(f"{path} is no place for the results; name another file")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, before the work whose results they are to hold.
+
+    Args:
+        paths: Files of options; None: the option was not given.
+
+    Raises:
+        ConfigError: One of them cannot be written there.
+    """
+    for path in paths:
+        if path is None:
+            continue
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+            with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
+                path.lstat()  # its name may be too long
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done, as long as it takes; nothing is left of it.
+
+    Args:
+        text: What is begun with.
+
+    Yields:
+        Takes what is done from then on.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr
+    ]
+    stream = sys.stderr
+    with Console(stderr=True).status(Text(text)) as status:
+        for handler in handlers:  # so that what is logged stands above the live line
+            handler.setStream(sys.stderr)
+        try:
+            yield lambda now: status.update(Text(now))
+        finally:
+            for handler in handlers:
+                handler.setStream(stream)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

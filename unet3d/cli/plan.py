@@ -1,5 +1,6 @@
 """``unet3d plan``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,12 @@ from unet3d.cli.options import (
     placement_options,
     replicas_option,
 )
-from unet3d.cli.output import write_json
+from unet3d.cli.output import check_writable, files_of, refuse_input, show_line, working, write_json
 from unet3d.errors import ConfigError, DoesNotFitError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from unet3d.config import Config
+    from unet3d.planning.experiment import NetworkPlan
 
 
 @click.command()
@@ -79,10 +79,12 @@ def plan(
         raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
     if picture is not None and not measure:
         raise click.UsageError("--picture shows measured times; add --measure")
-    from rich.console import Console
-
-    from unet3d.config import load_config
-
+    if measure and picture is None:
+        picture = Path("tuning.png")
+    read = [*(files_of(dataset) if dataset else ()), *([config_path] if config_path else ())]
+    refuse_input(json_path, *read, *([picture] if picture else ()))
+    refuse_input(picture, *read)
+    check_writable(json_path, picture)
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),
@@ -96,50 +98,101 @@ def plan(
             "parallel.replicas": replicas,
         }
     )
-    config = load_config(config_path, [*overrides, *changes])
-    console = Console()
-    if measure:
-        _measure(config, console, picture or Path("tuning.png"), json_path)
-        return
-
-    from unet3d.planning.comparison import compare
-    from unet3d.planning.experiment import plan_without_data
-    from unet3d.reports.plan import plan_lines, plan_table
-
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
-    record = compare(config, plan_without_data(config), memory_bytes).to_dict()
-    console.print(plan_table(record))
-    for line in plan_lines(record):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    with working("starting"):
+        from unet3d.planning.comparison import dims_of
+        from unet3d.planning.cpu_defaults import load_settings
+        from unet3d.planning.experiment import plan_without_data, rounding
+
+        notes: list[str] = []
+        config = load_settings(
+            config_path,
+            [*overrides, *changes],
+            lambda settings: dims_of(settings, memory_bytes),
+            say=notes.append,
+        )
+        network = plan_without_data(config)
+        notes += [rounded] if (rounded := rounding(config, network)) else []
+    if picture is not None:
+        _measure(config, network, notes, picture, json_path)
+    else:
+        _predict(config, network, notes, memory_bytes, json_path)
+
+
+def _predict(
+    config: "Config",
+    network: "NetworkPlan",
+    notes: Sequence[str],
+    memory_bytes: int | None,
+    json_path: Path | None,
+) -> None:
+    """Show the memory of every way, and then the largest volumes as they are found."""
+    from unet3d.planning.comparison import compare
+    from unet3d.reports.plan import plan_line, plan_table, way_name
+
+    with working("predicting") as show:
+        comparison = compare(
+            config,
+            network,
+            memory_bytes,
+            watch=lambda done, total: show(f"predicting the memory of {done + 1} of {total}"),
+        )
+    record = comparison.to_dict()
+    for note in notes:
+        show_line(note)
+    show_line(plan_table(record))
+    record["notes"] = [*notes, *record["notes"]]
+    for way, row in zip(comparison.ways, record["ways"], strict=True):
+        with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
+            row["largest_shape"] = way.largest()
+        show_line(plan_line(row))
     if json_path is not None:
         write_json(json_path, record)
 
 
-def _measure(config: "Config", console: "Console", picture: Path, json_path: Path | None) -> None:
-    """Measure every setting, show the times, and store the best one for training to find."""
-    from unet3d.planning.experiment import plan_without_data
-    from unet3d.planning.tuning import tune
+def _measure(
+    config: "Config",
+    network: "NetworkPlan",
+    notes: Sequence[str],
+    picture: Path,
+    json_path: Path | None,
+) -> None:
+    """Measure every setting, show the times, and store the best ones for training to find."""
+    from unet3d.planning.tuning import Progress, tune
     from unet3d.planning.tuning_cache import remember_tuned
-    from unet3d.reports.tuning import tuning_table, write_tuning_picture
+    from unet3d.reports.progress import duration
+    from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
 
-    tuning = tune(config, plan_without_data(config))
+    for note in notes:
+        show_line(note)
+    with working("timing the blocks of the network") as show:
+
+        def watch(progress: Progress) -> None:
+            left = progress.seconds_left
+            show(
+                f"measuring {progress.num_done + 1} of {progress.num_settings}"
+                + ("" if left is None else f", about {duration(left)} left")
+            )
+
+        tuning = tune(config, network, watch)
     record = tuning.to_dict()
-    console.print(tuning_table(record))
+    show_line(tuning_table(record))
     if json_path is not None:
         write_json(json_path, record)
-    if tuning.choice is None:
+    if tuning.fastest is None:
         raise DoesNotFitError(
             "every setting ran out of memory; use smaller patches (--shape), a smaller network "
             "(model.base_channels) or more devices"
         )
-    path = remember_tuned(tuning.tuning_key, tuning.choice)
+    paths = [remember_tuned(key, choice) for key, choice in tuning.choices()]
     try:
         write_tuning_picture(record, picture)
     except OSError as error:
         raise ConfigError(f"cannot write {picture}: {error.strerror}") from error
     for line in (
+        *tuning_lines(record),
         f"Time against micro-batches: {picture}",
-        f"The best is in {path}, where training finds it: for the same network, patch, batch and "
-        "devices, unless micro-batches, balance or cuts are set.",
+        f"The best of each placement is in {paths[0].parent}, where training finds it: for the "
+        "same network, patch, batch and devices, unless micro-batches, balance or cuts are set.",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_line(line)

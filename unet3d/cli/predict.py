@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.options import CHECKPOINT, FILE, changes_of, mode_for, placement_options
-from unet3d.cli.output import show_error
+from unet3d.cli.output import show_error, some
 from unet3d.errors import (
     ConfigError,
     DatasetError,
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from unet3d.volumes.scans import Scan
 
 logger = logging.getLogger(__name__)
-
-MAX_NAMES = 10
-"""Scans that one line names; it says how many more there are."""
 
 
 @click.command()
@@ -204,9 +201,7 @@ def _show_kept(scan: "Scan") -> None:
 
 
 def _names(scans: Sequence["Scan"]) -> str:
-    more = len(scans) - MAX_NAMES
-    names = ", ".join(str(scan.images[0]) for scan in scans[:MAX_NAMES])
-    return f"{names} and {more} more" if more > 0 else names
+    return some([scan.images[0] for scan in scans])
 
 
 def _newest_checkpoint() -> Path:

@@ -69,14 +69,15 @@ def train(
     quiet: bool,
 ) -> None:
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
-    from unet3d.distributed.ranks import Ranks, die_with_parent, silence_torch
+    from unet3d.distributed.ranks import Ranks, silence_torch
 
     ranks = Ranks.from_environment()
-    die_with_parent()
     if ranks.world_size > 1 and not logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         silence_torch()
     if quiet or not ranks.is_first:
         logging.getLogger("unet3d").setLevel(logging.WARNING)
+    if ranks.local_rank > 0:  # what is wrong here, the first rank of this machine says
+        logging.getLogger("unet3d").setLevel(logging.ERROR)
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),

@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
 from unet3d.config.explain import explain, known_setting
 from unet3d.errors import ConfigError, reason_of
-from unet3d.plain_data import is_printable, listed, printable, shown
+from unet3d.plain_data import at_most, is_printable, printable, shown
 from unet3d.reading import read_bytes
 
 
@@ -70,7 +70,7 @@ Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """A number of passes or repetitions."""
 Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """A number of things that are in memory, or run, at the same time."""
-Channels = Annotated[int, Field(gt=0, le=2**14, strict=True)]
+Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """Channels of a level."""
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """Voxels along one axis."""
@@ -181,7 +181,7 @@ class AugmentationSettings(Section):
     """Probability of a gamma curve over the intensities."""
     low_resolution_probability: Fraction = 0.1
     """Probability that the patch is sampled coarsely and enlarged again."""
-    mirror_axes: Annotated[tuple[Literal["x", "y", "z"], ...], Field(max_length=3)] = ()
+    mirror_axes: Annotated[tuple[Literal["x", "y", "z"], ...], at_most(3)] = ()
     """Axes that may be flipped, each one time in two. None by default, because left and right may
     be different labels."""
 
@@ -218,7 +218,7 @@ class ModelSettings(Section):
     """Most channels that a level has."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
-    channels: tuple[Channels, ...] | None = None
+    channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the three settings above; null: by those."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
@@ -244,7 +244,7 @@ class TrainingSettings(Section):
     batch_size: Few = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
-    micro_batches: Few | Literal["auto"] = "auto"
+    micro_batches: Annotated[int, Field(gt=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -291,7 +291,7 @@ class ParallelSettings(Section):
 
     mode: Literal["none", "model", "data"] = "none"
     """none: one device; model: one network over the devices; data: a replica on each of them."""
-    devices: Annotated[tuple[Name, ...], Field(min_length=1, max_length=1024)] | None = None
+    devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024)] | None = None
     """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
@@ -316,7 +316,7 @@ class ParallelSettings(Section):
     """Where the network is cut in training. time, memory: so that the stages take equal time, or
     memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
     cut that ``plan --measure`` found best, else encoder-decoder."""
-    cuts: Annotated[tuple[Few, ...], Field(max_length=1024)] | None = None
+    cuts: Annotated[tuple[Few, ...], at_most(1024)] | None = None
     """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
     null: as balance says."""
 
@@ -569,4 +569,4 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {listed(explain(error, Config, tree))}") from error
+        raise ConfigError(f"{source}: {explain(error, Config, tree)}") from error

@@ -1,6 +1,7 @@
 """How much memory the host can still give to this process."""
 
 import resource
+import sys
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -22,18 +23,19 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return the bytes that this process can still allocate without swapping.
 
     That is the least of what the machine has available, what each control group of the process
-    (a container, a job of a cluster) leaves, and what its limit of address space leaves.
+    (a container, a job of a cluster) leaves, and what its limit of address space leaves. What the
+    system does not say limits nothing.
 
     Args:
         proc: Where the system describes processes.
         cgroups: Where it describes control groups.
     """
     rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
-    return max(0, min(rooms))
+    return max(0, min(rooms, default=sys.maxsize))
 
 
 def _of_machine(proc: Path) -> list[int]:
-    for line in (proc / "meminfo").read_text().splitlines():
+    for line in _lines(proc / "meminfo"):
         if line.startswith("MemAvailable:"):
             return [int(line.split()[1]) * 1024]
     return []  # only kernels before 3.14 do not say
@@ -41,7 +43,7 @@ def _of_machine(proc: Path) -> list[int]:
 
 def _of_groups(proc: Path, cgroups: Path) -> list[int]:
     rooms = []
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    for line in _lines(proc / "self" / "cgroup"):
         _, controllers, name = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -72,5 +74,15 @@ def _of_address_space(proc: Path) -> list[int]:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return []
-    pages = int((proc / "self" / "statm").read_text().split()[0])
-    return [limit - pages * resource.getpagesize()]
+    return [
+        limit - int(line.split()[0]) * resource.getpagesize()
+        for line in _lines(proc / "self" / "statm")
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of what the system says; none where it does not say it."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

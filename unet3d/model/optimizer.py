@@ -116,17 +116,14 @@ class Optimization:
             list(group["params"]) for group in stored["param_groups"]
         ]:
             raise ValueError("it has another number of parameters")
-        known = STATES[self.settings.optimizer]
-        for values in stored["state"].values():
-            if not known.issuperset(values):
-                raise ValueError(f"it has {', '.join(sorted(values))} of each parameter")
         self.optimizer.load_state_dict({"state": stored["state"], "param_groups": own})
+        for parameter, values in self.optimizer.state.items():
+            self._check_state(parameter, values)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
     def _check_state(self, parameter: Tensor, values: dict[str, Any]) -> None:
-        is_sgd = self.settings.optimizer == "sgd"
-        known = {"momentum_buffer"} if is_sgd else {"step", "exp_avg", "exp_avg_sq"}
+        is_sgd, known = self.settings.optimizer == "sgd", STATES[self.settings.optimizer]
         if not (values.keys() <= known if is_sgd else values.keys() == known):
             raise ValueError(f"it holds {', '.join(values)}, which is of another optimizer")
         for name, value in values.items():

@@ -27,7 +27,7 @@ class Topology:
     """Channels of the image."""
     num_classes: Annotated[int, Field(ge=1, le=2**16, strict=True)]
     """Channels of the logits, the background included."""
-    channels: Annotated[tuple[Channels, ...], Field(min_length=1), at_most(8)]
+    channels: Annotated[tuple[Channels, ...], at_most(8)]
     """Channels of each level; level 0 has the full resolution."""
     strides: Annotated[tuple[tuple[Stride, Stride, Stride], ...], at_most(8)]
     """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
@@ -41,7 +41,7 @@ class Topology:
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
         """Refuse what a file says of levels that do not belong together."""
-        if len(self.strides) != len(self.channels) or self.strides[0] != (1, 1, 1):
+        if not 0 < len(self.channels) == len(self.strides) or self.strides[0] != (1, 1, 1):
             raise ValueError(
                 f"names channels of {len(self.channels)} levels but {len(self.strides)} strides, "
                 f"of which the first must be (1, 1, 1)"

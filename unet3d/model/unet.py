@@ -22,7 +22,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from unet3d.errors import VolumeError
+from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.memory.host import available_bytes
 from unet3d.model.blocks import Block, run_blocks
 from unet3d.model.layers import (
     NEGATIVE_SLOPE,
@@ -273,6 +274,26 @@ class UNet3d(nn.Module):
         self.check_shape(image)
         logits: tuple[Tensor, ...] = self.decoder(self.encoder(image))
         return logits if self.training and len(logits) > 1 else logits[0]
+
+
+def refuse_beyond_memory(topology: Topology) -> None:
+    """Refuse a network whose weights the host cannot hold, before any are made.
+
+    Args:
+        topology: Of the network.
+
+    Raises:
+        DoesNotFitError: They take more memory than is available.
+    """
+    with torch.device("meta"):
+        needed = sum(weight.nbytes for weight in UNet3d(topology).parameters())
+    if needed > available_bytes():
+        channels = ", ".join(map(str, topology.channels))
+        raise DoesNotFitError(
+            f"a network with {channels} channels takes {needed / 2**30:,.1f} GiB for its weights, "
+            f"but this machine has {available_bytes() / 2**30:,.1f} GiB available; use fewer "
+            "channels or levels"
+        )
 
 
 def _head_name(level: int) -> str:

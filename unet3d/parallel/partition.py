@@ -47,12 +47,8 @@ def make_stages(
     Raises:
         DeviceError: The cuts do not give one non-empty stage per device.
     """
+    check_cuts(cuts, len(blocks), len(devices))
     bounds = [0, *cuts, len(blocks)]
-    if len(bounds) != len(devices) + 1 or any(a >= b for a, b in pairwise(bounds)):
-        raise DeviceError(
-            f"cuts {list(cuts)} do not divide {len(blocks)} blocks over {len(devices)} devices; "
-            f"give {len(devices) - 1} rising numbers from 1 to {len(blocks) - 1}"
-        )
     runs = [tuple(blocks[a:b]) for a, b in pairwise(bounds)]
     stages = []
     for index, run in enumerate(runs):
@@ -70,6 +66,27 @@ def make_stages(
             )
         )
     return tuple(stages)
+
+
+def check_cuts(cuts: Sequence[int], num_blocks: int, num_stages: int) -> None:
+    """Refuse cuts that do not give one non-empty stage for each device.
+
+    Args:
+        cuts: Index of the first block of each stage but the first.
+        num_blocks: Blocks of the network.
+        num_stages: How many devices share it.
+
+    Raises:
+        DeviceError: They do not.
+    """
+    bounds = [0, *cuts, num_blocks]
+    if len(bounds) == num_stages + 1 and all(a < b for a, b in pairwise(bounds)):
+        return
+    advice = f"give {num_stages - 1} rising number(s) from 1 to {num_blocks - 1}"
+    raise DeviceError(
+        f"parallel.cuts {list(cuts)} do not divide {num_blocks} blocks over {num_stages} "
+        f"device(s); {advice if num_stages > 1 else 'leave them out'}"
+    )
 
 
 def check_num_stages(network: BlockNetwork, num_stages: int) -> None:

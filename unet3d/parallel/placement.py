@@ -187,6 +187,11 @@ class ParallelDims:
         return self.replicas[self.own]
 
     @property
+    def num_stages(self) -> int:
+        """How many devices share one network."""
+        return len(self.replicas[self.own])
+
+    @property
     def num_processes(self) -> int:
         """How many processes this machine runs, one for each replica that is not a thread."""
         return 1 if self.uses_threads else len(self.replicas)

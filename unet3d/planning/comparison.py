@@ -1,12 +1,12 @@
 """The options for placing one training: the memory each takes, and the largest patch that fits."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from unet3d.config import Config, Shape
+from unet3d.config import Config, ParallelSettings, Shape
 from unet3d.errors import ConfigError
 from unet3d.memory.record import device_bytes
 from unet3d.model import UNet3d
@@ -15,7 +15,7 @@ from unet3d.model.optimizer import (
 )
 from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.planning.experiment import NetworkPlan
+from unet3d.planning.experiment import NetworkPlan, check_stages
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.volumes.cache import Cache
@@ -36,15 +36,25 @@ class PlacementOption:
     """The devices of each copy of the network."""
     prediction: MemoryEstimate
     """The memory of the replica with the largest share of the batch, on the first one's devices."""
-    fits: bool
-    """Whether each device has that much memory."""
-    largest: Shape | None
-    """The largest patch of the same aspect that fits, in voxels; None: even the smallest
-    does not."""
+    limits: Mapping[torch.device, int]
+    """Bytes that each device of the first replica may hold, so that every replica fits."""
     is_asked: bool
     """Whether the settings name this option."""
     balance: str | None
     """What its cut balances, where that is not the default."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether each device has that much memory."""
+        return self.prediction.load(self.limits) <= 1
+
+    def largest(self) -> Shape | None:
+        """Search for the largest patch of the same aspect that fits; it takes a while.
+
+        Returns:
+            Voxels; None where even the smallest patch does not fit.
+        """
+        return largest_size(self.prediction.step, self.limits, self.prediction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +69,10 @@ class Comparison:
     """What a reader must know, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; slots as in a run's ``memory.json``."""
+        """Return plain lists and numbers; slots as in a run's ``memory.json``.
+
+        The largest patches, which take longer to find, are left out.
+        """
         step = self.ways[0].prediction.step  # the option of one device, which has the whole batch
         return {
             "shape": list(step.size),
@@ -90,24 +103,30 @@ class Comparison:
             "balance": way.balance,
             "asked": way.is_asked,
             "fits": way.fits,
-            "largest_shape": way.largest and list(way.largest),
             "slots": slots,
         }
 
 
-def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> Comparison:
+def compare(
+    config: Config,
+    network: NetworkPlan,
+    memory_bytes: int | None,
+    watch: Callable[[int, int], object] = lambda number, total: None,
+) -> Comparison:
     """Predict one device and several, with one micro-batch and with the configured number.
 
     Args:
         config: The settings; devices that are not here are allowed.
         network: What is trained.
         memory_bytes: Memory of each GPU, or of the CPU without GPUs; None: that of this machine.
+        watch: Is told before each prediction how many there were and will be in all.
 
     Raises:
         DeviceError: A device's name is unknown, or the devices do not suit the mode.
         ConfigError: The memory of a device that is not here is not given.
     """
-    asked, notes = _asked(config, memory_bytes)
+    asked = dims_of(config.parallel, memory_bytes)
+    check_stages(config, network, asked.num_stages)
     options = _options(asked)
     several = tuple(dict.fromkeys(_joined(dims.replicas for dims in options)))
     precision = resolve_precision(config.training.precision, several)
@@ -124,10 +143,11 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
             )
         )
     counts = sorted({1, config.training.num_micro_batches})
-    ways = []
+    ways: list[PlacementOption] = []
     for dims in options:
         limits = _limits(dims.replicas, memory)
         for count in counts:
+            watch(len(ways), len(options) * len(counts))
             layout = replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count)
             batch_size = dims.share_of(config.training.batch_size)
             if dims.mode == asked.mode:
@@ -141,40 +161,50 @@ def compare(config: Config, network: NetworkPlan, memory_bytes: int | None) -> C
                 settings=config.training,
                 precision=precision,
             )
-            prediction = predict_memory(step)
             is_balanced = dims.mode == asked.mode and _is_balanced(config)
             ways.append(
                 PlacementOption(
                     parallel=dims.mode,
                     replicas=dims.replicas,
-                    prediction=prediction,
-                    fits=prediction.load(limits) <= 1,
-                    largest=largest_size(step, limits, prediction),
+                    prediction=predict_memory(step),
+                    limits=limits,
                     is_asked=dims == asked and count == config.training.num_micro_batches,
                     balance=config.parallel.balance if is_balanced else None,
                 )
             )
-    return Comparison(ways=tuple(ways), device_bytes=memory, notes=tuple(notes))
+    return Comparison(
+        ways=tuple(ways), device_bytes=memory, notes=tuple(_notes(config.parallel, memory_bytes))
+    )
 
 
-def _asked(config: Config, memory_bytes: int | None) -> tuple[ParallelDims, list[str]]:
-    """Return the devices that the settings name or imply, and notes on them."""
-    settings = config.parallel
-    notes: list[str] = []
-    has_gpu = torch.cuda.device_count() > 0 or memory_bytes is not None
-    if settings.devices is None and not has_gpu:
-        notes.append(
-            "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
-        )
+def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:
+    """Return the devices that settings name or imply, whether or not they are here.
+
+    Args:
+        settings: Mode, engine, devices and replicas.
+        memory_bytes: Memory of each GPU; None: that of this machine's.
+
+    Raises:
+        DeviceError: A device's name is unknown, or the devices do not suit the mode.
+    """
     if settings.engine == "dataparallel":
-        notes.append(
+        settings = settings.model_copy(update={"engine": "ddp"})
+    num_gpus = 2 * settings.replicas if _has_gpu(memory_bytes) else 0
+    return ParallelDims.resolve(settings, Machine(num_gpus=num_gpus, is_real=False))
+
+
+def _notes(settings: ParallelSettings, memory_bytes: int | None) -> Iterator[str]:
+    if settings.devices is None and not _has_gpu(memory_bytes):
+        yield "This machine has no GPU, so its CPU is meant; --device-memory GIB describes a GPU."
+    if settings.engine == "dataparallel":
+        yield (
             "parallel.engine=dataparallel is not predicted: each step copies the network to every "
             "GPU but the first, which gathers what they make. What is shown is the engine ddp."
         )
-        settings = settings.model_copy(update={"engine": "ddp"})
-    # As many as the settings imply, whether or not they are here.
-    machine = Machine(num_gpus=2 * settings.replicas if has_gpu else 0, is_real=False)
-    return ParallelDims.resolve(settings, machine), notes
+
+
+def _has_gpu(memory_bytes: int | None) -> bool:
+    return torch.cuda.device_count() > 0 or memory_bytes is not None
 
 
 def _options(asked: ParallelDims) -> list[ParallelDims]:

@@ -5,9 +5,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from unet3d.config import Config, Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError
-from unet3d.model import Topology, plan_topology
+from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
@@ -85,28 +88,37 @@ def open_dataset(config: Config) -> Dataset:
     )
 
 
-def plan_experiment(config: Config, num_workers: int) -> Experiment:
+def plan_experiment(
+    config: Config,
+    num_workers: int,
+    num_stages: int = 1,
+) -> Experiment:
     """Check and prepare the data, and choose patch size and network.
 
     Args:
         config: The configuration as the user wrote it.
         num_workers: Number of processes that prepare cases; 0: this process.
+        num_stages: How many devices share the network.
 
     Raises:
         DatasetError: The data set has faults that would break training.
         CacheError: The cache folder cannot be written to.
         VolumeError: A volume cannot be used.
         ConfigError: The settings do not suit the data.
+        DeviceError: The network cannot be cut as the settings say.
     """
     dataset = open_dataset(config)
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
     report_findings(check_headers(dataset, config.data.spacing_mm))
-    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
-    network = _plan_network(
-        config, fingerprint, len(preprocessing.channels), len(preprocessing.label_values)
-    )
+    # From headers alone, so that what cannot be trained is refused before a voxel is read.
+    network = _network_of(dataset, config)
+    check_stages(config, network, num_stages)
+    rounded = rounding(config, network)
+    if rounded is not None:
+        logger.info(rounded)
+    preprocessing, _ = plan_preprocessing(dataset, config.data, num_workers)
     topology = network.topology
     patch_size = None if config.patches.size == "whole" else network.size
     return Experiment(
@@ -142,19 +154,49 @@ def plan_without_data(config: Config) -> NetworkPlan:
     """
     data = config.data
     if data.dataset is not None:
-        dataset = load_dataset(data.dataset)
-        # Statistics of intensities are not needed here.
-        headers_only = data.model_copy(update={"normalization": "none"})
-        _, fingerprint = plan_preprocessing(dataset, headers_only)
-        return _plan_network(
-            config, fingerprint, len(dataset.channel_names), len(dataset.label_values)
-        )
+        return _network_of(load_dataset(data.dataset), config)
     spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
     fingerprint = Fingerprint(
         spacing_mm=spacing, shape=data.phantom.shape, original_spacing_mm=spacing
     )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
     return _plan_network(config, fingerprint, 1, num_classes)
+
+
+def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
+    """Refuse cuts that the network does not have, and more stages than it has blocks.
+
+    Args:
+        config: The cuts.
+        network: What is cut.
+        num_stages: How many devices share it.
+
+    Raises:
+        DeviceError: It cannot be cut so.
+    """
+    if num_stages == 1 and config.parallel.cuts is None:
+        return
+    with torch.device("meta"):
+        model = UNet3d(network.topology)
+    check_num_stages(model, num_stages)
+    if config.parallel.cuts is not None:
+        check_cuts(config.parallel.cuts, len(model.blocks()), num_stages)
+
+
+def rounding(config: Config, network: NetworkPlan) -> str | None:
+    """Return a line where the size that was asked for is not the one that is trained on, or None.
+
+    Args:
+        config: The settings.
+        network: What follows from them.
+    """
+    asked, size = config.patches.size, network.size
+    if isinstance(asked, str) or asked == size:
+        return None
+    return (
+        f"patches.size {_joined(asked)} is rounded up to {_joined(size)}, multiples of "
+        f"{_joined(network.topology.total_stride)} that the network can halve"
+    )
 
 
 def fitting_size(shape: Shape, spacing_mm: Spacing, max_voxels: int) -> Shape:
@@ -207,6 +249,14 @@ def report_findings(findings: list[Finding], shown: int = 5) -> None:
         )
 
 
+def _network_of(dataset: Dataset, config: Config) -> NetworkPlan:
+    """Return the network for a data set, of which only headers are read."""
+    # Statistics of intensities are not needed here.
+    headers_only = config.data.model_copy(update={"normalization": "none"})
+    _, fingerprint = plan_preprocessing(dataset, headers_only)
+    return _plan_network(config, fingerprint, len(dataset.channel_names), len(dataset.label_values))
+
+
 def _plan_network(
     config: Config, fingerprint: Fingerprint, num_channels: int, num_classes: int
 ) -> NetworkPlan:
@@ -240,6 +290,10 @@ def _plan_patch(
             break
         patch = padded_shape(size, topology.total_stride)
     return NetworkPlan(topology=topology, size=patch)
+
+
+def _joined(size: Shape) -> str:
+    return "x".join(map(str, size))
 
 
 def _times(numbers: tuple[float, ...]) -> str:

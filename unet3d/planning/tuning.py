@@ -1,66 +1,43 @@
 """Which cut and how many micro-batches are fastest here: measured, not guessed.
 
-Every setting takes real steps: the real network, executor, loss and optimizer, on random volumes of
-the training's size.
+Every setting takes the steps of :mod:`unet3d.planning.bench`.
 """
 
-import gc
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from unet3d.config import Balance, Config
+from unet3d.config import Config
 from unet3d.errors import ConfigError
-from unet3d.memory.measurement import measured_steps
-from unet3d.model import UNet3d, dice_cross_entropy
-from unet3d.model.optimizer import (
-    Optimization,
-    num_states,
-)
-from unet3d.parallel import (
-    Executor,
-    Layout,
-    ParallelDims,
-    choose_cuts,
-    image_dtype,
-    parallelize,
-    resolve_precision,
-)
-from unet3d.parallel.balance.cuts import time_cost
-from unet3d.parallel.balance.stopwatch import median_seconds
-from unet3d.parallel.cuda_graphs import release_streams
-from unet3d.parallel.partition import StageCost, default_cuts
-from unet3d.parallel.precision import to_parameter_dtype
-from unet3d.planning.experiment import NetworkPlan
+from unet3d.parallel import Layout, ParallelDims, resolve_precision
+from unet3d.planning.bench import Bench, Row
+from unet3d.planning.experiment import NetworkPlan, check_stages
 from unet3d.planning.tuning_cache import TunedConfig, TuningKey
-from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
 
-MAX_NEIGHBOURS = 2
-"""Number of cuts that are measured besides the balanced ones."""
-
-NUM_WARM_UP_STEPS = 4
-"""Steps of a setting before the timed ones; by then a small step on one GPU has been captured."""
-TOLERANCE = 1.05
-"""A neighbour is measured where its blocks' times promise at most this many times the best."""
+HOPELESS = 1.5
+"""A setting gets no more than two timed steps if both take this many times the best."""
+LIMIT_SECONDS = 300.0
+"""Time from which on no further setting is begun, once each placement has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One option for the step, and what it took."""
+class Progress:
+    """How far a sweep is."""
 
-    layout: Layout
-    """Devices, cuts (none on one device) and micro-batches."""
-    seconds: float | None
-    """Median time of a step; None: it ran out of memory."""
-    peak_bytes: dict[torch.device, int]
-    """Peak per device; empty if it ran out of memory."""
+    num_done: int
+    """Settings that were measured."""
+    num_settings: int
+    """Settings in all."""
+    seconds_left: float | None
+    """As the settings before it promise; None: there was none yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +48,66 @@ class Tuning:
     """The key that all steps share."""
     rows: tuple[Row, ...]
     """One device first, then cut after cut; for each, rising micro-batches."""
-    choice: TunedConfig | None
-    """The fastest option in the asked mode; None: none fits."""
+    num_left_out: int
+    """Settings for which there was no time."""
+
+    @property
+    def fastest(self) -> Row | None:
+        """The fastest row of all; None: nothing fits."""
+        return _fastest(self.rows)
+
+    @property
+    def fastest_asked(self) -> Row | None:
+        """The fastest row on the devices that were asked for; None: nothing fits there."""
+        return _fastest(self._rows_on(self.tuning_key.devices))
+
+    def choices(self) -> list[tuple[TuningKey, TunedConfig]]:
+        """Return what trainings take from now on, on the asked devices and on one of them."""
+        places = dict.fromkeys(row.layout.devices for row in self.rows)
+        found = [
+            (self._key_on(devices), row)
+            for devices in places
+            if (row := _fastest(self._rows_on(devices))) is not None
+        ]
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        return [
+            (
+                key,
+                TunedConfig(
+                    cuts=row.layout.cuts or (),
+                    num_micro_batches=row.layout.num_micro_batches,
+                    step_seconds=row.seconds,
+                    measured=now,
+                ),
+            )
+            for key, row in found
+            if key is not None and row.seconds is not None
+        ]
+
+    def _rows_on(self, devices: tuple[torch.device, ...]) -> list[Row]:
+        return [row for row in self.rows if row.layout.devices == devices]
+
+    def _key_on(self, devices: tuple[torch.device, ...]) -> TuningKey | None:
+        """Return the key of a training on these devices; None: it would compute otherwise."""
+        key = self.tuning_key
+        if devices == key.devices:
+            return key
+        config = key.config
+        if resolve_precision(config.training.precision, devices) != key.precision:
+            return None
+        alone = config.parallel.model_copy(update={"mode": "none"})
+        return replace(key, config=config.model_copy(update={"parallel": alone}), devices=devices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers."""
-        reference = self._best_seconds(num_devices=1)
+        alone = [row for row in self.rows if len(row.layout.devices) == 1]
+        best = _fastest(alone)
+        reference = None if best is None else best.seconds
         blocks = self.tuning_key.blocks()
         return {
             **self.tuning_key.describe(),
             "best_one_device_seconds": reference,
+            "num_left_out": self.num_left_out,
             "rows": [self._row(row, reference, blocks) for row in self.rows],
         }
 
@@ -94,27 +121,23 @@ class Tuning:
             "seconds": row.seconds,
             "ratio": reference / row.seconds if reference and row.seconds else None,
             "peak_bytes": {str(device): peak for device, peak in row.peak_bytes.items()},
-            "chosen": self.choice is not None
-            and row.layout.devices == self.tuning_key.devices
-            and (cuts, row.layout.num_micro_batches)
-            == (self.choice.cuts, self.choice.num_micro_batches),
+            "chosen": row is self.fastest_asked,
+            "fastest": row is self.fastest,
         }
 
-    def _best_seconds(self, num_devices: int) -> float | None:
-        seconds = (
-            row.seconds
-            for row in self.rows
-            if row.seconds is not None and len(row.layout.devices) == num_devices
-        )
-        return min(seconds, default=None)
 
-
-def tune(config: Config, network: NetworkPlan) -> Tuning:
+def tune(
+    config: Config, network: NetworkPlan, watch: Callable[[Progress], object] = lambda _: None
+) -> Tuning:
     """Measure steps with every sensible number of micro-batches and every sensible cut.
+
+    No further setting is begun after :data:`LIMIT_SECONDS`. One device and the first cut, with all
+    numbers of micro-batches, come before the other cuts.
 
     Args:
         config: The settings; micro-batches and cuts that they name are measured besides.
         network: What is trained.
+        watch: Is told how far it is, before each setting.
 
     Raises:
         DeviceError: A device is unknown or absent, or the precision does not suit it.
@@ -134,6 +157,7 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
         )
     dims = ParallelDims.resolve(config.parallel)
     devices = dims.devices
+    check_stages(config, network, dims.num_stages)
     precision = resolve_precision(config.training.precision, devices)
     tuning_key = TuningKey(
         config=config,
@@ -142,7 +166,8 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
         devices=devices,
         precision=precision,
     )
-    bench = _Bench(tuning_key)
+    began = time.monotonic()
+    bench = Bench(tuning_key)
     one = next((device for device in devices if device.type == "cuda"), devices[0])
     layout = replace(Layout.of(config, dims, precision), cuts=None)
     counts = micro_batch_counts(config)
@@ -150,8 +175,94 @@ def tune(config: Config, network: NetworkPlan) -> Tuning:
     if len(devices) > 1:
         full = replace(layout, num_micro_batches=max(counts))
         ways += [replace(layout, cuts=cuts) for cuts in bench.sensible_cuts(full)]
-    rows = [bench.row(replace(way, num_micro_batches=count)) for way in ways for count in counts]
-    return Tuning(tuning_key=tuning_key, rows=tuple(rows), choice=_fastest(rows, devices))
+    wanted = [replace(way, num_micro_batches=count) for way in ways for count in counts]
+    logger.info(
+        "measuring up to %d settings in about %.0f min at most: %s %s micro-batch(es)",
+        len(wanted),
+        LIMIT_SECONDS / 60,
+        "one device"
+        + (f" and {len(ways) - 1} cut(s) over {len(devices)}" if len(ways) > 1 else "")
+        + (", each with" if len(counts) > 1 else ", with"),
+        ", ".join(map(str, counts)),
+    )
+    rows = _measured_rows(bench, _important_first(ways, counts), began, watch)
+    return Tuning(
+        tuning_key=tuning_key,
+        rows=tuple(sorted(rows, key=lambda row: wanted.index(row.layout))),
+        num_left_out=len(wanted) - len(rows),
+    )
+
+
+def _important_first(ways: Sequence[Layout], counts: Sequence[int]) -> list[Layout]:
+    """Return all settings in the order in which they are measured: the second may be the last."""
+    first = [(way, count) for count in counts for way in ways[:2]]
+    others = [(way, count) for way in ways[2:] for count in counts]
+    return [replace(way, num_micro_batches=count) for way, count in first + others]
+
+
+def _measured_rows(
+    bench: Bench, layouts: Sequence[Layout], began: float, watch: Callable[[Progress], object]
+) -> list[Row]:
+    """Measure one setting after another while there is time."""
+    rows: list[Row] = []
+    first_began = time.monotonic()
+    num_placements = len({layout.devices for layout in layouts})
+    progress = Progress(num_done=0, num_settings=len(layouts), seconds_left=None)
+    for layout in layouts:
+        if time.monotonic() - began > LIMIT_SECONDS and len(rows) >= num_placements:
+            break
+        watch(progress)
+        best = _fastest([row for row in rows if row.layout.devices == layout.devices])
+        hopeless = math.inf if best is None else HOPELESS * _seconds_of(best)
+        rows.append(bench.row(layout, hopeless))
+        now = time.monotonic()
+        a_row = (now - first_began) / len(rows)
+        left = min(
+            a_row * (len(layouts) - len(rows)), max(0.0, began + LIMIT_SECONDS - now) + a_row
+        )
+        progress = Progress(num_done=len(rows), num_settings=len(layouts), seconds_left=left)
+        logger.info(
+            "%d of %d: %s, about %.0f s left", len(rows), len(layouts), _in_words(rows[-1]), left
+        )
+    _confirm(bench, rows, began)
+    return rows
+
+
+def _confirm(bench: Bench, rows: list[Row], began: float) -> None:
+    """Measure the fastest row of each placement again, until it is the fastest on average too.
+
+    The least of many times is a lucky one where other programs use the machine at times.
+    """
+    for devices in {row.layout.devices for row in rows}:
+        confirmed: set[Layout] = set()
+        while time.monotonic() - began <= LIMIT_SECONDS:
+            here = [row for row in rows if row.layout.devices == devices]
+            best = _fastest(here)
+            if best is None or len(here) == 1 or best.layout in confirmed:
+                break
+            confirmed.add(best.layout)
+            again = bench.row(best.layout, math.inf)
+            if again.seconds is not None:
+                mean = (_seconds_of(best) + again.seconds) / 2
+                again = replace(best, seconds=mean)
+            rows[rows.index(best)] = again
+            logger.info("the fastest so far again: %s", _in_words(again))
+
+
+def _seconds_of(row: Row) -> float:
+    return math.inf if row.seconds is None else row.seconds
+
+
+def _fastest(rows: Sequence[Row]) -> Row | None:
+    timed = [row for row in rows if row.seconds is not None]
+    return min(timed, key=_seconds_of, default=None)
+
+
+def _in_words(row: Row) -> str:
+    layout = row.layout
+    place = f"cut {','.join(map(str, layout.cuts))}" if layout.cuts else "one device"
+    took = "out of memory" if row.seconds is None else f"{1000 * row.seconds:.1f} ms"
+    return f"{place}, {layout.num_micro_batches} micro-batch(es): {took}"
 
 
 def micro_batch_counts(config: Config) -> list[int]:
@@ -165,169 +276,3 @@ def micro_batch_counts(config: Config) -> list[int]:
         return [1]
     powers = {2**exponent for exponent in range(batch_size.bit_length())}
     return sorted(powers | {config.training.num_micro_batches, batch_size})
-
-
-def promising_neighbours(
-    known: Sequence[tuple[int, ...]], cost: StageCost, num_blocks: int, num_micro_batches: int
-) -> list[tuple[int, ...]]:
-    """Return cuts one or two blocks beside known ones that may be faster, the best first.
-
-    A step takes at least the time of one micro-batch through all stages, and of the others through
-    the slowest.
-
-    Args:
-        known: Cuts that are measured anyway.
-        cost: Seconds of one micro-batch in each possible stage.
-        num_blocks: Number of blocks of the network.
-        num_micro_batches: Number of micro-batches in a step.
-    """
-
-    def seconds(cuts: tuple[int, ...]) -> float:
-        stages = [cost(i, *ends) for i, ends in enumerate(pairwise((0, *cuts, num_blocks)))]
-        return sum(stages) + (num_micro_batches - 1) * max(stages)
-
-    moved = {
-        (*cuts[:index], cuts[index] + step, *cuts[index + 1 :])
-        for cuts in known
-        for index in range(len(cuts))
-        for step in (-2, -1, 1, 2)
-    }
-    possible = [
-        cuts
-        for cuts in moved - set(known)
-        if all(before < after for before, after in pairwise((0, *cuts, num_blocks)))
-    ]
-    limit = TOLERANCE * min(map(seconds, known))
-    promising = [cuts for cuts in possible if seconds(cuts) <= limit]
-    return sorted(promising, key=lambda cuts: (seconds(cuts), cuts))[:MAX_NEIGHBOURS]
-
-
-class _Bench:
-    """One network and one batch, which every setting is measured with."""
-
-    def __init__(self, tuning_key: TuningKey) -> None:
-        self.tuning_key = tuning_key
-        config, topology = tuning_key.config, tuning_key.topology
-        size = tuning_key.size
-        self.settings = config.training
-        self.timings = Cache(config.data.cache).folder / "timings"
-        self.model = UNet3d(topology)
-        to_parameter_dtype(self.model, tuning_key.precision)
-        generator = torch.Generator().manual_seed(config.training.seed)
-        shape = (config.training.batch_size, topology.in_channels, *size)
-        self.image = torch.randn(shape, generator=generator)
-        self.target = torch.randint(
-            topology.num_classes,
-            (config.training.batch_size, *size),
-            dtype=torch.uint8 if topology.num_classes <= 256 else torch.int64,
-            generator=generator,
-        )
-
-    def sensible_cuts(self, layout: Layout) -> list[tuple[int, ...]]:
-        """Return the default cuts, balanced ones, those that are set, and promising neighbours."""
-        config = self.tuning_key.config
-        known = [default_cuts(self.model, len(layout.devices))]
-        if config.parallel.cuts is not None:
-            known.append(config.parallel.cuts)
-        known.append(self._balanced(layout, "memory"))
-        try:
-            known.append(self._balanced(layout, "time"))
-        except torch.OutOfMemoryError:
-            logger.warning("a block alone runs out of memory, so no cut is balanced by time")
-            return list(dict.fromkeys(known))
-        finally:
-            _clean_up(self.model)
-        cost = time_cost(
-            self.model, layout, self.tuning_key.size, self.settings.batch_size, self.timings
-        )
-        known = list(dict.fromkeys(known))
-        num_blocks = len(self.model.blocks())
-        return known + promising_neighbours(known, cost, num_blocks, layout.num_micro_batches)
-
-    def _balanced(self, layout: Layout, balance: Balance) -> tuple[int, ...]:
-        return choose_cuts(
-            self.model,
-            layout=layout,
-            balance=balance,
-            size=self.tuning_key.size,
-            batch_size=self.settings.batch_size,
-            num_states=num_states(self.settings),
-            folder=self.timings,
-        )
-
-    def row(self, layout: Layout) -> Row:
-        """Measure one setting."""
-        try:
-            row = self._measured(layout)
-        except torch.OutOfMemoryError:
-            row = Row(layout=layout, seconds=None, peak_bytes={})
-        finally:
-            _clean_up(self.model)
-        logger.info(
-            "%s, %d micro-batch(es): %s",
-            f"cut {','.join(map(str, layout.cuts))}" if layout.cuts else "one device",
-            layout.num_micro_batches,
-            "out of memory" if row.seconds is None else f"{1000 * row.seconds:.1f} ms",
-        )
-        return row
-
-    def _measured(self, layout: Layout) -> Row:
-        executor = parallelize(self.model, layout)
-        optimization = Optimization(self.model, self.settings, self.tuning_key.precision)
-        image = self.image.to(executor.input_device, image_dtype(executor.module))
-        target = self.target.to(executor.output_device)
-
-        def step() -> None:
-            executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
-            # The work is the same at any rate; at this one the network does not change.
-            optimization.step(0.0)
-
-        step()  # creates the optimizer's state
-        peak_bytes = _peak_bytes(executor, optimization, step)
-        return Row(
-            layout=layout,
-            seconds=median_seconds(step, layout.devices, NUM_WARM_UP_STEPS),
-            peak_bytes=peak_bytes,
-        )
-
-
-def _peak_bytes(
-    executor: Executor, optimization: Optimization, step: Callable[[], None]
-) -> dict[torch.device, int]:
-    """Take a step and return the most that each device held in it."""
-    with measured_steps(executor, optimization.optimizer) as meter:
-        step()
-    measured = meter.read(optimization.optimizer)
-    peaks: dict[torch.device, int] = {}
-    for slot in executor.slots:
-        # Slots that share a GPU each have its peak; on a CPU they add up.
-        before = peaks.get(slot.device, 0) if slot.device.type == "cpu" else 0
-        peaks[slot.device] = before + measured[slot.index].peak_bytes
-    return peaks
-
-
-def _fastest(rows: Sequence[Row], devices: tuple[torch.device, ...]) -> TunedConfig | None:
-    timed = [
-        (row.seconds, row.layout)
-        for row in rows
-        if row.seconds is not None and row.layout.devices == devices
-    ]
-    if not timed:
-        return None
-    seconds, layout = min(timed, key=lambda entry: entry[0])
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    return TunedConfig(
-        cuts=layout.cuts or (),
-        num_micro_batches=layout.num_micro_batches,
-        step_seconds=seconds,
-        measured=now,
-    )
-
-
-def _clean_up(model: UNet3d) -> None:
-    """Free everything of one setting, so that the next has the devices to itself."""
-    model.zero_grad()
-    gc.collect()
-    if torch.cuda.is_available():
-        release_streams()
-        torch.cuda.empty_cache()

@@ -42,7 +42,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
             values = [*bar.values(), predicted["peak_bytes"], slot["device_bytes"]]
             is_first, is_last = slot is way["slots"][0], slot is way["slots"][-1]
             table.add_row(
-                _way_name(way) + mark if is_first else "",
+                way_name(way) + mark if is_first else "",
                 str(slot["slot"]),
                 slot["device"],
                 *(amount(value, unit_bytes) for value in values),
@@ -52,28 +52,30 @@ def plan_table(record: Mapping[str, Any]) -> Table:
     return table
 
 
-def plan_lines(record: Mapping[str, Any]) -> list[str]:
-    """Return, for each way of a plan, a line with the largest volume that fits.
+def plan_line(way: Mapping[str, Any]) -> str:
+    """Return a line with the largest volume that fits with one way.
 
     Args:
-        record: What :meth:`unet3d.planning.comparison.Comparison.to_dict` returns.
+        way: One of the ways of a record, with its ``largest_shape``.
     """
-    lines = []
-    for way in record["ways"]:
-        devices = ",".join(slot["device"] for slot in way["slots"])
-        shape = way["largest_shape"]
-        lines.append(
-            f"--parallel {way['parallel']} --devices {devices} "
-            + (f"--replicas {way['replicas']} " if _has_copies_of_stages(way) else "")
-            + f"--micro-batches {way['num_micro_batches']}"
-            + (f" --balance {way['balance']}: " if way["balance"] else ": ")
-            + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
-            + (" (asked for)" if way["asked"] else "")
-        )
-    return lines
+    devices = ",".join(slot["device"] for slot in way["slots"])
+    shape = way["largest_shape"]
+    return (
+        f"--parallel {way['parallel']} --devices {devices} "
+        + (f"--replicas {way['replicas']} " if _has_copies_of_stages(way) else "")
+        + f"--micro-batches {way['num_micro_batches']}"
+        + (f" --balance {way['balance']}: " if way["balance"] else ": ")
+        + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
+        + (" (asked for)" if way["asked"] else "")
+    )
 
 
-def _way_name(way: Mapping[str, Any]) -> str:
+def way_name(way: Mapping[str, Any]) -> str:
+    """Return the name of a way in the table: copies, mode and micro-batches.
+
+    Args:
+        way: One of the ways of a record.
+    """
     copies = f"{way['replicas']} x " if _has_copies_of_stages(way) else ""
     return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
 

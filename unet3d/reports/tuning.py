@@ -36,7 +36,8 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
     table = Table(
         title=f"Measured training steps\n{record['batch_size']} patches of "
         f"{size_text(record['size'])} voxels, {record['precision']}",
-        caption="*: the fastest. Times are medians; the ratio is to the best step of one device."
+        caption=" ".join(_marks(record))
+        + " Times are medians; the ratio is to the best step of one device."
         + (" A CPU's peak is the sum of what is counted: a lower bound." * ("cpu" in devices)),
         box=box.SIMPLE_HEAD,
         show_edge=False,
@@ -52,7 +53,7 @@ def tuning_table(record: Mapping[str, Any]) -> Table:
             seconds, ratio = row["seconds"], row["ratio"]
             table.add_row(
                 name if row is rows[0] else "",
-                f"{row['num_micro_batches']}{'*' if row['chosen'] else ' '}",
+                f"{row['num_micro_batches']}{_mark(row)}",
                 "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
                 NOTHING if ratio is None else f"{ratio:.2f}x",
                 *(
@@ -93,7 +94,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
             **style,
         )
     for row in record["rows"]:
-        if row["chosen"]:
+        if row["chosen"] or row["fastest"]:
             axes.annotate(
                 f"{1000 * row['seconds']:.1f} ms",
                 (row["num_micro_batches"], 1000 * row["seconds"]),
@@ -135,6 +136,47 @@ def write_tuning_picture(record: Mapping[str, Any], path: Path) -> None:
         path: A PNG file; one of that name is replaced.
     """
     write_figure(tuning_figure(record), path)
+
+
+def tuning_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return what the times mean for who asked for these devices, a line each.
+
+    Args:
+        record: What :meth:`unet3d.planning.tuning.Tuning.to_dict` returns.
+    """
+    lines = []
+    fastest = next((row for row in record["rows"] if row["fastest"]), None)
+    chosen = next((row for row in record["rows"] if row["chosen"]), None)
+    if fastest is not None and chosen is None:
+        lines.append(f"Only one device, {fastest['devices'][0]}, has the memory for it.")
+    elif fastest is not None and chosen is not None and fastest is not chosen:
+        lines.append(
+            f"One device is faster here: {1000 * fastest['seconds']:.1f} ms a step on "
+            f"{fastest['devices'][0]} against {1000 * chosen['seconds']:.1f} on "
+            f"{','.join(chosen['devices'])}. Leave out --parallel model, unless one device has "
+            "too little memory."
+        )
+    if record["num_left_out"]:
+        lines.append(
+            f"There was no time for {record['num_left_out']} of "
+            f"{len(record['rows']) + record['num_left_out']} settings."
+        )
+    return lines
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    if row["fastest"]:
+        return "*"
+    return "+" if row["chosen"] else " "
+
+
+def _marks(record: Mapping[str, Any]) -> list[str]:
+    """Return the meanings of the marks that are in the table, a sentence each."""
+    marks = {_mark(row): row["devices"] for row in record["rows"]}
+    meanings = ["*: the fastest."] if "*" in marks else []
+    if "+" in marks:
+        meanings.append(f"+: the fastest on {','.join(marks['+'])}.")
+    return meanings
 
 
 def _lines(record: Mapping[str, Any]) -> list[tuple[str, list[Mapping[str, Any]]]]:

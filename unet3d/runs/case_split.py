@@ -1,29 +1,17 @@
 """Which cases a run trains and validates on, and what they contain."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import ConfigDict, Field
-
-from unet3d.plain_data import PLAIN, at_most, validated
+from unet3d.plain_data import printable
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import Case
 
 MAX_NAMED = 3
 """Cases that a message names of each kind of difference."""
-
-
-Contents = Annotated[
-    dict[
-        Annotated[str, Field(max_length=4096, strict=True)],
-        Annotated[str, Field(pattern="^[0-9a-f]{32}$", strict=True)],
-    ],
-    at_most(10**6),
-]
-"""Names of cases, each with the digest of its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +21,9 @@ class CaseSplit:
     So a data set is the same wherever it is, and another one as soon as a file of it changes.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
-
-    training: Contents
+    training: Mapping[str, str]
     """The cases that are trained on."""
-    validation: Contents
+    validation: Mapping[str, str]
     """The cases that are validated on."""
 
     @classmethod
@@ -77,8 +63,16 @@ class CaseSplit:
         Raises:
             ValueError: It described something else.
         """
-        values = tree if isinstance(tree, dict) else {}
-        return validated(cls, {key: values.get(key) for key in ("training", "validation")})
+        parts = [
+            tree.get(key) if isinstance(tree, dict) else None for key in ("training", "validation")
+        ]
+        for part in parts:
+            if not isinstance(part, dict) or not all(
+                isinstance(text, str) for item in part.items() for text in item
+            ):
+                raise ValueError("the cases of the run are no names with digests")
+        training, validation = parts
+        return cls(training=training, validation=validation)  # type: ignore[arg-type]
 
     def changes_since(self, before: "CaseSplit") -> list[str]:
         """Return how this split differs from an earlier one, a phrase for each kind of change.
@@ -124,6 +118,6 @@ def content_of(case: Case, cache: Cache) -> str:
 
 
 def _phrase(names: set[str], words: str) -> str:
-    named = ", ".join(sorted(names)[:MAX_NAMED])
+    named = ", ".join(map(printable, sorted(names)[:MAX_NAMED]))
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return f"{len(names)} case(s) {words} ({named}{more})"

@@ -20,6 +20,7 @@ from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.memory.host import available_bytes
 from unet3d.model import Topology, UNet3d
 from unet3d.plain_data import printable, shown
 from unet3d.runs.case_split import CaseSplit
@@ -120,9 +121,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
         try:
             plain = read_content(content)
             config = Config.from_yaml(plain.config)
+            split = None if plain.split is None else CaseSplit.from_dict(plain.split)
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
+            if file.num_bytes > available_bytes():  # a file may have holes, which take no disk
+                raise ValueError(
+                    f"its tensors take {file.num_bytes:,} bytes, but {available_bytes():,} of this "
+                    "machine's memory are available"
+                )
             model = file.filled(plain.model)
             training = file.filled(content["training"])
             refuse_non_finite(model, "the weight")
@@ -130,17 +137,18 @@ def load_checkpoint(path: Path) -> Checkpoint:
                 check_random(training["random"])
                 refuse_non_finite(training["optimizer"], "the optimizer's")
         except (ConfigError, ValueError) as error:
+            writer = content.get("unet3d")
+            by = "" if writer == __version__ else f", by unet3d {printable(writer, 20)}"
             raise CheckpointError(
-                f"{path} is not a usable checkpoint: {error} (it was written by unet3d "
-                f"{printable(content.get('unet3d'), 20)}, this is {__version__}); use another "
-                "checkpoint, or train again"
+                f"{path} is not a usable checkpoint{by}: {error}; use another checkpoint, or "
+                "train again"
             ) from error
         return Checkpoint(
             topology=plain.topology,
             preprocessing=plain.preprocessing,
             patch_size=plain.patch_size,
             config=config,
-            split=plain.split,
+            split=split,
             model=model,
             training=training,
         )

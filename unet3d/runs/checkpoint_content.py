@@ -16,7 +16,6 @@ from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
 from unet3d.plain_data import PLAIN, Name, at_most, listed, printable, validated
-from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
@@ -25,42 +24,11 @@ FORMAT = 1
 MAX_TENSORS = 20_000
 """Of a network, or of its optimizer; the largest network has a thousand."""
 
-Count = Annotated[int, Field(ge=0, le=10**15, strict=True)]
-Number = Annotated[float, Field(strict=True)]
-Seconds = Annotated[float, Field(ge=0, le=1e12, strict=True)]
-Dice = Annotated[float, Field(ge=-1, le=1 + 1e-6, strict=True)]
-DiceOfLabels = Annotated[dict[Name, Dice | None], at_most(2**16)]
-
 
 class Part(BaseModel):
     """A mapping with known keys."""
 
     model_config = ConfigDict(**PLAIN, frozen=True, arbitrary_types_allowed=True)
-
-
-class LossSums(Part):
-    """Sums of the terms of the loss."""
-
-    total: Number
-    dice: Number
-    cross_entropy: Number
-
-
-class State(Part):
-    """Fields of :class:`~unet3d.training.state.TrainingState`."""
-
-    epoch: Count = 0
-    step: Count = 0
-    loss: LossSums = LossSums(total=0.0, dice=0.0, cross_entropy=0.0)
-    num_samples: Count = 0
-    seconds: Seconds = 0.0
-    total_seconds: Seconds = 0.0
-    validation_seconds: Seconds = 0.0
-    last_validation_seconds: Seconds = 0.0
-    best_dice: Dice = -1.0
-    best_epoch: Count = 0
-    best_labels: DiceOfLabels = {}
-    last_dice: DiceOfLabels = {}
 
 
 class Scaler(Part):
@@ -93,7 +61,8 @@ class Optimizer(Part):
 class Training(Part):
     """Where a training stands."""
 
-    state: State
+    state: Annotated[dict[Name, Any], at_most(100)]
+    """Its fields are those of the training's own model, which checks them when it continues."""
     random: Tensor
     optimizer: Optimizer
     scaler: Annotated[Scaler | None, BeforeValidator(lambda value: value or None)]
@@ -116,7 +85,8 @@ class Content(Part):
     preprocessing: Preprocessing
     patch_size: Shape | None
     config: Annotated[str, Field(max_length=2**20, strict=True)]
-    split: CaseSplit | None = None
+    split: Any = None
+    """The cases of the run, which their own class checks; files of the first versions lack it."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 
@@ -172,7 +142,7 @@ def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d
         if name in model and _kind(model[name]) != _kind(value):
             problems.append(f"{name} is {_kind(model[name])} instead of {_kind(value)}")
     if problems:
-        raise ValueError(listed(problems))
+        raise ValueError(listed(problems[:3], max(0, len(problems) - 3)))
     return network
 
 

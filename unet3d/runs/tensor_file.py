@@ -68,6 +68,11 @@ class TensorFile:
         self.content = _checked(_values(entries.pickle(), entries.describe))
         """Plain values, and tensors on the meta device."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all tensors of the file take."""
+        return self._entries.num_bytes
+
     def filled(self, value: Any) -> Any:
         """Return a part of the content with tensors on the CPU, read from the file.
 
@@ -145,6 +150,11 @@ class _Entries:
         order = self._by_name.get(f"{self._folder}byteorder")
         if order is not None and self._read(order, 10) != sys.byteorder.encode():
             raise ValueError("it was written on a machine with another order of bytes")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors that were described."""
+        return sum(entry.file_size for _, entry, _ in self._described.values())
 
     def pickle(self) -> bytes:
         """Return the pickle."""

@@ -16,6 +16,7 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
 )
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
     DataParallelExecutor,
     Executor,
@@ -128,7 +129,7 @@ def _train(
         return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
     if group.is_first:
         group.begin(str(folder.path))
-    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing))
+    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing, dims.num_stages))
     if past is not None:
         past.check_experiment(experiment)
     for line in data_lines(experiment):
@@ -150,6 +151,7 @@ def _train(
     )
     experiment = replace(experiment, config=config)
     torch.manual_seed(config.training.seed)
+    refuse_beyond_memory(experiment.topology)
     model = UNet3d(experiment.topology)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)

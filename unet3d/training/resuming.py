@@ -65,13 +65,17 @@ class Past:
             raise CheckpointError(
                 f"{folder.latest} holds a network but no training to continue; start a new run"
             )
+        try:
+            state = TrainingState.from_plain(checkpoint.training.get("state"))
+        except ValueError as error:
+            raise CheckpointError(f"{folder.latest} cannot be resumed from: {error}") from error
         return cls(
             folder=folder,
             config=checkpoint.config,
             topology=checkpoint.topology,
             preprocessing=checkpoint.preprocessing,
             split=checkpoint.split,
-            state=TrainingState(**checkpoint.training["state"]),
+            state=state,
         )
 
     def is_finished(self, config: Config) -> bool:

@@ -95,17 +95,22 @@ class CheckpointSaver:
             num_steps: Steps of an epoch, which may not be as many as before.
 
         Raises:
-            CheckpointError: It is of another optimizer.
+            CheckpointError: Its optimizer is another one, or it is not finite.
         """
         path = self._folder.latest
-        checkpoint = self._group.object_from_first(lambda: load_checkpoint(path))
+        checkpoint = self._group.file_from_first(path, load_checkpoint)
         self._module.load_state_dict(checkpoint.model)
         try:
             self._optimization.load_state_dict(checkpoint.training)
-        except ValueError as error:
-            raise CheckpointError(f"{path} is of another optimizer: {error}") from error
-        torch.set_rng_state(checkpoint.training["random"])
-        state = TrainingState(**checkpoint.training["state"])
+            torch.set_rng_state(checkpoint.training["random"])
+            state = TrainingState.from_plain(checkpoint.training["state"])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise CheckpointError(f"{path} cannot be resumed from: {error}") from error
+        if not self.is_finite():
+            raise CheckpointError(
+                f"{path} holds weights that are not finite: its training has diverged; start a "
+                "new run in another --output"
+            )
         config = self._experiment.config
         if (
             config.training.batch_size != checkpoint.config.training.batch_size

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from rich.console import Console
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import Interrupted
-from unet3d.distributed.launcher import launch
+from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
+from unet3d.planning.cpu_defaults import load_settings
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -71,7 +71,7 @@ def start_training(
 
     Raises:
         Unet3dError: For every reason that we can explain.
-        Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
     with joined(ranks) as group:
         run = choose_run(request, group)
@@ -109,7 +109,11 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             changes = [*forgotten_modes(recorded, request.changes), *request.changes]
             config = without_stale_cuts(load_config(path, changes), recorded)
     else:
-        config = load_config(request.config_path, request.changes)
+        config = load_settings(
+            request.config_path,
+            request.changes,
+            lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
+        )
     config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
     if folder is not None:
         return Run(config=config, folder=folder, resume=True)
@@ -160,19 +164,24 @@ def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
 
     Raises:
         Unet3dError: A rank failed; the reason of the first one that did.
-        Interrupted: Ctrl-C or SIGTERM, after the ranks have ended.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="unet3d-", suffix=".yaml") as settings:
-        settings.write(run.config.to_yaml())
-        settings.flush()
-        arguments = ["train", "--config", settings.name, "--output", str(run.folder.path)]
+    with meeting_folder() as folder:
+        settings = folder / "settings.yaml"
+        settings.write_text(run.config.to_yaml())
+        arguments = ["train", "--config", str(settings), "--output", str(run.folder.path)]
         arguments += ["--resume"] if run.resume else []
         arguments += ["--quiet"] if quiet else []
         if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
             arguments.insert(0, "--debug")
-        on_gpus = any(device.type == "cuda" for devices in dims.replicas for device in devices)
         try:
-            launch(arguments, dims.num_processes, run.config.parallel.max_restarts, on_gpus)
+            launch(
+                arguments,
+                folder,
+                num_ranks=dims.num_processes,
+                max_restarts=run.config.parallel.max_restarts,
+                on_gpus=any(one.type == "cuda" for devices in dims.replicas for one in devices),
+            )
         except Interrupted as interruption:
             raise Interrupted(
                 interruption.signal_number, can_resume=run.folder.latest.exists()

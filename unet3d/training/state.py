@@ -2,37 +2,45 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from unet3d.distributed.group import Group
 from unet3d.model import LossTerms
+from unet3d.plain_data import explained, printable
+
+Count = Annotated[int, Field(ge=0, le=10**15)]
+Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, config=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
 class TrainingState:
     """Epochs and steps that are done, and the sums of the epoch that is not."""
 
-    epoch: int = 0
+    epoch: Count = 0
     """Epochs that are complete, validation included."""
-    step: int = 0
+    step: Count = 0
     """Steps done in the epoch after them."""
     loss: dict[str, float] = field(
         default_factory=lambda: {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
     )
     """Sums over those steps, of the loss of each sample."""
-    num_samples: int = 0
+    num_samples: Count = 0
     """Samples in those steps, of all ranks."""
-    seconds: float = 0.0
+    seconds: Seconds = 0.0
     """Time spent in those steps."""
-    total_seconds: float = 0.0
+    total_seconds: Seconds = 0.0
     """Time spent in the steps of the complete epochs."""
-    validation_seconds: float = 0.0
+    validation_seconds: Seconds = 0.0
     """Time spent in the validations of the complete epochs."""
-    last_validation_seconds: float = 0.0
+    last_validation_seconds: Seconds = 0.0
     """Time that the last validation took; 0 before the first one."""
     best_dice: float = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
-    best_epoch: int = 0
+    best_epoch: Count = 0
     """Epoch, from 1, after which it was reached; 0 where that is not known."""
     best_labels: dict[str, float | None] = field(default_factory=dict)
     """Dice of each label in that validation."""
@@ -101,3 +109,20 @@ class TrainingState:
             ),
             last_dice=self.last_dice if dice is None else dice,
         )
+
+    @classmethod
+    def from_plain(cls, values: Any) -> "TrainingState":
+        """Return the state whose fields a checkpoint holds; those that it lacks have defaults.
+
+        Raises:
+            ValueError: A field is unknown, of another type, or not finite.
+        """
+        if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+            raise ValueError("it holds no state of a training")
+        try:
+            state = cls(**values)
+        except ValidationError as error:
+            raise ValueError(explained(error)) from error
+        if state.loss.keys() != cls().loss.keys():
+            raise ValueError(f"loss has the terms {printable(', '.join(map(str, state.loss)))}")
+        return state

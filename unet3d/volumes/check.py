@@ -1,7 +1,8 @@
 """Checks for whatever would break a training on a data set, before it starts."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from unet3d.errors import VolumeError
+from unet3d.volumes.classes import listed
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.files import is_volume_file, members, times
 from unet3d.volumes.header import VolumeHeader, read_header, same_grid, shear_warning
@@ -164,7 +166,7 @@ def _spacing_findings(
 
 
 def _header(path: Path) -> VolumeHeader:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise VolumeError(f"{path} is missing; restore it or take the case out of dataset.json")
     return read_header(path)
 
@@ -212,8 +214,8 @@ def _voxel_findings(
         yield Finding(
             case=case.name,
             severity="error",
-            message=f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
-            f"{_listed(dataset.label_values)}; correct one of them",
+            message=f"{case.label} holds the value(s) {listed(unknown)}, but dataset.json names "
+            f"{listed(dataset.label_values)}; correct one of them",
         )
     elif values == [0]:
         yield Finding(
@@ -221,8 +223,3 @@ def _voxel_findings(
             severity="warning",
             message=f"{case.label} is empty: every voxel is background",
         )
-
-
-def _listed(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"

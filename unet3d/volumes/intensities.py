@@ -59,15 +59,17 @@ def refuse_huge(path: Path, array: npt.NDArray[np.float32]) -> None:
     for channel in array:
         largest = max(float(channel.max()), -float(channel.min()))
         limit = np.float32(largest / HUGE_RATIO)
-        if not ((np.abs(channel) < limit) & (channel != 0)).any():
+        magnitudes = np.abs(channel)
+        is_small = magnitudes < limit
+        num_others = np.count_nonzero(is_small) - np.count_nonzero(channel == 0)
+        num_huge = channel.size - np.count_nonzero(is_small)
+        if num_others <= num_huge * MIN_OTHERS_SHARE:
             continue
-        magnitudes = np.abs(channel[channel != 0])
-        others = magnitudes[magnitudes < limit]
-        num_huge = len(magnitudes) - len(others)
-        if others.min() == others.max() or len(others) < num_huge * MIN_OTHERS_SHARE:
+        others = magnitudes[is_small & (channel != 0)]
+        if others.min() == others.max():
             continue
-        huge = magnitudes[magnitudes >= limit]
-        if num_huge <= MAX_HUGE_SHARE * len(magnitudes) or huge.min() == huge.max():
+        huge = magnitudes[~is_small]
+        if num_huge <= MAX_HUGE_SHARE * (num_huge + num_others) or huge.min() == huge.max():
             raise VolumeError(
                 f"{path} has {num_huge} voxels of {channel.size} with values up to {largest:.3g}, "
                 f"beside which the others, up to {float(others.max()):.3g}, would all look alike; "

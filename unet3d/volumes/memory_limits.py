@@ -8,6 +8,9 @@ from unet3d.memory.host import available_bytes
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
+SMALL_BYTES = 2**26
+"""So much is tried even where nothing seems to be left: other programs may be about to end."""
+
 
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
     """Refuse what takes more memory than the host has available, before any of it is taken.
@@ -21,7 +24,7 @@ def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
         VolumeError: It takes more than there is.
     """
     available = available_bytes()
-    if needed_bytes > available:
+    if needed_bytes > max(available, SMALL_BYTES):
         raise VolumeError(
             f"{what} takes {readable(needed_bytes)} of memory, but this machine has "
             f"{readable(available)} available; {remedy}"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,16 +114,19 @@ def label_statistics(
         label_names: Name of each label value without the background.
 
     Returns:
-        Per label name: ``volume_ml``, ``num_voxels``, and per channel the mean, standard
-        deviation, minimum and maximum of the scan's intensities (None for an absent label).
+        Per label name (with the value, where several have one name): ``volume_ml``, ``num_voxels``,
+        and per channel the mean, standard deviation, minimum and maximum of the scan's intensities
+        (None for an absent label).
     """
     voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
+    names = Counter(label_names.values())
     for value, name in label_names.items():
         inside = labels == value
         count = int(inside.sum())
         channels = [_intensity(channel[inside]) if count else None for channel in image.array]
-        statistics[name] = {
+        # Two labels may have one name.
+        statistics[name if names[name] == 1 else f"{name} ({value})"] = {
             "value": value,
             "num_voxels": count,
             "volume_ml": count * voxel_ml,

@@ -34,6 +34,9 @@ from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
 
+MAX_AXES = 7
+"""What the NIfTI format has room for."""
+
 MAX_OFFSET_BYTES = 2**28
 """Where the voxels begin at the latest: extensions fill a few MB at most."""
 
@@ -42,6 +45,13 @@ MAX_TAIL_BYTES = 2**20
 
 MAX_DEFLATE_RATIO = 1040
 """No gzip file grows more than about 1032 times when it is unpacked."""
+
+GZIP_HEADER_BYTES = 2**17
+"""What the header of a gzip file may have: 64 KiB of extras, a name and a comment."""
+
+GZIP_EXTRA = 4
+GZIP_NAMES = (8, 16)
+"""Flags of a gzip header: there are extras; there are a name and a comment."""
 
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -176,7 +186,9 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
 
 
 def _spec(proxy: Any) -> tuple[Any, ...]:
-    return proxy.shape, proxy.dtype, proxy.offset, proxy.slope, proxy.inter
+    """Return what makes another proxy, its shape in Python's integers, which do not overflow."""
+    shape = tuple(int(size) for size in proxy.shape)
+    return shape, proxy.dtype, int(proxy.offset), proxy.slope, proxy.inter
 
 
 def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
@@ -195,6 +207,9 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
         if format_.header_class.may_contain_header(start):
             raw = start[: format_.header_class.template_dtype.itemsize]
             unchanged = format_.header_class(raw, check=False)
+            if not 1 <= unchanged["dim"][0] <= MAX_AXES:
+                num_axes = unchanged["dim"][0]
+                raise VolumeError(f"{header} claims to have {num_axes} axes; it is damaged")
             if np.isinf([unchanged["scl_slope"], unchanged["scl_inter"]]).any():
                 raise VolumeError(f"{header} scales its voxels by infinity; fix its header")
             pixdim = tuple(unchanged["pixdim"][1:4].tolist())
@@ -207,9 +222,10 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
 
 
 def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
+    proxy = format_.ImageArrayProxy(str(voxels), header)
     return StoredVolume(
         header=header,
-        proxy=format_.ImageArrayProxy(str(voxels), header),
+        proxy=ArrayProxy(str(voxels), _spec(proxy), order=proxy.order),
         affine=np.array(header.get_best_affine(), np.float64),
         pixdim=pixdim,
     )
@@ -242,15 +258,33 @@ def _refuse_long_tail(path: Path, tail_bytes: int) -> None:
 def _refuse_unlike_its_name(file: Path) -> None:
     try:
         with file.open("rb") as stream:
-            start = stream.read(2)
+            start = stream.read(GZIP_HEADER_BYTES)
     except OSError as error:
         raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
     if not start:
         raise VolumeError(f"{file} is empty (0 bytes)")
-    if is_gzip_file(file) and start != b"\x1f\x8b":
+    is_gzip = start.startswith(b"\x1f\x8b")
+    if is_gzip_file(file) and not is_gzip:
         raise VolumeError(f"{file} is not gzip-compressed, though its name says so; rename it")
-    if not is_gzip_file(file) and start == b"\x1f\x8b":
+    if not is_gzip_file(file) and is_gzip:
         raise VolumeError(f"{file} is gzip-compressed, though its name does not say so; rename it")
+    if is_gzip and not _ends(start):
+        raise VolumeError(f"cannot read {file}: its gzip header does not end")
+
+
+def _ends(start: bytes) -> bool:
+    """Tell whether a gzip header ends: Python looks for the end of its names byte by byte."""
+    flags = start[3] if len(start) > 3 else 0
+    position = 10
+    if flags & GZIP_EXTRA:
+        position += 2 + int.from_bytes(start[10:12], "little")
+    for flag in GZIP_NAMES:
+        if flags & flag:
+            end = start.find(b"\0", position)
+            if end < 0 and len(start) == GZIP_HEADER_BYTES:
+                return False
+            position = end + 1
+    return True
 
 
 def _unreadable(path: Path, error: Exception) -> VolumeError:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.plain_data import PLAIN, Name, at_most
+from unet3d.volumes.classes import class_indices
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
@@ -117,8 +118,8 @@ def prepare_image(
         Shape (C, X', Y', Z').
 
     Raises:
-        VolumeError: It has another number of channels than the plan, or at the target spacing it
-            does not fit in memory.
+        VolumeError: It has another number of channels than the plan, at the target spacing it
+            does not fit in memory, or what comes out is not finite.
     """
     num_channels = len(preprocessing.channels)
     if len(array) != num_channels:
@@ -129,13 +130,21 @@ def prepare_image(
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
     with explaining_memory("the image cannot be prepared"):
-        normalized = np.stack(
-            [
-                _normalized(channel, how)
-                for channel, how in zip(array, preprocessing.channels, strict=True)
-            ]
-        )
-        return resample_image(normalized, shape, thick_axes(spacing_mm, target_mm or spacing_mm))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
+            normalized = np.stack(
+                [
+                    _normalized(channel, how)
+                    for channel, how in zip(array, preprocessing.channels, strict=True)
+                ]
+            )
+        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
+        prepared = resample_image(normalized, shape, thick)
+        if not np.isfinite(prepared).all():
+            raise VolumeError(
+                f"intensities up to {np.abs(array).max():.3g} become infinite when they are "
+                "prepared; scale the image, or train with data.normalization=z-score"
+            )
+        return prepared
 
 
 def prepare_label(
@@ -155,18 +164,7 @@ def prepare_label(
         VolumeError: A value belongs to no class, or at the target spacing the label map does not
             fit in memory.
     """
-    values = preprocessing.label_values
-    index_of = np.full(max(values) + 1, len(values))
-    index_of[list(values)] = range(len(values))
-    unknown = array[(array < 0) | (array > max(values))]
-    if not unknown.size:
-        unknown = array[index_of[array] == len(values)]
-    if unknown.size:
-        raise VolumeError(
-            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct one of them"
-        )
-    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
+    classes = class_indices(array, preprocessing.label_values)
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):

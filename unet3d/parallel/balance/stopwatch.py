@@ -4,6 +4,7 @@ A file is named by a key of all that its content depends on: it may be absent, b
 """
 
 import logging
+import math
 import platform
 import statistics
 import time
@@ -18,12 +19,16 @@ logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_RUNS = 2
 NUM_TIMED_RUNS = 5
+NUM_LONG_RUNS = 3
+"""Timed runs where they take :data:`LONG_SECONDS` together: long runs vary little."""
+LONG_SECONDS = 3.0
 
 
 def median_seconds(
     run: Callable[[], object],
     devices: Iterable[torch.device],
     num_warm_up_runs: int = NUM_WARM_UP_RUNS,
+    hopeless_seconds: float = math.inf,
 ) -> float:
     """Return the median time of a few runs, each from idle devices to idle devices.
 
@@ -31,16 +36,22 @@ def median_seconds(
         run: The function that is timed.
         devices: All devices that it uses.
         num_warm_up_runs: Runs before those that count.
+        hopeless_seconds: A time that is not worth a third run.
     """
     devices = tuple(devices)
-    seconds = []
-    for _ in range(num_warm_up_runs + NUM_TIMED_RUNS):
+    for _ in range(num_warm_up_runs):
+        run()
+    seconds: list[float] = []
+    while len(seconds) < NUM_TIMED_RUNS:
         _wait_for(devices)
         began = time.perf_counter()
         run()
         _wait_for(devices)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[num_warm_up_runs:])
+        is_long = len(seconds) >= NUM_LONG_RUNS and sum(seconds) >= LONG_SECONDS
+        if is_long or (len(seconds) > 1 and min(seconds) >= hopeless_seconds):
+            break
+    return statistics.median(seconds)
 
 
 def recorded(run: Callable[[], object], device: torch.device) -> Callable[[], object]:

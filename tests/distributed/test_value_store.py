@@ -1,0 +1,78 @@
+"""The values that ranks of one machine tell one another through a folder."""
+
+import os
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from unet3d.distributed.value_store import FolderStore
+from unet3d.errors import LostRankError, RankError
+
+
+def test_it_keeps_what_pytorchs_store_keeps(tmp_path: Path) -> None:
+    ours, theirs = FolderStore(tmp_path / "store"), dist.HashStore()
+    for store in (ours, theirs):
+        store.set("a/../b", "a long value")
+        store.set("a/../b", "short")
+        store.set("empty", "")
+        assert store.get("a/../b") == b"short"
+        assert store.get("empty") == b""
+        assert store.check(["a/../b", "empty"])
+        assert not store.check(["empty", "absent"])
+        assert store.delete_key("empty") and not store.delete_key("absent")
+        assert not store.check(["empty"])
+        with pytest.raises(dist.DistStoreError):
+            store.wait(["absent"], timedelta(seconds=0.05))
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_value_that_comes_ends_the_wait(tmp_path: Path) -> None:
+    reader, writer = FolderStore(tmp_path), FolderStore(tmp_path)
+    late = threading.Timer(0.1, writer.set, ("key", "value"))
+    late.start()
+    reader.wait(["key"], timedelta(seconds=20))
+    assert reader.get("key") == b"value"
+    late.join()
+
+
+def test_notes_of_many_steps_take_no_more_room_than_one(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    for step in range(1000):
+        store.set("note/0", f"step {step:4}")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100
+    assert store.get("note/0") == b"step  999"
+
+
+def test_a_reader_never_sees_half_of_two_values(tmp_path: Path) -> None:
+    store, wrong = FolderStore(tmp_path), []
+    values = [letter * 3000 for letter in "abc"]
+    store.set("key", values[0])
+
+    def read() -> None:
+        wrong.extend(x for x in (store.get("key").decode() for _ in range(300)) if x not in values)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while reader.is_alive():
+        for value in values:
+            store.set("key", value)
+    assert wrong == []
+
+
+def test_what_a_killed_rank_left_half_is_not_read(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    store.set("key", "a value")
+    (path,) = tmp_path.iterdir()
+    os.truncate(path, 10)
+    with pytest.raises(LostRankError, match="ended while it wrote"):
+        store.get("key")
+
+
+def test_a_folder_that_is_gone_is_explained(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    (tmp_path / "store").rmdir()
+    with pytest.raises(RankError, match="cannot meet in .*TMPDIR"):
+        store.set("key", "value")

@@ -1,0 +1,108 @@
+"""Settings that suit a CPU, where the user has left them open and there is no configuration."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.parallel import Machine, ParallelDims
+from unet3d.planning.cpu_defaults import CPU_DEFAULTS, load_settings
+
+VALUES = {key: value for default in CPU_DEFAULTS for key, value in default.values.items()}
+
+
+def dims_with(num_gpus: int) -> Callable[[ParallelSettings], ParallelDims]:
+    machine = Machine(num_gpus=num_gpus)
+    return lambda settings: ParallelDims.resolve(settings, machine)
+
+
+def value(config: Config, key: str) -> object:
+    found: object = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def changed(*changes: str, num_gpus: int = 0, path: Path | None = None) -> dict[str, object]:
+    """Return what differs from the same settings without the values for a CPU."""
+    config = load_settings(path, changes, dims_with(num_gpus), say=lambda line: None)
+    plain = load_config(path, changes)
+    different = {key for key in VALUES if value(config, key) != value(plain, key)}
+    assert config.with_values({key: value(plain, key) for key in different}) == plain
+    return {key: value(config, key) for key in different}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        (),
+        ("parallel.mode=model", "parallel.devices=cpu,cpu"),
+        ("parallel.mode=data", "parallel.devices=cpu,cpu"),
+        ("parallel.mode=model", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2"),
+        ("training=null",),
+        ("training.micro_batches=8",),
+        ("data.fold=1",),
+    ],
+    ids=str,
+)
+def test_without_a_gpu_what_is_open_suits_a_cpu(changes: tuple[str, ...]) -> None:
+    assert changed(*changes) == VALUES
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), ("parallel.devices=1",), ("parallel.mode=model", "parallel.devices=cpu,0")],
+    ids=str,
+)
+def test_with_a_gpu_nothing_changes(changes: tuple[str, ...]) -> None:
+    assert changed(*changes, num_gpus=2) == {}
+
+
+def test_who_trains_on_the_cpu_beside_a_gpu_gets_the_same_as_without_one() -> None:
+    assert changed("parallel.devices=cpu", num_gpus=2) == VALUES
+
+
+def test_a_configuration_decides_alone(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("")
+    assert changed(path=path) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ("training.epochs=3", {"training.epochs"}),
+        ("training.epochs=100", {"training.epochs"}),  # also the default, because it was asked for
+        ("training.optimizer=sgd", {"training.optimizer", "training.learning_rate"}),
+        ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
+        ("training.momentum=0.9", {"training.optimizer", "training.learning_rate"}),
+        ("model.channels=4,8", {"model.base_channels"}),
+        ("patches.size=32,32,32", {"patches.max_voxels"}),
+        ("patches.size=whole", {"patches.max_voxels"}),
+        ("patches.augmentation.gamma_probability=0.5", {"patches.augmentation.enabled"}),
+        ("patches.augmentation.enabled=true", {"patches.augmentation.enabled"}),
+        ("patches={per_case: 9}", {"patches.per_case"}),
+    ],
+)
+def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change: str, kept: set[str]) -> None:
+    assert changed(change).keys() == VALUES.keys() - kept
+
+
+def test_a_batch_that_was_not_set_still_grows_with_micro_batches_and_replicas() -> None:
+    config = load_settings(None, ["training.micro_batches=8"], dims_with(0))
+    assert config.training.batch_size == 8
+    config = load_settings(None, [], dims_with(0))
+    assert "batch_size" not in config.training.model_fields_set
+
+
+def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
+    lines: list[str] = []
+    load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
+    (line,) = lines
+    assert "model.base_channels=8, patches.max_voxels=262144, patches.per_case=1 and 4 more" in line
+    assert "unet3d config > full.yaml, then --config full.yaml" in line
+    everything = [f"{key}={value}" for key, value in VALUES.items()]
+    load_settings(None, everything, dims_with(0), say=lines.append)
+    load_settings(None, [], dims_with(1), say=lines.append)
+    assert len(lines) == 1

@@ -1,0 +1,83 @@
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from tests.mutations import HOSTILE, property_test
+from unet3d.plain_data import (
+    PLAIN,
+    Name,
+    at_most,
+    is_printable,
+    listed,
+    printable,
+    shown,
+    validated,
+)
+
+
+class Inner(BaseModel):
+    model_config = PLAIN
+
+    size: Annotated[int, Field(ge=1, le=8, strict=True)]
+    names: Annotated[list[Name], at_most(3)] = []
+
+
+class Outer(BaseModel):
+    model_config = PLAIN
+
+    inner: Inner
+    weight: float = 0.0
+
+
+def refusal(values: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        validated(Outer, values)
+    return str(caught.value)
+
+
+def test_valid_values_are_what_they_describe() -> None:
+    assert validated(Outer, {"inner": {"size": 3, "names": ["é", "‏"]}}).inner.size == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"inner": {"size": 0}}, "inner.size must be at least 1, but is 0"),
+        ({"inner": {"size": 10**400}}, "inner.size must be at most 8, but is <a number of 1329 b"),
+        ({"inner": {}}, "inner.size is missing"),
+        ({"inner": 3}, "inner must be a mapping, but is 3"),
+        (None, "the content must be a mapping, but is None"),
+        ({"inner": {"size": 1}, "wight": 2}, "wight is unknown"),
+        ({"inner": {"size": 1}, "weight": float("nan")}, "weight must be a finite number, but is"),
+        ({"inner": {"size": 1, "names": ["a"] * 4}}, "inner.names has 4 entries, and may have 3"),
+        ({"inner": {"size": 1, "names": ["\x1b"]}}, "inner.names.0 must hold no control charac"),
+        ({"inner": {"size": 1}, "\x1b[2J": 2}, r"\x1b[2J is unknown"),
+    ],
+)
+def test_a_mistake_is_one_phrase(values: Any, message: str) -> None:
+    assert refusal(values).startswith(message)
+
+
+def test_many_mistakes_are_counted() -> None:
+    said = refusal({str(number): 1 for number in range(1000)})
+    assert said.endswith("; and 991 more")
+    assert len(said) < 500
+    assert listed(["a", "b", "a"], num_more=2) == "a; b; and 2 more"
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:20])
+def test_every_value_can_be_shown(value: Any) -> None:
+    for text in (shown(value), printable(value), shown([value] * 1000), shown({"a": {"b": value}})):
+        assert is_printable(text)
+        assert len(text) < 1000
+
+
+@property_test
+@given(st.text())
+def test_text_is_shown_without_sequences_for_the_terminal(text: str) -> None:
+    assert is_printable(printable(text))
+    if is_printable(text) and len(text) <= 80:
+        assert printable(text) == text
