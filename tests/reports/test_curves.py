@@ -100,3 +100,20 @@ def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(
     write_progress_picture(metrics_of(4, names), path)
     assert_is_picture(path)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_damaged_is_not_drawn(tmp_path: Path) -> None:
+    metrics: list[dict[str, Any]] = [
+        {"epoch": 1},
+        {"epoch": 2, "loss": "1.0", "learning_rate": None, "dice": 3, "mean_dice": 0.5},
+        {"epoch": 3, "loss": 10**400, "learning_rate": [1], "dice": ["a"]},
+        {"epoch": 4, "loss": math.inf, "learning_rate": math.nan, "dice": {"a": "x", "b": True}},
+        {"epoch": 2**52, "loss": 0.5, "learning_rate": 0.1, "dice": {"\ud800": 0.5, "a": 1e300}},
+        {"epoch": 6, "loss": 0.25, "learning_rate": 0.1, "dice": {"a": 0.5}, "mean_dice": 0.5},
+    ]
+    loss, dice, _ = progress_figure(metrics).axes
+    ((_, drawn),) = curves(loss).values()
+    assert drawn[-2:] == [0.5, 0.25] and all(math.isnan(value) for value in drawn[:-2])
+    assert [value for value in curves(dice)["a  0.500"][1] if not math.isnan(value)] == [0.5]
+    write_progress_picture(metrics, tmp_path / "progress.png")
+    assert_is_picture(tmp_path / "progress.png")

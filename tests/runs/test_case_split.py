@@ -10,7 +10,10 @@ from unet3d.volumes.dataset import load_dataset
 
 
 def split(training: dict[str, str], validation: dict[str, str]) -> CaseSplit:
-    return CaseSplit(training=training, validation=validation)
+    parts = [
+        {name: 32 * digit[0] for name, digit in part.items()} for part in (training, validation)
+    ]
+    return CaseSplit(training=parts[0], validation=parts[1])
 
 
 BEFORE = split({"a": "1", "b": "2", "c": "3"}, {"d": "4"})

@@ -169,6 +169,22 @@ def test_reopening_clears_leftovers(run: RunFolder) -> None:
     assert {path.name for path in run.path.iterdir()} == {"checkpoint-latest.pt", "metrics.jsonl"}
 
 
+def test_a_file_in_the_place_of_a_folder_is_found_before_anything_changes(run: RunFolder) -> None:
+    run.latest.write_bytes(b"checkpoint")
+    run.tensorboard.write_text("in the way")
+    with pytest.raises(ConfigError, match="first/tensorboard is no folder; move it away"):
+        run.check_resumable()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\0\0", b"[]", b'{"a": NaN}', b"\xff"])
+def test_a_damaged_summary_is_none(run: RunFolder, content: bytes | None) -> None:
+    if content is not None:
+        run.summary.write_bytes(content)
+    assert not run.has_summary()
+    run.write_json(run.summary, {"epochs": 3})
+    assert run.has_summary()
+
+
 def test_a_folder_is_one_trainings_at_a_time(run: RunFolder) -> None:
     with run.locked():
         run.append_metrics({"epoch": 1})

@@ -3,7 +3,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from unet3d.training.metrics import epoch_metrics, write_scalars
+from unet3d.training.metrics import epoch_metrics, run_summary, write_scalars
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -28,9 +28,10 @@ def test_an_epoch_without_validation_has_no_dice() -> None:
 
 
 def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
-    validation = Validation(dice={"mean": 0.25, "absent": None}, mean_dice=0.5)
+    validation = Validation(dice={"mean": 0.25, "absent": None}, mean_dice=0.5, seconds=1.5)
     metrics = epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=validation)
     assert metrics["dice"] == {"mean": 0.25, "absent": None} and metrics["mean_dice"] == 0.5
+    assert metrics["seconds"] == 2.5 and metrics["validation_seconds"] == 1.5
     with SummaryWriter(str(tmp_path)) as scalars:
         write_scalars(scalars, metrics)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -46,3 +47,17 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
         "dice/mean": [(5, 0.25)],
         "mean_dice": [(5, 0.5)],
     }
+
+
+def test_the_summary_tells_the_best_validation_from_the_last() -> None:
+    state = TrainingState().next_epoch({"a": 0.75, "b": 0.25}, 4.0)
+    state.note_dice(0.5)
+    state.seconds = 10.0
+    state = state.next_epoch({"a": 0.5, "b": 0.25}, 2.0)
+    state.note_dice(0.375)
+    summary = run_summary(state, parallel="none", replicas=1, devices=["cpu"], precision="float32")
+    assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
+    assert summary["dice"] == {"a": 0.75, "b": 0.25}
+    assert summary["last_dice"] == {"a": 0.5, "b": 0.25}
+    keys = ("seconds", "training_seconds", "validation_seconds")
+    assert [summary[key] for key in keys] == [16.0, 10.0, 6.0]

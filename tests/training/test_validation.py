@@ -98,6 +98,22 @@ def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases: list[Case]) ->
     assert_right(found, cases)
 
 
+def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:
+    told: list[tuple[int, int, int, int]] = []
+    found = validator(cases, Group(Ranks())).validate(
+        1, 10, InterruptionRequest(), lambda *numbers: told.append(numbers)
+    )
+    assert found.seconds > 0
+    assert [numbers[:2] for numbers in told if numbers[2] == 0] == [(n, 5) for n in range(6)]
+    assert told[-1] == (5, 5, 0, 1)
+    parts = [case + window / of_case for case, _, window, of_case in told]
+    assert parts == sorted(parts) and parts[0] == 0 and parts[-1] == 5
+    for number in range(5):
+        windows = [window for case, _, window, _ in told if case == number]
+        (num_windows,) = {of_case for case, _, _, of_case in told if case == number}
+        assert windows[0] == 0 and windows[-1] == num_windows > 1
+
+
 def both_ranks(cases: list[Case], requests: list[InterruptionRequest]) -> list[Validation]:
     return in_threads(
         2,

@@ -236,7 +236,8 @@ def list_within(names: list[str], columns: int) -> str:
         more = f" and {len(texts) - shown} more" if shown < len(texts) else ""
         if ends[shown - 1] - len(", ") + len(more) <= columns:
             return ", ".join(texts[:shown]) + more
-    return f"{len(texts)} with long names"
+    more = f" and {len(texts) - 1} more" if len(texts) > 1 else ""
+    return _cut(texts[0], max(2, columns - len(more))) + more
 
 
 def _epoch_lines(head: str, validation: Mapping[str, Any] | None, tail: str) -> list[str]:

@@ -18,6 +18,7 @@ from unet3d import __version__
 from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, write_atomically
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.reading import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +130,14 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
+        if self.tensorboard.exists() and not self.tensorboard.is_dir():
+            raise ConfigError(f"{self.tensorboard} is no folder; move it away to continue the run")
         with _writing(self.path):
             tempfile.TemporaryFile(dir=self.path).close()
+
+    def has_summary(self) -> bool:
+        """Return whether the run has come to its end and said so in a file that is whole."""
+        return _read_object(self.summary) is not None
 
     def reopen(self, num_epochs: int) -> None:
         """Prepare the folder for the continuation of its run.
@@ -174,11 +181,8 @@ class RunFolder:
 
     def read_data(self) -> dict[str, Any] | None:
         """Return what :meth:`write_data` wrote, or None where there is nothing of it."""
-        try:
-            content = json.loads(self.data.read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return None
-        return content if isinstance(content, dict) and "unet3d" in content else None
+        content = _read_object(self.data)
+        return content if content is not None and "unet3d" in content else None
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Write one of the JSON files.
@@ -289,6 +293,15 @@ def checkpoint_in(path: Path) -> Path:
     )
 
 
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """Return what a JSON file of ours holds, or None where it is missing or damaged."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
     try:
@@ -317,5 +330,6 @@ def _epoch_line(text: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     epoch = line.get("epoch")
-    is_number = isinstance(epoch, int) and not isinstance(epoch, bool)
-    return line if is_number and 0 < epoch < MAX_EPOCH else None
+    if not isinstance(epoch, int) or isinstance(epoch, bool) or not 0 < epoch < MAX_EPOCH:
+        return None
+    return line

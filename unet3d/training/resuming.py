@@ -61,6 +61,10 @@ class Past:
             CheckpointError: It cannot be used.
         """
         checkpoint = load_checkpoint(folder.latest)
+        if not checkpoint.training:
+            raise CheckpointError(
+                f"{folder.latest} holds a network but no training to continue; start a new run"
+            )
         try:
             state = TrainingState.from_plain(checkpoint.training.get("state"))
         except ValueError as error:
@@ -80,7 +84,7 @@ class Past:
         Args:
             config: The settings of now.
         """
-        return self.state.epoch >= config.training.epochs and self.folder.summary.is_file()
+        return self.state.epoch >= config.training.epochs and self.folder.has_summary()
 
     def check_settings(self, config: Config) -> None:
         """See that the settings suit the run, as far as that can be said without the data.

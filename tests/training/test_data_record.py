@@ -1,0 +1,67 @@
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from unet3d.config import load_config
+from unet3d.runs.case_split import CaseSplit
+from unet3d.training.data_record import data_lines, data_record
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+
+
+def experiment(training: list[str], validation: list[str], *changes: str) -> Any:
+    return SimpleNamespace(
+        config=load_config(None, changes),
+        preprocessing=Preprocessing(
+            spacing_mm=(1.0, 1.0, 2.5),
+            channels=(ChannelNormalization(kind="z-score"),),
+            channel_names=("MRI",),
+            label_names=("background", "liver"),
+            label_values=(0, 7),
+        ),
+        split=CaseSplit(
+            training=dict.fromkeys(training, "0" * 32),
+            validation=dict.fromkeys(validation, "1" * 32),
+        ),
+    )
+
+
+def test_the_record_says_all_that_a_run_is_made_with() -> None:
+    made = experiment(["a", "b"], ["c"], "data.dataset=some/where", "data.fold=2")
+    record = data_record(made)
+    assert json.loads(json.dumps(record)) == record
+    assert record["dataset"] == "some/where"
+    assert (record["fold"], record["seed"]) == (2, 0)
+    assert record["preprocessing"]["label_values"] == [0, 7]
+    assert record["validation"] == {"c": "1" * 32}
+    assert CaseSplit.from_dict(record) == made.split
+    assert record["fingerprint"] == made.split.fingerprint
+    other = experiment(["a", "c"], ["b"])
+    assert data_record(other)["fingerprint"] != record["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("training", "validation", "lines"),
+    [
+        (
+            ["b", "a"],
+            ["c"],
+            ["training on 2 case(s): a, b", "validating on 1 case(s) (fold 0): c"],
+        ),
+        (
+            [f"hippocampus_{number:03d}" for number in range(208)],
+            ["x" * 100],
+            [
+                "training on 208 case(s): hippocampus_000, hippocampus_001 and 206 more",
+                "validating on 1 case(s) (fold 0): " + "x" * 45 + "…",
+            ],
+        ),
+    ],
+)
+def test_who_trains_and_who_validates_is_said_in_two_lines_of_80_columns(
+    training: list[str], validation: list[str], lines: list[str]
+) -> None:
+    made = data_lines(experiment(training, validation))
+    assert made == lines
+    assert all(len(line) <= 80 for line in made)
