@@ -31,6 +31,7 @@ from common import devices_named, parse_shape, synchronize, tuning_key
 from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.launched import MEETING_FOLDER
+from unet3d.distributed.processes import die_with_parent
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
@@ -47,7 +48,6 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
-from unet3d.processes import die_with_parent
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,11 +37,11 @@ from common import parse_shape, synchronize, tuning_key
 from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
+from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import Unet3dError
 from unet3d.memory.allocator import keep_host_memory
 from unet3d.model import UNet3d
 from unet3d.parallel import autocast_dtype, resolve_precision
-from unet3d.processes import die_with_parent
 
 ON_CPU_ONLY = (
     "ours-float32",

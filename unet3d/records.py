@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from unet3d.atomic import make_folder, write_atomically
 from unet3d.errors import CacheError, reason_of
-from unet3d.reading import read_json
+from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
     Args:
         path: Where :func:`remember` put it.
         read: Turns the file's JSON into its meaning, such as
-            :func:`unet3d.plain_data.validated` of a model; raises ValueError, TypeError or
+            :func:`unet3d.inputs.plain_data.validated` of a model; raises ValueError, TypeError or
             KeyError where it has none.
     """
     try:

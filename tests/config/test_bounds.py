@@ -16,7 +16,7 @@ from unet3d.config import Config, load_config
 from unet3d.config.bounded_yaml import parse_yaml
 from unet3d.config.reference import commented_yaml
 from unet3d.errors import ConfigError
-from unet3d.plain_data import is_printable
+from unet3d.inputs.plain_data import is_printable
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:

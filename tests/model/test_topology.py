@@ -4,8 +4,8 @@ import pytest
 
 from unet3d.config import ModelSettings
 from unet3d.errors import ConfigError
+from unet3d.inputs.plain_data import validated
 from unet3d.model import Topology, plan_topology
-from unet3d.plain_data import validated
 
 ISOTROPIC = (1.0, 1.0, 1.0)
 

@@ -23,9 +23,9 @@ from tests.mutations import damaged, mutated, property_test
 from tests.networks import random_checkpoint
 from unet3d.config import TrainingSettings, load_config
 from unet3d.errors import CheckpointError
+from unet3d.inputs.plain_data import is_printable
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
-from unet3d.plain_data import is_printable
 from unet3d.runs import checkpoint as checkpoint_module
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.state import TrainingState

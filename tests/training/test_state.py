@@ -6,8 +6,8 @@ import torch
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.inputs.plain_data import is_printable
 from unet3d.model import LossTerms
-from unet3d.plain_data import is_printable
 from unet3d.training.state import TrainingState
 
 

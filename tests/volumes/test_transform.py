@@ -7,7 +7,7 @@ from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.plain_data import validated
+from unet3d.inputs.plain_data import validated
 from unet3d.volumes import memory_limits
 from unet3d.volumes.transform import (
     ChannelNormalization,

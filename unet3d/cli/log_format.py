@@ -15,7 +15,7 @@ class OneLineFormatter(logging.Formatter):
         Args:
             record: What is logged.
         """
-        from unet3d.plain_data import printable
+        from unet3d.inputs.plain_data import printable
 
         line = super().formatMessage(record)
         return printable(line, max_length=len(line))

@@ -27,7 +27,7 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
         error: The error; its message may have several lines.
         what: Word that begins the line.
     """
-    from unet3d.plain_data import printable
+    from unet3d.inputs.plain_data import printable
 
     line = f"{what}: {' '.join(str(error).split())}"
     click.echo(printable(line, max_length=len(line)), err=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ValidationError
 
-from unet3d.plain_data import MAX_DESCRIBED, listed, printable, shown
+from unet3d.inputs.plain_data import MAX_DESCRIBED, listed, printable, shown
 
 _NOUNS = {int: "whole number", float: "number", str: "name", Path: "path"}
 _LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}

@@ -27,8 +27,8 @@ from pydantic_core import PydanticCustomError
 from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
 from unet3d.config.explain import explain, known_setting
 from unet3d.errors import ConfigError, reason_of
-from unet3d.plain_data import at_most, is_printable, printable, shown
-from unet3d.reading import read_bytes
+from unet3d.inputs.plain_data import at_most, is_printable, printable, shown
+from unet3d.inputs.reading import read_bytes
 
 
 def _number(value: Any) -> Any:

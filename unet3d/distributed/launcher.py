@@ -29,9 +29,9 @@ from unet3d.distributed.interruption import (
     deferred_interruption,
 )
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
+from unet3d.distributed.processes import blocked
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, num_cores
 from unet3d.errors import RankError, Unet3dError
-from unet3d.processes import blocked
 
 POLL_SECONDS = 0.05
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from unet3d.distributed.launched import LAUNCHED, is_launched
+from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError
-from unet3d.processes import die_with_parent
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Holds where a rank writes down why it ends."""

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Channels, ModelSettings, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.plain_data import PLAIN, at_most
+from unet3d.inputs.plain_data import PLAIN, at_most
 
 MAX_LEVELS = 6
 MIN_VOXELS = 4

@@ -16,12 +16,12 @@ import torch
 from pydantic import ConfigDict, Field
 
 from unet3d.config import Config, Few, Shape
+from unet3d.inputs.plain_data import PLAIN, at_most, validated
 from unet3d.model import Topology, UNet3d
 from unet3d.parallel.balance.stopwatch import (
     hardware,
     versions,
 )
-from unet3d.plain_data import PLAIN, at_most, validated
 from unet3d.records import (
     key_of,
     recall,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unet3d.plain_data import printable
+from unet3d.inputs.plain_data import printable
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import Case

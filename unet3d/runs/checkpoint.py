@@ -20,9 +20,9 @@ from unet3d import __version__
 from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
+from unet3d.inputs.plain_data import printable, shown
 from unet3d.memory.host import available_bytes
 from unet3d.model import Topology, UNet3d
-from unet3d.plain_data import printable, shown
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
     FORMAT,

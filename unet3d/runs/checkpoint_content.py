@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from torch import Tensor
 
 from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
+from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
-from unet3d.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1

@@ -18,7 +18,7 @@ from unet3d import __version__
 from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, write_atomically
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
-from unet3d.reading import read_json
+from unet3d.inputs.reading import read_json
 
 logger = logging.getLogger(__name__)
 

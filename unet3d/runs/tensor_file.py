@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d.plain_data import printable
-from unet3d.reading import open_regular
+from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import open_regular
 
 MAX_DIRECTORY_BYTES = 4 * 2**20
 """Of the archive's list of entries; one takes about a hundred bytes."""

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from unet3d.distributed.group import Group
+from unet3d.inputs.plain_data import explained, printable
 from unet3d.model import LossTerms
-from unet3d.plain_data import explained, printable
 
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]

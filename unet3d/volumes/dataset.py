@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unet3d.errors import DatasetError
-from unet3d.plain_data import is_printable, shown
+from unet3d.inputs.plain_data import is_printable, shown
 from unet3d.volumes.files import SUFFIXES, find_spelling, members, volume_stem
 from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_description, read_folds
 from unet3d.volumes.naming import channel_names, clean_name, label_names

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from unet3d.atomic import publish_folder, unfinished_folder
 from unet3d.errors import reason_of
-from unet3d.reading import open_regular, read_bytes
+from unet3d.inputs.reading import open_regular, read_bytes
 
 RECORD = "entry.json"
 

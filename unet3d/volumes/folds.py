@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError, reason_of
-from unet3d.plain_data import printable, shown
-from unet3d.reading import read_json
+from unet3d.inputs.plain_data import printable, shown
+from unet3d.inputs.reading import read_json
 from unet3d.volumes.classes import listed
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unet3d.config import PatchSettings, Shape
+from unet3d.distributed.processes import die_with_parent, shielded_children
 from unet3d.errors import DatasetError, Unet3dError
-from unet3d.processes import die_with_parent, shielded_children
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
 

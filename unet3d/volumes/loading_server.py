@@ -5,6 +5,6 @@ seconds. Importing this module is calling :func:`die_with_parent`, because a ser
 nothing but what to import.
 """
 
-from unet3d.processes import die_with_parent
+from unet3d.distributed.processes import die_with_parent
 
 die_with_parent()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError
-from unet3d.plain_data import is_printable, printable, shown
+from unet3d.inputs.plain_data import is_printable, printable, shown
 from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE, listed
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import read_label

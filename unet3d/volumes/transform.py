@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.plain_data import PLAIN, Name, at_most
+from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.volumes.classes import class_indices
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory

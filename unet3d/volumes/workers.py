@@ -13,8 +13,8 @@ from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
 from typing import TypeVar
 
+from unet3d.distributed.processes import die_with_parent, end_children, shielded_children
 from unet3d.errors import DatasetError
-from unet3d.processes import die_with_parent, end_children, shielded_children
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from unet3d.config import Recompute, Shape
+from unet3d.inputs.plain_data import validated
 from unet3d.kernels import recomputed_in_backward
 from unet3d.kernels.recompute import forget_source
 from unet3d.memory.allocations import counted_allocations
@@ -33,7 +34,6 @@ from unet3d.parallel.balance.stopwatch import (
 )
 from unet3d.parallel.memory_format import laid_out, memory_format
 from unet3d.parallel.precision import lowered_on, lowering
-from unet3d.plain_data import validated
 from unet3d.records import (
     key_of,
     recall,

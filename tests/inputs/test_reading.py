@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from tests.mutations import damaged, property_test
-from unet3d.reading import open_regular, read_bytes, read_json
+from unet3d.inputs.reading import open_regular, read_bytes, read_json
 from unet3d.records import recall
 
 CONTENT = {"name": "case ä", "spacing_mm": [1.0, 0.5, 2.0], "labels": {"a": 1, "b": None}}

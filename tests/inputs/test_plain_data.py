@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from tests.mutations import HOSTILE, property_test
-from unet3d.plain_data import (
+from unet3d.inputs.plain_data import (
     PLAIN,
     Name,
     at_most,

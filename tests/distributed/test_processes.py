@@ -10,11 +10,11 @@ import pytest
 
 from tests.process_trees import assert_all_end
 from tests.ranks import environment
-from unet3d.processes import blocked, die_with_parent, end_children
+from unet3d.distributed.processes import blocked, die_with_parent, end_children
 
 CHILD = """
 import time
-from unet3d.processes import die_with_parent
+from unet3d.distributed.processes import die_with_parent
 die_with_parent()
 print("started", flush=True)
 time.sleep(60)
@@ -44,7 +44,9 @@ def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
-    late = python("from unet3d.processes import die_with_parent; die_with_parent(1_000_000_000)")
+    late = python(
+        "from unet3d.distributed.processes import die_with_parent; die_with_parent(1_000_000_000)"
+    )
     late.communicate(timeout=20)
     assert late.returncode == 1
 

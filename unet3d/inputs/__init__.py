@@ -1,0 +1,1 @@
+"""What comes from files that anyone may have made: read within bounds, validated, shown safely."""
