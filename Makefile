@@ -29,7 +29,7 @@ docs: .venv/installed
 
 # The stamp is the last thing written, so that an interrupted installation is begun again.
 .venv/installed: pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("unet3d needs Python 3.11.1 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	@$(PYTHON) -c 'import sys; sys.exit("unet3d needs Python 3.11.1 or newer; set PYTHON=" if sys.version_info < (3, 11, 1) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@

@@ -1,6 +1,7 @@
 import gc
 import logging
 import os
+import resource
 import subprocess
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what the imports have made, half a million objects, out of every later collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let no property test take more than 2 GB for any of its inputs."""
+    if request.node.get_closest_marker("hypothesis") is None:
+        yield
+        return
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    yield
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 2 * 2**20, f"it took {grown_kib} KiB"
 
 
 @pytest.fixture(scope="session")

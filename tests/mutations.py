@@ -1,18 +1,20 @@
 """Mutations of valid plain data and of bytes, for property tests of everything that reads files.
 
 ``mutated(draw, tree)`` changes one or a few places of nested dictionaries and lists, ``damaged``
-some bytes. The number of examples is that of hypothesis' profile: ``UNET3D_EXAMPLES=5000 pytest``.
+some bytes. ``UNET3D_EXAMPLES=5000 pytest -m hypothesis`` tries more examples than the usual ones.
+One that takes longer than 10 s fails, and so does a test that takes more than 2 GB (``conftest``).
 """
 
 import copy
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "200"))
 """Examples of each property test."""
 
 HOSTILE: list[Any] = [
@@ -69,10 +71,13 @@ HOSTILE: list[Any] = [
 
 
 def property_test(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a property test with the number of examples of this module, and the same ones always."""
+    """Run a property test with the number of examples of this module, and the same ones always.
+
+    An example that takes longer than 10 s is an error.
+    """
     return settings(
         max_examples=EXAMPLES,
-        deadline=None,
+        deadline=timedelta(seconds=10),
         derandomize="UNET3D_EXAMPLES" not in os.environ,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -11,9 +11,10 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.mutations import property_test
 from unet3d.errors import VolumeError
 from unet3d.volumes import memory_limits
 from unet3d.volumes.header import read_header, same_grid
@@ -120,7 +121,7 @@ def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
         read_or_refuse(path)
 
 
-@settings(deadline=None)
+@property_test
 @given(
     name=st.sampled_from(list(FORMATS)),
     byte_order=st.sampled_from("<>"),
@@ -158,7 +159,7 @@ def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
     return name, draw(st.sampled_from("<>")), fields
 
 
-@settings(deadline=None)
+@property_test
 @given(changed=changed_fields())
 @example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
 def test_fields_of_a_header_may_be_anything(
@@ -180,7 +181,7 @@ def test_fields_of_a_header_may_be_anything(
     read_or_refuse(write(folder, name, record.tobytes(), rest))
 
 
-@settings(deadline=None)
+@property_test
 @given(end=st.integers(0, 400), flips=st.lists(st.integers(0, 8 * 400), max_size=4))
 def test_a_compressed_file_may_be_damaged_anywhere(
     folder: Path, end: int, flips: list[int]
