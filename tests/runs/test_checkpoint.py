@@ -156,7 +156,7 @@ def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
     for value in model.parameters():
         value.grad = torch.ones_like(value)
     optimization.step(0.01)
-    training = {"random": torch.get_rng_state(), **optimization.state_dict()}
+    training = {"state": {}, "random": torch.get_rng_state(), **optimization.state_dict()}
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(replace(checkpoint, model=model.state_dict(), training=training), path)
     with zipfile.ZipFile(path) as archive:
