@@ -89,3 +89,27 @@ def test_results_are_not_written_over_what_they_are_made_from(
     ):
         assert "is no place for the results" in refusal(capsys, *command)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_terminal_shows_which_case_is_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_msd(folder / "data")
+    assert run("check", "data") == 0
+    assert capsys.readouterr().err == ""
+    told: list[str] = []
+    monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
+    assert run("check", "data") == 0
+    assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
+
+
+def test_results_that_fail_without_a_reason_of_the_system_have_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("encoder error -2")
+
+    write_msd(folder / "data")
+    monkeypatch.setattr("unet3d.cli.output.write_atomically", fail)
+    line = refusal(capsys, "check", "data", "--json", "findings.json")
+    assert "cannot write findings.json: encoder error -2" in line

@@ -479,3 +479,21 @@ def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
         expected = np.count_nonzero(nib.load(source.label).dataobj) * volume_mm3
         got = np.count_nonzero(case.label()) * np.prod(case.spacing_mm)
         assert got == pytest.approx(expected, rel=0.02)
+
+
+def test_a_long_preparation_says_how_far_it_is(
+    tmp_path: Path,
+    settings: DataSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    dataset = load_dataset(write_msd(tmp_path / "data"))
+    monkeypatch.setattr(preprocess, "LOG_SECONDS", 0.0)
+    prepare(dataset, settings)
+    folder = tmp_path / "cache"
+    assert caplog.messages == [
+        f"preparing 3 of 3 cases into {folder}",
+        "preparing 3 cases: 1 done",
+        "preparing 3 cases: 2 done",
+    ]

@@ -17,7 +17,9 @@ from unet3d.volumes.workers import map_items
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_results_are_in_the_order_of_the_items(num_workers: int) -> None:
-    assert map_items(abs, [-3, 2, -1], num_workers) == [3, 2, 1]
+    told: list[int] = []
+    assert map_items(abs, [-3, 2, -1], num_workers, told.append) == [3, 2, 1]
+    assert told == [1, 2, 3]
 
 
 def test_a_killed_worker_is_explained() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from unet3d.cli.options import FILE
-from unet3d.cli.output import check_writable, files_of, refuse_input, some, write_json
+from unet3d.cli.output import check_writable, files_of, refuse_input, some, working, write_json
 from unet3d.errors import DatasetError
 
 
@@ -56,11 +56,12 @@ def check(dataset: Path, json_path: Path | None) -> None:
 
     from dataclasses import asdict
 
-    from unet3d.volumes.check import check_dataset
-    from unet3d.volumes.dataset import load_dataset
+    with working("starting") as show:
+        from unet3d.volumes.check import check_dataset
+        from unet3d.volumes.dataset import load_dataset
 
-    opened = load_dataset(dataset)
-    findings = check_dataset(opened)
+        opened = load_dataset(dataset)
+        findings = check_dataset(opened, show)
     for finding in findings:
         click.echo(f"{finding.severity:7}  {finding.case}: {finding.message}")
     if json_path is not None:

@@ -147,4 +147,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     try:
         write_atomically(path, lambda file: file.write(text.encode()))
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error

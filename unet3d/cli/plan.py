@@ -17,7 +17,7 @@ from unet3d.cli.options import (
     replicas_option,
 )
 from unet3d.cli.output import check_writable, files_of, refuse_input, show_line, working, write_json
-from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.errors import ConfigError, DoesNotFitError, reason_of
 
 if TYPE_CHECKING:
     from unet3d.config import Config
@@ -188,7 +188,7 @@ def _measure(
     try:
         write_tuning_picture(record, picture)
     except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {error.strerror}") from error
+        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",

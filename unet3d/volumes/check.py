@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -53,7 +53,7 @@ def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> li
     return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
 
 
-def check_dataset(dataset: Dataset) -> list[Finding]:
+def check_dataset(dataset: Dataset, watch: Callable[[str], object] = logger.debug) -> list[Finding]:
     """Check everything, voxels included.
 
     It finds all that :func:`check_headers` finds, label values that dataset.json lacks, empty label
@@ -61,13 +61,15 @@ def check_dataset(dataset: Dataset) -> list[Finding]:
 
     Args:
         dataset: The data set.
+        watch: Is told what is read next: on a large data set this takes minutes.
 
     Returns:
         Everything that is wrong or looks wrong, case after case.
     """
+    watch("reading headers")
     headers, findings = _check_headers(dataset, "median")
     for number, case in enumerate(dataset.cases, start=1):
-        logger.debug("checking %s, %d of %d", case.name, number, len(dataset.cases))
+        watch(f"checking {case.name}, {number} of {len(dataset.cases)}")
         findings += _voxel_findings(dataset, case, headers[case.name])
     return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
 

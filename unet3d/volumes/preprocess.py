@@ -5,6 +5,7 @@
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
+
+LOG_SECONDS = 20.0
+"""How often a preparation that goes on says how far it is."""
 
 VERSION = 2
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
@@ -244,7 +248,7 @@ def _from_cache(
     if missing:
         logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
         lacking = [tasks[index] for index in missing]
-        map_items(make, lacking, num_workers)
+        map_items(make, lacking, num_workers, _counting(doing, len(lacking)))
         for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
             found[index] = entry
     entries = [entry for entry in found if entry is not None]
@@ -254,6 +258,19 @@ def _from_cache(
             "during a run"
         )
     return entries
+
+
+def _counting(doing: str, num_cases: int) -> Callable[[int], None]:
+    """Return what logs, now and then, how many cases are done."""
+    next_line = time.monotonic() + LOG_SECONDS
+
+    def watch(num_done: int) -> None:
+        nonlocal next_line
+        if num_done < num_cases and time.monotonic() >= next_line:
+            next_line = time.monotonic() + LOG_SECONDS
+            logger.info("%s %d cases: %d done", doing, num_cases, num_done)
+
+    return watch
 
 
 def _opened(

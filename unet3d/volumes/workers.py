@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from types import FrameType
@@ -27,7 +27,10 @@ GRACE_SECONDS = 0.2
 
 
 def map_items(
-    work: Callable[[Item], Result], items: Sequence[Item], num_workers: int
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    num_workers: int,
+    watch: Callable[[int], object] = lambda num_done: None,
 ) -> list[Result]:
     """Return the results of work on each item, in the order of the items.
 
@@ -35,13 +38,14 @@ def map_items(
         work: A function of a module.
         items: What it is called with.
         num_workers: Number of processes; below 2: this one alone.
+        watch: Is told how many items are done, after each.
 
     Raises:
         DatasetError: A worker was killed.
     """
     num_workers = min(num_workers, len(items))
     if num_workers < 2:
-        return [work(item) for item in items]
+        return _counted(map(work, items), watch)
     others = set(multiprocessing.active_children())
     # Ctrl-C and SIGHUP of a terminal are for this process alone. SIGTERM must get through: with it
     # a pool ends its workers when one of them is gone.
@@ -55,7 +59,7 @@ def map_items(
         futures = [pool.submit(_work_on, work, item) for item in items]
     with pool:
         try:
-            return [future.result() for future in futures]
+            return _counted((future.result() for future in futures), watch)
         except BrokenProcessPool as error:
             time.sleep(GRACE_SECONDS)
             raise DatasetError(
@@ -68,6 +72,14 @@ def map_items(
         except BaseException:  # somebody asked to stop
             end_children(set(multiprocessing.active_children()) - others, CLEANING_SECONDS)
             raise
+
+
+def _counted(results: Iterable[Result], watch: Callable[[int], object]) -> list[Result]:
+    done = []
+    for result in results:
+        done.append(result)
+        watch(len(done))
+    return done
 
 
 def _start_worker() -> None:
