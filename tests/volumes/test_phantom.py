@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import nibabel as nib
@@ -202,6 +203,23 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path, change):
     with pytest.raises(DatasetError, match="does not hold this phantom data set"):
         write_phantom_dataset(folder, 2, (24, 24, 24), (1.0, 1.0, 1.0), seed)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, "\xff", "NaN", None], ids=["deep", "bytes", "NaN", "pipe"]
+)
+def test_a_damaged_description_is_no_phantom_data_set(tmp_path, content):
+    folder = tmp_path / "phantom"
+    write_phantom_dataset(folder, 1, (24, 24, 24), (1.0, 1.0, 1.0), 5)
+    description = folder / "dataset.json"
+    description.unlink()
+    if content is None:
+        os.mkfifo(description)
+    else:
+        description.write_text(content, "latin-1")
+
+    with pytest.raises(DatasetError, match="does not hold this phantom data set"):
+        write_phantom_dataset(folder, 1, (24, 24, 24), (1.0, 1.0, 1.0), 5)
 
 
 def test_a_folder_that_cannot_be_written_says_so(tmp_path):

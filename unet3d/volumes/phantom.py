@@ -12,6 +12,7 @@ import numpy.typing as npt
 from unet3d.atomic import new_folder
 from unet3d.config import Shape, Spacing
 from unet3d.errors import DatasetError, reason_of
+from unet3d.inputs.reading import read_json
 from unet3d.volumes.files import write_nifti
 from unet3d.volumes.phantom_anatomy import LABEL_NAMES, head_phantom
 
@@ -115,7 +116,7 @@ def _holds(folder: Path, description: dict[str, Any]) -> bool:
     if not folder.is_dir() or not any(folder.iterdir()):
         return False
     try:
-        found = json.loads((folder / "dataset.json").read_text())
+        found = read_json(folder / "dataset.json")
     except (OSError, ValueError):
         found = None
     files = [folder / name for case in description["training"] for name in case.values()]
