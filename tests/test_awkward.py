@@ -252,7 +252,7 @@ def test_training_stops_at_what_voxels_tell(
     assert not (output / "checkpoint-latest.pt").exists()
 
 
-@pytest.mark.parametrize("name", ["../secret.nii.gz", "/etc/secret.nii.gz", "link/secret.nii.gz"])
+@pytest.mark.parametrize("name", ["../secret.nii.gz", "link/secret.nii.gz"])
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_data_set_that_points_outside_its_folder_is_refused(
     tmp_path: Path, name: str, command: str, capsys: pytest.CaptureFixture[str]

@@ -160,3 +160,15 @@ def test_many_names_that_are_repeated_are_found_at_once(tmp_path: Path) -> None:
     write_json(root / "splits_final.json", [{"train": names, "val": ["case_2"]}])
     with pytest.raises(DatasetError, match="names case_1 twice"):
         load_dataset(root)
+
+
+def test_absolute_paths_are_refused_for_what_they_are(tmp_path: Path) -> None:
+    """Also one of a file in the data set, of which "outside the folder" would be wrong."""
+    root = write_msd(tmp_path / "data")
+    tree = json.loads((root / "dataset.json").read_text())
+    for place in (root / "labelsTr/case_1.nii.gz", Path("/etc/passwd")):
+        tree["training"][1]["label"] = str(place)
+        write_json(root / "dataset.json", tree)
+        with pytest.raises(DatasetError, match="from the root of the file system") as refused:
+            load_dataset(root)
+        assert f"training[1] names {place}" in str(refused.value)

@@ -278,9 +278,14 @@ class _Description:
         name = PurePosixPath(text)
         if not name.parts or max(map(len, map(os.fsencode, name.parts))) > MAX_FILE_NAME_BYTES:
             raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
+        if name.is_absolute():
+            raise DatasetError(
+                f"{self.path}: {where} names {text} from the root of the file system; name files "
+                "from the data set's folder, which may be moved"
+            )
         path = self.root / name
-        leaves = name.is_absolute() or ".." in name.parts
         # realpath leaves links that lead to themselves as they are; reading refuses them.
+        leaves = ".." in name.parts
         if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
             raise DatasetError(
                 f"{self.path}: {where} points to {text}, outside the data set's folder; "
