@@ -5,7 +5,6 @@ an image exactly as training did.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -225,9 +224,3 @@ def _normalized(
     if std < CONSTANT_DEVIATION * largest:
         std = largest
     return (array - np.float32(mean)) / np.float32(std)
-
-
-def as_spacing(values: Sequence[float] | npt.NDArray[np.floating[Any]]) -> Spacing:
-    """Return three numbers as a spacing."""
-    x, y, z = (float(value) for value in values)
-    return (x, y, z)
