@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from unet3d.distributed.group import Group
+from unet3d.distributed.group import Group, Stores
 from unet3d.distributed.ranks import Ranks
 
 Result = TypeVar("Result")
@@ -54,7 +54,8 @@ def in_threads(
 ) -> list[Result]:
     """Return what work returns in each rank; the error of the first rank that fails is raised."""
     store: Any = _StoreUntilError()
-    groups = [Group(place(rank, num_ranks, per_machine), store) for rank in range(num_ranks)]
+    stores = Stores(values=store, lasting=store, groups=store)
+    groups = [Group(place(rank, num_ranks, per_machine), stores) for rank in range(num_ranks)]
     with ThreadPoolExecutor(num_ranks) as threads:
         ranks = [threads.submit(work, group) for group in groups]
         done, late = wait(ranks, LIMIT_SECONDS, FIRST_EXCEPTION)

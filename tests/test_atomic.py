@@ -4,6 +4,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from unet3d.atomic import (
     PREFIX,
     append,
+    creating,
     make_folder,
     new_folder,
     remove_leftovers,
@@ -221,6 +223,96 @@ os.rename = os.replace = die
     assert not leftover.exists()
 
 
+def create(path: Path, text: str = "new") -> None:
+    with creating(path) as unfinished:
+        unfinished.write_text(text)
+
+
+def refuse_links(*arguments: object) -> None:
+    raise PermissionError(errno.EPERM, "this file system has no links")
+
+
+@pytest.fixture(params=["links", "no links"])
+def links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", refuse_links)
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("kind", ["file", "folder", "link", "dangling link", "loop", "FIFO"])
+def test_what_has_the_name_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.nii.gz"
+    with pytest.raises(FileExistsError), creating(path) as unfinished:
+        assert unfinished.name.endswith(".nii.gz")
+        unfinished.write_text("new")
+        # It comes while we write, so asking before would not have helped.
+        if kind == "file":
+            path.write_text("old")
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "FIFO":
+            os.mkfifo(path)
+        else:
+            goals = {"link": "target", "dangling link": "nowhere", "loop": path.name}
+            path.symlink_to(goals[kind])
+            if kind == "link":
+                (tmp_path / "target").write_text("old")
+    before = path.lstat()
+    with pytest.raises(FileExistsError):
+        create(path)
+    assert path.lstat() == before
+    assert {each.name for each in tmp_path.iterdir()} <= {"a.nii.gz", "target"}
+    if kind in ("file", "link"):
+        assert path.read_text() == "old"
+
+
+@pytest.mark.usefixtures("links")
+def test_of_many_writers_of_a_new_file_one_wins(tmp_path: Path) -> None:
+    path, start, outcomes = tmp_path / "file", threading.Barrier(8), []
+
+    def write(index: int) -> None:
+        try:
+            with creating(path) as unfinished:
+                unfinished.write_text(str(index))
+                start.wait()
+        except FileExistsError:
+            return
+        outcomes.append(str(index))
+
+    threads = [threading.Thread(target=write, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [path.read_text()] == outcomes
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_whose_answer_was_lost_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = os.link
+
+    def lose_the_answer(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+
+    monkeypatch.setattr(os, "link", lose_the_answer)
+    create(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_name_that_was_taken_in_vain_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", refuse_links)
+    monkeypatch.setattr(os, "replace", refuse_links)
+    with pytest.raises(PermissionError):
+        create(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_that_name_is_kept(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     write_many(tmp_path / "folder")  # an empty one counts as none
@@ -261,6 +353,9 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     os.utime(tmp_path / f"{PREFIX}folder", (old, old))
     remove_leftovers(tmp_path, older_than_s=3600)
     assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / f"{PREFIX}link").symlink_to("file.txt")
+    (tmp_path / f"{PREFIX}links").symlink_to(tmp_path)
+    (tmp_path / f"{PREFIX}lost").symlink_to("nowhere")
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 

@@ -1,5 +1,8 @@
+import gzip
 import importlib.util
 import io
+import os
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -93,7 +96,7 @@ def test_refuses_unsafe_archives_and_keeps_nothing(
     assert result.exit_code == 1
     assert reason in result.output and result.output.startswith("Error: ")
     assert result.output.count("\n") == 1
-    assert list(output.iterdir()) == []
+    assert not [path for path in output.glob("*")]
     assert not list(tmp_path.rglob("escaped.txt"))
     assert not Path("/tmp/unet3d-escaped.txt").exists()
 
@@ -112,7 +115,81 @@ def test_refuses_what_is_no_such_archive(script: ModuleType, tmp_path: Path) -> 
     (tmp_path / "cut.tar").write_bytes(whole.read_bytes()[:20_000])
     result = run(script, tmp_path / "cut.tar", "--output", tmp_path / "out")
     assert result.exit_code == 1 and "damaged" in result.output
-    assert list((tmp_path / "out").iterdir()) == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_archive_that_ends_anywhere_leaves_nothing(script: ModuleType, tmp_path: Path) -> None:
+    whole = archive_of(write_msd(tmp_path / "Task00_Sample"), tmp_path / "whole.tar").read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        ends = [info.offset_data + -(-info.size // 512) * 512 for info in tar]
+    for end in (*ends[:-1], ends[3] + 100, ends[-1]):  # between members, in a header, at the end
+        (tmp_path / "cut.tar").write_bytes(whole[:end])
+        result = run(script, tmp_path / "cut.tar", "--output", tmp_path / "out")
+        assert result.exit_code == 1 and "damaged" in result.output, end
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mode", ["w:gz", "w:bz2", "w:xz"])
+def test_a_damaged_compressed_archive_leaves_nothing(
+    script: ModuleType, tmp_path: Path, mode: str
+) -> None:
+    source = write_msd(tmp_path / "Task00_Sample")
+    whole = archive_of(source, tmp_path / "whole.tar", mode=mode).read_bytes()
+    for place in (len(whole) // 2, len(whole) - 6):
+        damaged = bytearray(whole)
+        damaged[place] ^= 16
+        (tmp_path / "damaged.tar").write_bytes(damaged)
+        result = run(script, tmp_path / "damaged.tar", "--output", tmp_path / "out")
+        assert result.exit_code == 1 and "damaged.tar is damaged" in result.output
+        assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_compared_with_the_free_space_first(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_msd(tmp_path / "Task00_Sample")
+    archive = archive_of(source, tmp_path / "whole.tar")
+    usage = shutil.disk_usage(tmp_path)._replace(free=20_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    result = run(script, archive, "--output", tmp_path / "deep" / "out")
+    assert result.exit_code == 1
+    assert f"{tmp_path} has 19.53 KiB free" in result.output and "--output" in result.output
+    assert not (tmp_path / "deep").exists()
+
+
+def test_a_size_that_no_disk_holds_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    claim = member("Task00_Sample/huge.bin")
+    claim.size = 2**60
+    with gzip.open(tmp_path / "claim.tar", "wb") as file:
+        file.write(claim.tobuf(tarfile.GNU_FORMAT) + bytes(100_000))
+    result = run(script, tmp_path / "claim.tar", "--output", tmp_path / "out")
+    assert result.exit_code == 1 and "unpacks to at least 1 EiB" in result.output
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_a_name_as_large_as_the_memory_is_not_read(
+    script: ModuleType, tmp_path: Path, kind: bytes
+) -> None:
+    note = member("note", kind)
+    note.size = 2**36
+    (tmp_path / "note.tar").write_bytes(note.tobuf(tarfile.GNU_FORMAT) + bytes(100_000))
+    result = run(script, tmp_path / "note.tar", "--output", tmp_path / "out")
+    assert result.exit_code == 1 and "a name or note of 68719476736 bytes" in result.output
+
+
+def test_more_files_than_memory_can_list_are_refused(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "MAX_MEMBERS", 5)
+    archive = archive_of(write_msd(tmp_path / "Task00_Sample"), tmp_path / "many.tar")
+    result = run(script, archive, "--output", tmp_path / "out")
+    assert result.exit_code == 1 and "more than 5 files" in result.output
+
+
+def test_a_pipe_is_no_archive(script: ModuleType, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.tar")
+    result = run(script, tmp_path / "pipe.tar")
+    assert result.exit_code == 1 and "is a pipe" in result.output
 
 
 def test_says_what_is_wrong_with_the_data(script: ModuleType, tmp_path: Path) -> None:

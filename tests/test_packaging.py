@@ -71,7 +71,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     assert in_package == sources | {"unet3d/py.typed"}
     assert f"{metadata}licenses/LICENSE" in names
     entry_points = archive.read(f"{metadata}entry_points.txt").decode()
-    assert "unet3d = unet3d.cli.app:main" in entry_points
+    assert "unet3d = unet3d.__main__:main" in entry_points
 
 
 def test_every_dependency_is_pinned():

@@ -1,6 +1,20 @@
-"""``python -m unet3d`` is the command line."""
+"""Where the program starts: ``unet3d``, ``python -m unet3d`` and ``python cli.py``.
 
-from unet3d.cli.app import main
+Signals are handled before anything is loaded that takes time, so nothing heavy is imported above.
+"""
+
+from unet3d.distributed.interruption import stop_on_signals
+from unet3d.distributed.launched import is_launched
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    stop_on_signals(is_rank=is_launched())
+
+    from unet3d.cli.app import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -5,6 +5,7 @@ is flushed last, because a rename is lost in a power cut until then::
 
     write_atomically    a file, written through an open binary file
     replacing           a file, written by whatever takes a path
+    creating            the same, unless a file has the name by then
     new_folder          a folder with all that is in it
     append              a line behind others
 """
@@ -12,6 +13,7 @@ is flushed last, because a rename is lost in a power cut until then::
 import errno
 import os
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -54,14 +56,30 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: The file cannot be written. Only if the folder cannot be flushed, which comes
             last, is the new file in its place.
     """
-    unfinished = _unfinished(path)
-    try:
+    with _publishing(path, lambda unfinished: os.replace(unfinished, path)) as unfinished:
         yield unfinished
-        _flush(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)  # an interruption may come after the rename
-    _flush(path.parent)
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[Path]:
+    """Make a file from the one that is written in the meantime, and never replace another.
+
+    Whether the name is free is not asked before, but decided by the file system in the end: of
+    several writers at once, the first wins.
+
+    Args:
+        path: Where to; its folder exists.
+
+    Yields:
+        The name to write to, in the same folder and with the same ending.
+
+    Raises:
+        FileExistsError: Something has the name by now, be it a link that leads nowhere.
+        OSError: The file cannot be written. Only if the folder cannot be flushed, which comes
+            last, is the new file in its place.
+    """
+    with _publishing(path, lambda unfinished: _link(unfinished, path)) as unfinished:
+        yield unfinished
 
 
 @contextmanager
@@ -168,11 +186,43 @@ def remove_leftovers(folder: Path, older_than_s: float = 0.0) -> None:
     """
     for leftover in folder.glob(f"{PREFIX}*"):
         try:
-            if older_than_s and time.time() - leftover.stat().st_mtime < older_than_s:
+            status = leftover.lstat()
+            if older_than_s and time.time() - status.st_mtime < older_than_s:
                 continue
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            shutil.rmtree(leftover) if stat.S_ISDIR(status.st_mode) else leftover.unlink()
         except FileNotFoundError:  # another process cleans too
             continue
+
+
+@contextmanager
+def _publishing(path: Path, publish: Callable[[Path], object]) -> Iterator[Path]:
+    unfinished = _unfinished(path)
+    try:
+        yield unfinished
+        _flush(unfinished)
+        publish(unfinished)
+    finally:
+        unfinished.unlink(missing_ok=True)  # an interruption may come after the rename
+    _flush(path.parent)
+
+
+def _link(unfinished: Path, path: Path) -> None:
+    """Give a file its final name beside its temporary one, or raise FileExistsError."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        # Over NFS, the answer to a link that was made may be lost, and the link asked for again.
+        if not os.path.lexists(path) or not os.path.samestat(os.lstat(unfinished), os.lstat(path)):
+            raise
+    except OSError:
+        # FAT, and some file systems of other machines, have no links. An empty file takes the name
+        # first: only a kill between these two lines leaves it there.
+        path.open("xb").close()
+        try:
+            os.replace(unfinished, path)
+        except OSError:
+            path.unlink()
+            raise
 
 
 def _unfinished(path: Path) -> Path:

@@ -5,6 +5,7 @@ The message is one line: what is wrong, which value, what to do. The command lin
 
     Unet3dError
     ├── ConfigError         a setting, or settings that contradict each other
+    │   └── ResultExistsError   a result that is there already and may not be replaced
     ├── DatasetError        dataset.json, missing files, folds
     ├── VolumeError         one image or label map that cannot be used
     ├── CacheError          a cache folder that cannot be written, or changed during a run
@@ -15,6 +16,12 @@ The message is one line: what is wrong, which value, what to do. The command lin
         └── LostRankError   another process that has ended, and that knows the reason
 """
 
+import reprlib
+
+_brief = reprlib.Repr()
+_brief.maxlevel = 3
+_brief.maxstring = _brief.maxother = _brief.maxlong = 100
+
 
 class Unet3dError(Exception):
     """Base of every error that a user can cause and can fix."""
@@ -22,6 +29,10 @@ class Unet3dError(Exception):
 
 class ConfigError(Unet3dError):
     """A setting is unknown, out of range, or contradicts another."""
+
+
+class ResultExistsError(ConfigError):
+    """A result is there already, and nobody has allowed to replace it."""
 
 
 class DatasetError(Unet3dError):
@@ -57,8 +68,12 @@ class CheckpointError(Unet3dError):
 
 
 def reason_of(error: OSError) -> str:
-    """Return why a file could not be used, for the end of a message.
+    """Return why a file could not be used, for the end of a message: one line, never empty.
 
     Libraries raise some errors of files without the system's text, such as NumPy on a full disk.
     """
-    return error.strerror or " ".join(str(error).split()) or type(error).__name__
+    for text in (error.strerror, error):
+        line = " ".join(str(text or "").split())
+        if line:
+            return line
+    return type(error).__name__

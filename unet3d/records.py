@@ -10,10 +10,14 @@ from typing import Any, TypeVar
 
 from unet3d.atomic import make_folder, write_atomically
 from unet3d.errors import CacheError, reason_of
+from unet3d.reading import read_json
 
 logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
+
+MAX_BYTES = 16 * 2**20
+"""Of one record."""
 
 
 def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
@@ -21,14 +25,15 @@ def recall(path: Path, read: Callable[[Any], Content]) -> Content | None:
 
     Args:
         path: Where :func:`remember` put it.
-        read: Turns the file's JSON into its meaning; raises ValueError, TypeError or KeyError
-            where it has none.
+        read: Turns the file's JSON into its meaning, such as
+            :func:`unet3d.plain_data.validated` of a model; raises ValueError, TypeError or
+            KeyError where it has none.
     """
     try:
-        return read(json.loads(path.read_text()))
+        return read(read_json(path, MAX_BYTES))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, AttributeError):
         logger.warning("%s is damaged and not used; a new one replaces it", path)
         return None
 

@@ -145,7 +145,7 @@ def test_outputs_that_cannot_be_written_are_explained(
         assert f"cannot write to {output}: " in line
     for output in ("file", "file/out"):
         line = refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "-o", output)
-        assert f"cannot write to {output}: " in line
+        assert "cannot write to file: " in line
     label = folder / "data/labelsTr/case_0.nii.gz"
     line = refusal(capsys, "evaluate", label, label, "--json", "absent/scores.json")
     assert "cannot write absent/scores.json: No such file or directory" in line

@@ -27,3 +27,55 @@ def test_evaluate_explains_what_does_not_match(
     line = refusal(capsys, "evaluate", other, label)
     assert str(other) in line and str(label) in line and "9x8x6" in line
     assert "absent" in refusal(capsys, "evaluate", "absent", "labels")
+
+
+def test_evaluate_says_what_has_no_segmentation(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label = blob_label((9, 8, 7))
+    for index in range(14):
+        write_volume(folder / f"labels/case_{index:02d}.nii.gz", label)
+    write_volume(folder / "segmentations/case_05_seg.nii.gz", label)
+    assert run("evaluate", "segmentations", "labels", "--json", "scores.json") == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last == (
+        "13 of the 14 label maps in labels have no segmentation and do not count: "
+        "case_00, case_01, case_02, case_03, case_04, case_06, case_07, case_08, case_09, case_10 "
+        "and 3 more"
+    )
+    scores = json.loads(Path("scores.json").read_text())
+    assert len(scores["cases"]) == 1 and len(scores["without_prediction"]) == 13
+    for index in range(14):
+        write_volume(folder / f"segmentations/case_{index:02d}_seg.nii.gz", label)
+    assert run("evaluate", "segmentations", "labels") == 0
+    assert "no segmentation" not in capsys.readouterr().out
+
+
+def test_a_terminal_shows_how_many_cases_are_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label = write_volume(folder / "labels/x.nii.gz", blob_label((9, 8, 7)))
+    assert run("evaluate", label, label) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert run("evaluate", label, label) == 0
+    assert "evaluating" in capsys.readouterr().err
+
+
+def test_results_are_not_written_over_what_they_are_made_from(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label = write_volume(folder / "labels/x.nii.gz", blob_label((9, 8, 7)))
+    write_msd(folder / "data")
+    (folder / "link.json").symlink_to("data/dataset.json")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for command in (
+        ("evaluate", label, label, "--json", label),
+        ("evaluate", "labels", "labels", "--json", "labels"),
+        ("check", "data", "--json", "data/dataset.json"),
+        ("check", "data", "--json", "link.json"),
+        ("check", "data/dataset.json", "--json", "data/dataset.json"),
+    ):
+        assert "is no place for the results" in refusal(capsys, *command)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before

@@ -1,8 +1,15 @@
 """``unet3d predict`` as a user meets it."""
 
+import errno
+import io
 import os
+import resource
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import click
 import nibabel as nib
 import numpy as np
 import pytest
@@ -11,6 +18,7 @@ from tests.command_line import refusal, run, scan_array
 from tests.networks import write_checkpoint
 from tests.volumes.samples import write_json, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.errors import DoesNotFitError
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.volumes.scans import Scan, read_scan
@@ -58,7 +66,9 @@ def test_predict_beside_the_scan_and_never_over_it(
     arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
     assert run(*arguments) == 0
     written = scan.with_name("a scan_seg.nii.gz")
-    assert capsys.readouterr().out.startswith(f"{scan} -> {written} (")
+    begin, end = capsys.readouterr().out.splitlines()
+    assert begin == f"using {checkpoint}"
+    assert end.startswith(f"{scan} -> {written} (")
     line = refusal(capsys, *arguments)
     assert line == f"Error: {written} exists; add --overwrite to replace it"
     assert run(*arguments, "--overwrite") == 0
@@ -85,11 +95,287 @@ def test_a_bad_scan_among_others_is_skipped_and_only_the_end_is_an_error(
     predicting = ("predict", "--checkpoint", checkpoint, "--devices", "cpu")
     assert run(*predicting, "scans") == 1
     captured = capsys.readouterr()
-    assert len(captured.out.splitlines()) == 2
+    assert len(captured.out.splitlines()) == 3
     skipped, error = captured.err.splitlines()
     assert skipped.startswith("Skipped: scans/middle.nii.gz is empty")
-    assert error == "Error: 1 of 3 scans could not be segmented"
+    assert error == "Error: 1 of 3 scans could not be segmented: scans/middle.nii.gz"
     assert "middle.nii.gz is empty" in refusal(capsys, *predicting, "scans/middle.nii.gz")
+
+
+# A folder, continued and shared
+
+
+@pytest.fixture
+def scans(folder: Path) -> list[Path]:
+    """Four scans in a folder."""
+    return [write_volume(folder / f"scans/{name}.nii.gz", scan_array(seed=3)) for name in "abcd"]
+
+
+@pytest.fixture
+def into_out(checkpoint: Path) -> tuple[object, ...]:
+    """Arguments that segment the folder."""
+    return ("predict", "scans", "-o", "out", "--checkpoint", checkpoint, "--devices", "cpu")
+
+
+def while_segmenting(
+    monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[], object]
+) -> list[str]:
+    """Have something happen while the scan of a name is segmented; return what is segmented."""
+    segment, names = Predictor.segment, []
+
+    def segment_and_act(self: Predictor, image: Any, *more: Any) -> Any:
+        names.append(image.header.path.name)
+        if image.header.path.name == name:
+            act()
+        return segment(self, image, *more)
+
+    monkeypatch.setattr(Predictor, "segment", segment_and_act)
+    return names
+
+
+@pytest.mark.usefixtures("scans")
+def test_a_folder_is_continued_and_what_exists_is_kept_and_named(
+    folder: Path,
+    into_out: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (folder / "out").mkdir()
+    (folder / "out/b_seg.nii.gz").write_text("theirs")
+    names = while_segmenting(monkeypatch, "", int)
+    assert run(*into_out) == 0
+    _, kept, *made = capsys.readouterr().out.splitlines()
+    assert kept == "scans/b.nii.gz -> out/b_seg.nii.gz (kept; --overwrite replaces it)"
+    assert [line.split(" (")[0] for line in made] == [
+        f"scans/{name}.nii.gz -> out/{name}_seg.nii.gz" for name in "acd"
+    ]
+    assert names == ["a.nii.gz", "c.nii.gz", "d.nii.gz"]
+    assert (folder / "out/b_seg.nii.gz").read_text() == "theirs"
+    before = (folder / "out/a_seg.nii.gz").stat()
+    assert run(*into_out) == 0
+    assert capsys.readouterr().out.count("(kept; ") == 4
+    assert (folder / "out/a_seg.nii.gz").stat() == before
+    assert run(*into_out, "--overwrite") == 0
+    assert "kept" not in capsys.readouterr().out
+    assert nib.load(folder / "out/b_seg.nii.gz").shape == (14, 13, 12)
+
+
+def test_the_second_of_two_predictions_of_one_scan_does_not_replace_the_first(
+    folder: Path,
+    scan: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written = scan.with_name("a scan_seg.nii.gz")
+    while_segmenting(monkeypatch, scan.name, lambda: written.write_text("theirs"))
+    arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
+    line = refusal(capsys, *arguments, "--statistics")
+    assert f"{written} was made by somebody else in the meantime, and is kept" in line
+    assert written.read_text() == "theirs"
+    assert set(folder.iterdir()) == {scan, written}
+
+
+@pytest.mark.usefixtures("scans")
+def test_two_predictions_share_a_folder(
+    folder: Path,
+    into_out: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def other_process() -> None:
+        for name in "ac":
+            (folder / f"out/{name}_seg.nii.gz").write_text("theirs")
+
+    (folder / "out").mkdir()
+    names = while_segmenting(monkeypatch, "a.nii.gz", other_process)
+    assert run(*into_out) == 0
+    # The first came while we segmented it, the other before.
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert ["(kept; " in line for line in lines] == [True, False, True, False]
+    assert names == ["a.nii.gz", "b.nii.gz", "d.nii.gz"]
+    assert {path.name: path.stat().st_size > 6 for path in (folder / "out").iterdir()} == {
+        f"{name}_seg.nii.gz": name in "bd" for name in "abcd"
+    }
+
+
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+@pytest.mark.usefixtures("scans")
+def test_after_an_interruption_what_is_done_is_kept_and_the_rest_is_named(
+    folder: Path,
+    into_out: tuple[object, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    overwrite: tuple[str, ...],
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        while_segmenting(patched, "c.nii.gz", interrupt)
+        assert run(*into_out, *overwrite) == 130
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 3
+    rest, stopped = filter(None, captured.err.splitlines())
+    advice = "name these" if overwrite else "give the same command again"
+    assert rest == f"Not segmented: scans/c.nii.gz, scans/d.nii.gz; to go on, {advice}"
+    assert stopped.startswith("Stopped")
+    written = sorted(path.name for path in (folder / "out").iterdir())
+    assert written == ["a_seg.nii.gz", "b_seg.nii.gz"]
+    assert run(*into_out) == 0
+    assert capsys.readouterr().out.count("(kept; ") == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 8.00 TiB for an array"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
+        DoesNotFitError("windows of 16x16x16 voxels do not fit on cuda:0"),
+        OSError(errno.EIO, os.strerror(errno.EIO)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.usefixtures("scans")
+def test_whatever_is_explained_does_not_end_a_folder(
+    folder: Path,
+    into_out: tuple[object, ...],
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail() -> None:
+        raise error
+
+    while_segmenting(monkeypatch, "b.nii.gz", fail)
+    assert run(*into_out) == 1
+    skipped, last = capsys.readouterr().err.splitlines()
+    assert skipped.startswith("Skipped: ") and "\n" not in skipped
+    assert last == "Error: 1 of 4 scans could not be segmented: scans/b.nii.gz"
+    assert len(list((folder / "out").iterdir())) == 3
+
+
+def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
+    scan: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_volume(scan, scan_array((40, 30, 20)))
+    for module, available, words in (
+        ("unet3d.volumes.memory_limits", 200_000, "40x30x20 voxels and 3 classes takes 281.2 KiB"),
+        ("unet3d.inference.predictor", 10_000, "a window of 8x8x8 voxels takes at least 12 KiB"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"{module}.available_bytes", lambda available=available: available)
+            patched.setattr("unet3d.volumes.memory_limits.SMALL_BYTES", 0)
+            if module.endswith("limits"):  # let reading and preparing pass
+                patched.setattr("unet3d.volumes.stored.refuse_beyond_memory", lambda *_: None)
+                patched.setattr("unet3d.volumes.resample.refuse_beyond_memory", lambda *_: None)
+            arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
+            assert words in refusal(capsys, *arguments)
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "removed"])
+def test_a_scan_that_changes_while_it_is_segmented_is_refused(
+    scan: Path,
+    checkpoint: Path,
+    change: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def act() -> None:
+        if change == "written":
+            scan.write_bytes(scan.read_bytes() + b"\0")
+        elif change == "removed":
+            scan.unlink()
+        else:
+            write_volume(scan.with_name("other.nii.gz"), scan_array(seed=5)).replace(scan)
+
+    while_segmenting(monkeypatch, scan.name, act)
+    arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
+    line = refusal(capsys, *arguments)
+    assert f"{scan} was changed while it was segmented, so nothing is written" in line
+    assert not scan.with_name("a scan_seg.nii.gz").exists()
+
+
+def test_statistics_of_an_earlier_segmentation_are_pointed_out(
+    scan: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu", "--overwrite")
+    assert run(*arguments, "--statistics") == 0
+    assert "may describe" not in caplog.text
+    assert run(*arguments) == 0
+    assert "a scan_seg.json was there before and may describe another segmentation" in caplog.text
+
+
+def test_a_full_disk_leaves_nothing_behind(
+    folder: Path, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files may hold no more than 2 KB, as if the disk were full; the scan is 12."""
+    write_volume(folder / "scans/a.nii.gz", scan_array())
+    write_volume(folder / "scans/b.nii.gz", scan_array((4, 4, 4)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
+    try:
+        predicting = ("predict", "scans", "-o", "out", "--checkpoint", checkpoint)
+        assert run(*predicting, "--devices", "cpu") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    skipped, error = capsys.readouterr().err.splitlines()
+    assert skipped.startswith("Skipped: cannot write out/a_seg.nii.gz: File too large")
+    assert "1 of 2 scans could not be segmented: scans/a.nii.gz" in error
+    assert [path.name for path in (folder / "out").iterdir()] == ["b_seg.nii.gz"]
+
+
+def test_names_that_are_no_text_are_shown_all_the_same(
+    folder: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = os.fsdecode(b"caf\xe9.nii.gz")
+    write_volume(folder / "scan.nii.gz", scan_array()).rename(folder / name)
+    stdout = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stdout)
+        predicting = ("predict", name, "--checkpoint", checkpoint, "--devices", "cpu")
+        assert run(*predicting, "--statistics") == 0
+    stdout.seek(0)
+    line = stdout.read().splitlines()[1]
+    assert line.startswith(r"caf\udce9.nii.gz -> caf\udce9_seg.nii.gz (")
+    assert (folder / os.fsdecode(b"caf\xe9_seg.json")).exists()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_counts_windows_and_a_log_gets_a_line_a_case(
+    scans: list[Path],
+    into_out: tuple[object, ...],
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+    assert run(*into_out) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1 + len(scans)
+    assert ("window 18/18" in captured.err) == terminal
+    assert ("a.nii.gz (1/4): writing" in captured.err) == terminal
+    if not terminal:
+        assert captured.err == ""
+
+
+def test_the_first_line_comes_before_the_heavy_work(
+    scan: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(click, "echo", lambda text, **_: shown.append(text))
+
+    def load(path: Path) -> None:
+        assert shown == [f"using {checkpoint}"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("unet3d.runs.checkpoint.load_checkpoint", load)
+    assert run("predict", scan, "--checkpoint", checkpoint) == 130
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.command_line import (
     run,
     settings_of,
 )
+from tests.process_trees import assert_all_end, family_of
 from tests.volumes.samples import write_json, write_msd
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
@@ -165,9 +166,13 @@ def test_a_disk_that_fills_up_is_one_line(
 
 @pytest.mark.trains
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ctrl_c_while_data_are_prepared_stops_at_once(folder: Path, num_workers: int) -> None:
-    """As from a terminal, which tells the whole group of processes."""
+@pytest.mark.parametrize(
+    ("number", "num_workers"), [(signal.SIGINT, 2), (signal.SIGTERM, 0), (signal.SIGKILL, 2)]
+)
+def test_a_signal_while_data_are_prepared_stops_at_once(
+    folder: Path, number: signal.Signals, num_workers: int
+) -> None:
+    """As from a terminal or a launcher, which tell the whole group of processes; or a kill -9."""
     write_msd(folder / "data", num_cases=40, shape=(56, 56, 56), spacing_mm=(1, 1, 1.5))
     command = [sys.executable, "-m", "unet3d", "train", "data", *SMALL]
     command += ["--set", f"data.num_workers={num_workers}", "--set", "data.spacing_mm=0.9,0.9,0.9"]
@@ -178,17 +183,23 @@ def test_ctrl_c_while_data_are_prepared_stops_at_once(folder: Path, num_workers:
         text=True,
         env=process_environment(),
         start_new_session=True,
-        # As at a terminal, also where these tests run in the background, deaf to Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     prepared = Path(os.environ["XDG_CACHE_HOME"]) / "unet3d" / "prepared"
     while not any(prepared.glob("[0-9a-f]*")):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)
+    family = family_of(process.pid)
+    assert len(family) >= num_workers
+    if number == signal.SIGKILL:
+        process.kill()
+    else:
+        os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    assert_all_end(family, 5)
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == "Stopped"
     assert len(list(prepared.glob("[0-9a-f]*"))) < 20
+    if number == signal.SIGKILL:
+        return
+    assert process.returncode == 128 + number, errors
+    assert errors.splitlines()[-1] == f"Stopped by {number.name}"
     assert not list(prepared.glob(".unfinished-*"))

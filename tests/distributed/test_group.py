@@ -22,7 +22,7 @@ def test_a_single_rank_gets_what_it_made_itself() -> None:
     made = object()
     assert ALONE.from_first(lambda: made, to_plain=lambda _: 1 / 0) is made
     assert ALONE.exchange(made)[0] is made
-    assert ALONE.object_from_first(lambda: made) is made
+    assert ALONE.file_from_first(Path(__file__), lambda _: made) is made
     assert ALONE.in_turn(lambda: made) is made
     assert ALONE.all_reduce_flags(15, True) == (15, True)
     assert not ALONE.has_begun("run")

@@ -1,16 +1,20 @@
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.ranks import environment
 from unet3d.distributed.interruption import deferred_interruption
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Both signals act as Ctrl-C does at a terminal."""
+    """All signals act as Ctrl-C does at a terminal."""
     before = [signal.signal(number, signal.default_int_handler) for number in SIGNALS]
     yield
     for number, handler in zip(SIGNALS, before, strict=True):
@@ -35,3 +39,81 @@ def test_a_rank_is_told_more_than_once(number: int) -> None:
         assert request.signal_number == number
     with pytest.raises(KeyboardInterrupt):  # as before
         signal.raise_signal(number)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with deferred_interruption() as request:
+        signal.raise_signal(signal.SIGHUP)
+        assert request.signal_number is None
+
+
+def in_a_program(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a program that handles signals as ours does."""
+    (tmp_path / "interrupted_import.py").write_text(
+        "import signal\n"
+        "try:\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "except BaseException:\n"
+        "    pass\n"
+    )
+    before = (
+        "import os, signal, time\n"
+        "from unet3d.distributed.interruption import *\n"
+        "stop_on_signals(is_rank='RANK' in os.environ)\n"
+    )
+    own = environment()
+    own["PYTHONPATH"] += f":{tmp_path}"
+    return subprocess.run(
+        [sys.executable, "-c", before + code], env=own, timeout=20, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("signal.raise_signal(signal.SIGHUP)", 129),
+        ("with interruptible():\n    import interrupted_import", 130),
+        ("with interruptible():\n    pass\nsignal.raise_signal(signal.SIGTERM)", 143),
+    ],
+    ids=("start", "import", "end"),
+)
+def test_a_signal_ends_a_program_at_once_that_does_nothing_yet(
+    code: str, status: int, tmp_path: Path
+) -> None:
+    done = in_a_program(f"{code}\nprint('went on')", tmp_path)
+    name = signal.Signals(status - 128).name
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", f"Stopped by {name}\n")
+
+
+RAISES = """
+try:
+    with interruptible():
+        {}
+except Interrupted as interruption:
+    print(interruption, interruption.exit_status, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "signal.raise_signal(signal.SIGTERM)",
+        "type('Gone', (), {'__del__': lambda _: signal.raise_signal(15)})(); time.sleep(9)",
+    ],
+    ids=("anywhere", "where exceptions are lost"),
+)
+def test_a_signal_interrupts_a_command(code: str, tmp_path: Path) -> None:
+    done = in_a_program(RAISES.format(code), tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM 143\n", "")
+
+
+def test_a_second_signal_ends_at_once_but_not_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = RAISES.format("signal.raise_signal(15)") + "    signal.raise_signal(2)\nprint('end')"
+    done = in_a_program(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "SIGTERM 143\n", "")
+    monkeypatch.setenv("RANK", "0")
+    done = in_a_program(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM 143\nend\n", "")

@@ -13,57 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
-from unet3d.distributed.launcher import _reason, launch
+from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
 
 SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the processes that another one has started, in their order."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
-            continue
-        if int(fields[1]) == parent:
-            found.append(int(path.parent.name))
-    return sorted(found)
-
-
-def ranks_of(parent: int) -> list[int]:
-    commands = {child: Path(f"/proc/{child}/cmdline") for child in children_of(parent)}
-    return [
-        child
-        for child, path in commands.items()
-        if path.exists() and b"unet3d\0train" in path.read_bytes()
-    ]
-
-
-def family_of(parent: int) -> list[int]:
-    """Return the processes that another one has started, and those that these have."""
-    children = children_of(parent)
-    return [*children, *(one for child in children for one in family_of(child))]
-
-
-def is_running(process: int) -> bool:
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def assert_all_end(processes: list[int], within_seconds: float) -> None:
-    deadline = time.monotonic() + within_seconds
-    while left := [process for process in processes if is_running(process)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
 
 
 def kill_second_rank(folder: Path, killed: list[int]) -> None:
@@ -103,8 +61,9 @@ import json, os, sys
 sys.path.remove("")  # which -c adds, and an installed command does not
 os.chdir({str(elsewhere)!r})
 sys.path.insert(0, {str(inserted)!r})
+from pathlib import Path
 from unet3d.distributed.launcher import launch
-launch(["--version"], 2, 0, on_gpus=False)
+launch(["--version"], Path({str(tmp_path)!r}), num_ranks=2, max_restarts=0, on_gpus=False)
 print(json.dumps(sys.path))
 """
     own = environment()
@@ -146,7 +105,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     killer = threading.Thread(target=kill_second_rank, args=(folder, killed))
     killer.start()
     command = words(folder, cache, *long, *SPREAD, "training.save_every_seconds=0.2")
-    launch(command, 2, 3, on_gpus=False)
+    launch(command, tmp_path, num_ranks=2, max_restarts=3, on_gpus=False)
     killer.join()
     assert len(killed) == 1
     assert "resumed after epoch" in capfd.readouterr().err
@@ -211,8 +170,8 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert errors.splitlines()[-1] == "Stopped by SIGTERM"
 
     # Killing the parent leaves no orphans.
-    process = start(folder, cache, *long, *SPREAD)
-    while len(ranks_of(process.pid)) < 2:
+    process = start(folder, cache, *long, *SPREAD, "data.num_workers=1")
+    while len(family_of(process.pid)) < 6:
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     family = family_of(process.pid)
@@ -229,7 +188,7 @@ def test_the_reason_of_a_failing_rank_is_one_line(
     diverging = ("training.learning_rate=1e30", "training.gradient_clip=1e30")
     command = words(tmp_path / "run", cache, *SPREAD, *diverging)
     with pytest.raises(Unet3dError, match="^the loss is not finite in epoch 1; [^\n]*$"):
-        launch(command, 2, 0, on_gpus=False)
+        launch(command, tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
     printed = capfd.readouterr().err
     # The process that started the ranks shows it; neither they nor torch elastic do.
     assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
@@ -375,38 +334,39 @@ def make_networks(names: list[str], ends: list[str]) -> None:
         subprocess.run(["ip", *command.split()], check=True)
 
 
-class Failure:
-    """What torch elastic says of a rank."""
-
-    def __init__(self, exitcode: int, seconds: int, **content: object) -> None:
-        self.exitcode = exitcode
-        self.timestamp = seconds
-        self.error_file_data = content or {"message": "<NONE>"}
-
-    def signal_name(self) -> str:
-        return signal.Signals(-self.exitcode).name
+def failure(rank: int, exit_status: int, seconds: float, **report: object) -> Failure:
+    return Failure(rank=rank, exit_status=exit_status, noticed_at=seconds, report=report)
 
 
-def told(kind: str, seconds: float, text: str) -> Failure:
-    return Failure(1, int(seconds), kind=kind, time=seconds, message={"message": text})
+def told(rank: int, kind: str, seconds: float, text: str) -> Failure:
+    report = {"kind": kind, "time": seconds, "message": {"message": text}}
+    return failure(rank, 1, seconds + 1, **report)
 
 
 @pytest.mark.parametrize(
     ("failures", "reason"),
     [
-        ({0: told("consequence", 5.1, "gone"), 1: Failure(-9, 5)}, "rank 1 was killed by SIGKILL"),
-        ({0: told("explained", 5.2, "late"), 1: told("explained", 5.1, "first")}, "first"),
+        ([told(0, "consequence", 5.1, "gone"), failure(1, -9, 5)], "rank 1 was killed by SIGKILL"),
+        ([told(0, "explained", 5.2, "late"), told(1, "explained", 5.1, "first")], "first"),
         (
-            {0: Failure(-15, 4), 1: told("unexpected", 5.1, "KeyError: 3")},
-            "rank 1 stopped with Key",
+            [failure(0, -15, 4), told(1, "unexpected", 5.1, "KeyError: 3")],
+            "rank 1 stopped with",
         ),
-        ({0: told("consequence", 5.1, "rank 1 is gone")}, "rank 1 is gone"),
-        ({2: Failure(7, 5)}, "rank 2 ended with status 7"),
+        ([told(0, "consequence", 5.1, "rank 1 is gone")], "rank 1 is gone"),
+        ([failure(2, 7, 5)], "rank 2 ended with status 7"),
+        ([failure(2, 143, 5)], "SIGTERM"),
     ],
-    ids=("killed", "earliest", "not its own", "consequence", "status"),
+    ids=("killed", "earliest", "not its own", "consequence", "status", "while loading"),
 )
-def test_the_first_reason_counts(failures: dict[int, Failure], reason: str) -> None:
-    assert str(_reason(failures)).startswith(reason)  # type: ignore[arg-type]
+def test_the_first_reason_counts(failures: list[Failure], reason: str) -> None:
+    assert str(_reason(failures)).startswith(reason)
+
+
+def test_a_rank_that_could_not_save_when_it_was_stopped_says_so() -> None:
+    stopped = failure(0, 143, 5, kind="interrupted", signal=15)
+    full = told(1, "explained", 5.1, "cannot write the checkpoint")
+    assert str(_reason_of_stop([stopped, full], signal.SIGTERM)) == "cannot write the checkpoint"
+    assert str(_reason_of_stop([stopped, failure(1, -9, 5)], signal.SIGTERM)) == "SIGTERM"
 
 
 def test_a_single_process_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
+from monai.metrics import compute_hausdorff_distance
 from scipy.spatial.distance import cdist
+from scipy.spatial.transform import Rotation
 
 from unet3d.errors import DatasetError, VolumeError
-from unet3d.inference.evaluation import dice_per_class, evaluate
+from unet3d.inference.evaluation import dice_per_class, evaluate, hd95_of_sheared_mm
 
 SPACING_MM = (0.5, 1.0, 3.0)
 
@@ -151,14 +153,13 @@ def test_one_prediction_finds_its_label_in_a_folder(tmp_path):
     ("predictions", "labels", "message"),
     [
         (["b"], ["a"], r"b\.nii\.gz has no label map in .*looked for b; "),
-        (["a"], ["a", "b", "c"], "no prediction for 2 of the 3 label maps in .*: b, c; "),
-        (["a"], ["a", "b", "c", "d", "e"], ": b, c, d and 1 more; "),
+        (["a", "b", "c"], ["a"], r"b\.nii\.gz has no .*for b, nor have 1 more predictions; "),
         (["a", "a_seg"], ["a"], r"a\.nii\.gz and .*a_seg\.nii\.gz both belong to .*a\.nii\.gz"),
         ([], ["a"], "holds no volume"),
         (["a"], [], "holds no volume"),
     ],
 )
-def test_files_without_partner_are_refused(tmp_path, predictions, labels, message):
+def test_predictions_without_partner_are_refused(tmp_path, predictions, labels, message):
     for folder, names in (("p", predictions), ("l", labels)):
         (tmp_path / folder).mkdir()
         for name in names:
@@ -166,6 +167,37 @@ def test_files_without_partner_are_refused(tmp_path, predictions, labels, messag
     with pytest.raises(DatasetError, match=message) as caught:
         evaluate(tmp_path / "p", tmp_path / "l")
     assert "\n" not in str(caught.value)
+
+
+def test_label_maps_that_nobody_predicted_do_not_count(tmp_path):
+    array = cube((1, 1, 1), (5, 5, 5))
+    for name in "abc":
+        write(tmp_path / "l" / f"{name}.nii.gz", array)
+    # Had it counted, its label 9 would have had a Dice of 0.
+    write(tmp_path / "l" / "d.nii.gz", cube((1, 1, 1), (5, 5, 5), value=9))
+    write(tmp_path / "p" / "b_seg.nii.gz", array)
+    seen = []
+    evaluation = evaluate(tmp_path / "p", tmp_path / "l", lambda pairs: seen.extend(pairs) or pairs)
+    assert [case.name for case in evaluation.cases] == ["b"]
+    assert seen == [(case.prediction, case.label) for case in evaluation.cases]
+    assert evaluation.without_prediction == ("a", "c", "d")
+    assert (evaluation.label_values, evaluation.mean_dice) == ((1,), 1.0)
+    assert evaluation.to_dict()["without_prediction"] == ["a", "c", "d"]
+    one = evaluate(tmp_path / "p/b_seg.nii.gz", tmp_path / "l")
+    assert one.without_prediction == ()  # nobody asked for the others
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")]
+)
+def test_too_little_memory_is_explained(tmp_path, monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    path = write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    monkeypatch.setattr("unet3d.inference.evaluation.compute_dice", fail)
+    with pytest.raises(VolumeError, match="cannot compare .*p.nii.gz with .*: too little memory"):
+        evaluate(path, path)
 
 
 def test_two_files_of_one_name_are_refused(tmp_path):
@@ -254,3 +286,61 @@ def test_a_pair_of_files_is_one_label_map_in_any_case_of_letters(tmp_path, heade
     assert case.scores[1].dice == 1
     (named,) = evaluate(tmp_path / "p", tmp_path / "l" / f"a{voxels}").cases
     assert named.scores == case.scores
+
+
+def tilted(degrees, spacing_mm=(0.8, 0.8, 2.0)):
+    """Return the affine of a CT whose table moves along Z while the gantry is tilted about X."""
+    affine = np.diag([*spacing_mm, 1.0])
+    affine[:3, 1] = Rotation.from_euler("x", degrees, degrees=True).apply(affine[:3, 1])
+    return affine
+
+
+def ball(affine, centre_mm, radius_mm, shape=(60, 60, 40)):
+    places = np.moveaxis(np.indices(shape), 0, -1) @ affine[:3, :3].T
+    return np.linalg.norm(places - centre_mm, axis=-1) < radius_mm
+
+
+@pytest.mark.parametrize("degrees", [0, 15, 25, 30])
+@pytest.mark.parametrize("codes", ["RAS", "PSL"])
+def test_a_tilted_gantry_changes_neither_volumes_nor_distances(tmp_path, degrees, codes):
+    affine = tilted(degrees)
+    centre = affine[:3, :3] @ [30, 30, 20]
+    masks = [ball(affine, centre, 12.0), ball(affine, centre + [0, 0, 4.0], 12.0)]
+    for name, mask in zip("pl", masks, strict=True):
+        image = nib.Nifti1Image(mask.astype(np.uint8), affine)
+        turn = nib.orientations.axcodes2ornt(codes)
+        back = nib.orientations.ornt_transform(nib.io_orientation(affine), turn)
+        nib.save(image.as_reoriented(back), tmp_path / f"{name}.nii.gz")
+    score = evaluate(tmp_path / "p.nii.gz", tmp_path / "l.nii.gz").cases[0].scores[1]
+
+    assert score.prediction_ml == pytest.approx(4 / 3 * np.pi * 1.2**3, rel=0.02)
+    voxel_ml = abs(np.linalg.det(affine[:3, :3])) / 1000
+    assert score.label_ml == pytest.approx(masks[1].sum() * voxel_ml, rel=1e-6)
+    one, other = (surface_mm(mask, 1) @ affine[:3, :3].T for mask in masks)
+    apart = cdist(one, other)
+    expected = max(np.percentile(apart.min(axis=axis), 95) for axis in (0, 1))
+    assert score.hd95_mm == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*always_return_as_numpy:FutureWarning")
+def test_distances_in_tilted_grids_are_those_of_monai_in_others():
+    rng = np.random.default_rng(0)
+    affine = np.diag([*SPACING_MM, 1.0])
+    for density in (0.01, 0.2, 0.9):
+        one, other = (torch.from_numpy(rng.random((9, 10, 11)) < density) for _ in "ab")
+        expected = compute_hausdorff_distance(
+            one[None, None], other[None, None], True, percentile=95, spacing=list(SPACING_MM)
+        )
+        assert hd95_of_sheared_mm(one, other, affine) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_noise_does_not_part_a_prediction_from_its_label(tmp_path):
+    affine, noisy = np.eye(4), np.eye(4)
+    affine[:3, :3] = Rotation.from_euler("z", 45, degrees=True).as_matrix()
+    array = np.random.default_rng(0).integers(0, 2, (8, 9, 10)).astype(np.uint8)
+    nib.save(nib.Nifti1Image(array, affine), tmp_path / "l.nii")
+    for noise in (1e-5, -1e-5):  # of 1e-7 in the affine
+        noisy[:3, :3] = Rotation.from_euler("z", 45 + noise, degrees=True).as_matrix()
+        nib.save(nib.Nifti1Image(array, noisy), tmp_path / "p.nii")
+        score = evaluate(tmp_path / "p.nii", tmp_path / "l.nii").cases[0].scores[1]
+        assert (score.dice, score.hd95_mm) == (1, 0)

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ import torch
 from tests.networks import place, random_checkpoint
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.config import InferenceSettings, Shape, Spacing
-from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import predictor as prediction
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.scans import Scan, find_scans, read_scan, write_segmentation
+from unet3d.volumes.scan_search import find_scans
+from unet3d.volumes.scans import Scan, read_scan, write_segmentation
+from unet3d.volumes.transform import ChannelNormalization
 
 ORIENTATIONS = [
     "".join(codes)
@@ -58,7 +62,8 @@ def predictor(checkpoint: Checkpoint) -> Predictor:
 
 def segment_file(predictor: Predictor, path: Path, output: Path | None = None) -> nib.Nifti1Image:
     """Do what the command does with one scan."""
-    (scan,) = find_scans([path], output, len(predictor.preprocessing.channels), overwrite=False)
+    num_channels = len(predictor.preprocessing.channels)
+    (scan,) = find_scans([path], output, num_channels, overwrite=False).to_segment
     image = read_scan(scan)
     write_segmentation(scan, predictor.segment(image), image.header)
     return nib.load(scan.output)
@@ -204,6 +209,103 @@ def test_channels_that_do_not_suit_the_network_are_refused(
     one = volume_of(noise((6, 7, 8)), tmp_path)
     with pytest.raises(VolumeError, match="has 1 channel.* trained on 2 .*case_0000, case_0001"):
         place(random_checkpoint(num_channels=2)).segment(one)
+
+
+# Numbers that nothing can be computed with
+
+
+def scaled(checkpoint: Checkpoint, factor: float, part: str = "") -> Checkpoint:
+    """Return the network with some of its weights made larger."""
+    model = {
+        name: value * factor if part in name and value.is_floating_point() else value
+        for name, value in checkpoint.model.items()
+    }
+    return replace(checkpoint, model=model)
+
+
+@pytest.mark.parametrize("factor", [1e10, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_a_training_that_diverged_are_refused(factor: float, dtype: torch.dtype) -> None:
+    """With 1e10 every variance overflows, every logit is 0 and everything background."""
+    with pytest.raises(CheckpointError, match="weights (reach|are NaN).*has diverged; use another"):
+        place(scaled(random_checkpoint(dtype=dtype), factor))
+    one = scaled(random_checkpoint(dtype=dtype), factor, part="encoder.levels.0")
+    with pytest.raises(CheckpointError, match="has diverged"):
+        place(one)
+
+
+def test_large_weights_that_change_nothing_are_taken(
+    checkpoint: Checkpoint, predictor: Predictor, tmp_path: Path
+) -> None:
+    """Each convolution is normalised, so its scale does not matter."""
+    image = volume_of(noise(), tmp_path)
+    large = place(scaled(checkpoint, 1000.0, part="encoder")).segment(image)
+    assert (large == predictor.segment(image)).mean() > 0.99
+
+
+def unlike(checkpoint: Checkpoint, kind: str) -> Checkpoint:
+    channels = (ChannelNormalization(kind=kind),)  # type: ignore[arg-type]
+    return replace(checkpoint, preprocessing=replace(checkpoint.preprocessing, channels=channels))
+
+
+def test_intensities_that_nothing_can_be_computed_with_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Not normalised, so that all of them reach the network."""
+    image = volume_of(noise() * np.float32(1e20), tmp_path)
+    with pytest.raises(VolumeError, match=r"volume.nii .*its normalised intens.* reach .*e\+"):
+        place(unlike(checkpoint, "none")).segment(image)
+    assert len(np.unique(place(checkpoint).segment(image))) == 3  # normalised they are as good
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("window", ["whole", (16, 16, 16)], ids=str)
+def test_an_output_that_is_not_finite_names_the_scan_and_the_likely_cause(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    window: Any,
+) -> None:
+    image = volume_of(noise((24, 16, 16)), tmp_path)
+    larger = volume_of(noise((24, 16, 16)) * 1e6, tmp_path)
+    setting = InferenceSettings(window=window)
+    for found, scan, cause in (
+        (place(checkpoint, inference=setting), image, "its intensities are probably unlike"),
+        (
+            place(scaled(checkpoint, 1e5, part="head"), inference=setting),
+            image,
+            r"the network's weights reach \d.*has diverged",
+        ),
+        (
+            place(unlike(checkpoint, "none"), inference=setting),
+            larger,
+            r"its normalised intensities reach \d.*e\+",
+        ),
+    ):
+        predict = found.executor.predict
+
+        def overflow(tensor: torch.Tensor, predict: Any = predict) -> torch.Tensor:
+            return (predict(tensor) * math.inf).to(dtype)
+
+        monkeypatch.setattr(found.executor, "predict", overflow)
+        with pytest.raises(VolumeError, match="NaN or infinite; " + cause) as caught:
+            found.segment(scan)
+        assert str(caught.value).startswith(f"{scan.header.path} cannot be segmented: ")
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_float16_that_overflows_on_a_gpu_is_named(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = volume_of(noise(), tmp_path)
+    monkeypatch.setattr(prediction, "resolve_precision", lambda *arguments: "float16")
+    sound = place(checkpoint, "0").segment(image)
+    assert len(np.unique(sound)) == 3
+    # A product of 3000 and of more than 22 is beyond 65504.
+    with pytest.raises(VolumeError, match="in float16, numbers beyond 65504 overflow; add --dev"):
+        place(scaled(checkpoint, 3000.0, part="encoder.levels.1"), "0").segment(image)
 
 
 # Memory that runs out

@@ -12,6 +12,7 @@ from torch import Tensor
 from unet3d.config import ModelSettings, Shape
 from unet3d.errors import DoesNotFitError
 from unet3d.inference.sliding_window import (
+    NonFiniteLogitsError,
     gaussian_weight,
     predict_logits,
     window_starts,
@@ -280,3 +281,105 @@ def test_auto_takes_as_many_windows_as_are_best() -> None:
     predict_logits(executor, image, executor.module.topology, (64, 64, 64), 0.5, "auto")
     predict_logits(executor, image, executor.module.topology, (128, 64, 64), 0.5, "auto")
     assert [shape[0] for shape in executor.batches] == [3, 1]
+
+
+class Answers:
+    """What a network says of one window after the other; the last answer stays."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    def __call__(self, image: Tensor) -> Tensor:
+        value = self.values.pop(0) if len(self.values) > 1 else self.values[0]
+        logits = image.clone()
+        logits[0, -1, 3, 3, 3] = value
+        return logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("window", ["whole", (16, 16, 8)], ids=str)
+def test_one_logit_that_is_no_number_is_refused(
+    window: object, value: float, dtype: torch.dtype
+) -> None:
+    """A class is never larger than NaN, so the background would win everywhere."""
+    answers = Answers(0.0, value, 0.0)  # in the second of several windows
+    if window == "whole":
+        answers = Answers(value)
+    executor = Voxelwise(lambda image: answers(image.to(dtype)))
+    with pytest.raises(NonFiniteLogitsError, match="output is NaN or infinite"):
+        predict_logits(executor, make_image((20, 20, 10)), executor.module.topology, window, 0.5, 1)
+
+
+def test_a_bad_network_is_refused_at_its_first_window() -> None:
+    executor = Voxelwise(lambda image: image * math.nan)
+    with pytest.raises(NonFiniteLogitsError):
+        predict_logits(
+            executor, make_image((64, 64, 32)), executor.module.topology, (16, 16, 8), 0.5, 2
+        )
+    assert len(executor.batches) == 1
+
+
+def test_large_logits_are_none_of_these() -> None:
+    executor = Voxelwise(lambda image: 1e30 * image)
+    image = make_image((20, 20, 10))
+    logits = predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 1)
+    torch.testing.assert_close(logits, 1e30 * image, rtol=1e-5, atol=1e25)
+
+
+@pytest.mark.parametrize(
+    ("window", "batch_size", "expected"),
+    [
+        ("whole", 1, [(0, 1), (1, 1)]),
+        ((16, 16, 8), 1, [(done, 4) for done in range(5)]),
+        ((16, 16, 8), 3, [(0, 4), (3, 4), (4, 4)]),
+    ],
+    ids=str,
+)
+def test_it_says_how_many_windows_are_done(
+    window: object, batch_size: int, expected: list[tuple[int, int]]
+) -> None:
+    executor, calls = Voxelwise(), []
+    predict_logits(
+        executor,
+        make_image((20, 20, 8)),
+        executor.module.topology,
+        window,
+        0.5,
+        batch_size,
+        windows_done=lambda *numbers: calls.append((*numbers, len(executor.batches))),
+    )
+    assert [(done, total) for done, total, _ in calls] == expected
+    assert [batches for *_, batches in calls] == list(range(len(expected)))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 8.00 TiB for an array"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 99 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+    ],
+)
+def test_too_little_host_memory_is_explained_too(error: Exception) -> None:
+    def fail(image: Tensor) -> Tensor:
+        raise error
+
+    executor = Voxelwise(fail)
+    with pytest.raises(DoesNotFitError, match=r"do not fit on cpu \((can't|Unable to) allocate"):
+        predict_logits(
+            executor, make_image((20, 20, 10)), executor.module.topology, (16, 16, 8), 0.5, 2
+        )
+
+
+def test_an_error_that_has_nothing_to_do_with_memory_is_raised_as_it_is() -> None:
+    def fail(image: Tensor) -> Tensor:
+        raise RuntimeError("sizes differ")
+
+    executor = Voxelwise(fail)
+    with pytest.raises(RuntimeError, match="sizes differ"):
+        predict_logits(
+            executor, make_image((20, 20, 10)), executor.module.topology, (16, 16, 8), 0.5, 2
+        )

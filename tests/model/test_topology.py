@@ -3,8 +3,9 @@ import math
 import pytest
 
 from unet3d.config import ModelSettings
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import ConfigError
 from unet3d.model import Topology, plan_topology
+from unet3d.plain_data import validated
 
 ISOTROPIC = (1.0, 1.0, 1.0)
 
@@ -100,23 +101,38 @@ def test_round_trip_through_plain_values() -> None:
     topology = plan((128, 128, 32), (1.0, 1.0, 5.0), encoder="residual")
     values = topology.to_dict()
     values = {**values, "strides": [list(stride) for stride in values["strides"]]}
-    assert Topology.from_dict(values) == topology
+    assert validated(Topology, values) == topology
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "message"),
     [
-        {"channels": 3},
-        {"strides": [[1, 1]]},
-        {"strides": [1, 2]},
-        {"another": 1},
+        ({"channels": 3}, "channels must be a valid tuple, but is 3"),
+        ({"channels": []}, "channels Tuple should have at least 1 item"),
+        ({"channels": [4, -8, 4]}, "channels.1 must be greater than 0, but is -8"),
+        ({"channels": [4, 8.0, 4]}, "channels.1 must be a valid integer, but is 8.0"),
+        ({"channels": [4, 8, True]}, "channels.2 must be a valid integer, but is True"),
+        ({"channels": ["4", 8, 8]}, "channels.0 must be a valid integer, but is '4'"),
+        ({"channels": [4, 10**30, 4]}, "channels.1 must be at most 65536, but is 1" + 30 * "0"),
+        ({"channels": [4] * 10**6}, "channels has 1,000,000 entries, and may have 8"),
+        ({"strides": [[1, 1]]}, "strides.0.2 is missing"),
+        ({"strides": [1, 2]}, "strides.0 must be a valid tuple, but is 1"),
+        ({"strides": [[1, 1, 1]]}, "channels of 4 levels but 1 strides"),
+        ({"strides": [[2, 2, 2]] * 4}, "the first must be (1, 1, 1)"),
+        ({"strides": [[1, 1, 1], [2, 0, 2]]}, "strides.1.1 must be at least 1, but is 0"),
+        ({"norm": "layer"}, "norm must be 'instance', 'group' or 'batch', but is 'layer'"),
+        ({"deep_supervision": 1}, "deep_supervision must be a valid boolean, but is 1"),
+        ({"another": 1}, "another is unknown"),
+        ({"\x1b[2J": 1}, r"\x1b[2J is unknown"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:50],
 )
-def test_values_of_something_else_are_refused(damage: dict[str, object]) -> None:
+def test_values_of_something_else_are_refused(damage: dict[str, object], message: str) -> None:
     values = plan((32, 32, 32)).to_dict()
-    with pytest.raises(CheckpointError, match="no network we know"):
-        Topology.from_dict({**values, **damage})
+    with pytest.raises(ValueError) as caught:
+        validated(Topology, {**values, **damage})
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 400
     del values["strides"]
-    with pytest.raises(CheckpointError, match="no network we know"):
-        Topology.from_dict(values)
+    with pytest.raises(ValueError, match="strides is missing"):
+        validated(Topology, values)

@@ -1,7 +1,7 @@
 """What was measured best is found by the trainings that it is of, and by no others."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -126,8 +126,34 @@ def test_two_stages_on_one_gpu_are_not_two_gpus(
     assert recall_tuned(replace(here, devices=(gpus[0], gpus[0]))) is None
 
 
+def choice(**changes: object) -> str:
+    """Return the file of a choice that nothing has measured."""
+    return json.dumps({"choice": {**asdict(CHOICE), **changes}})
+
+
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "{}", '{"choice": 1}', '{"choice": {"cuts": ["x"]}}']
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"choice": 1}',
+        '{"choice": {"cuts": ["x"]}}',
+        "[" * 100_000,
+        '{"choice": 1, "choice": 1}',
+        choice(cuts=[3, 4]),
+        choice(cuts=[1000]),
+        choice(cuts=[-1]),
+        choice(cuts=[3.0]),
+        choice(num_micro_batches=3),
+        choice(num_micro_batches=10**30),
+        choice(step_seconds=float("nan")),
+        choice(step_seconds=-1.0),
+        choice(measured="\x1b[2J"),
+        choice(another=1),
+    ],
+    ids=lambda damage: damage[:80],
 )
 def test_a_damaged_file_is_named_and_not_used(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

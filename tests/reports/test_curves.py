@@ -78,12 +78,20 @@ def test_a_label_that_is_in_no_case_leaves_a_gap() -> None:
     assert math.isnan(loss.get_lines()[0].get_ydata()[-1])
 
 
+def test_a_label_that_begins_with_an_underline_is_named() -> None:
+    assert legend(progress_figure(metrics_of(4, ["_left"])).axes[1])[0] == " _left  0.750"
+
+
 def test_lines_at_both_ends_of_the_scale_are_inside_it() -> None:
     low, high = progress_figure(metrics_of(4, ["a"])).axes[1].get_ylim()
     assert low < 0 and high > 1
 
 
-@pytest.mark.parametrize("names", [["a"], ["$\\frac", "under_score"]], ids=["plain", "formulas"])
+@pytest.mark.parametrize(
+    "names",
+    [["a"], ["$\\frac", "under_score"], ["肝臟"]],
+    ids=["plain", "formulas", "another script"],
+)
 def test_a_picture_replaces_the_last_one_and_leaves_nothing_else(
     tmp_path: Path, names: list[str]
 ) -> None:

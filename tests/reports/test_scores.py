@@ -16,7 +16,7 @@ def evaluation(num_cases: int) -> Evaluation:
     ]
     other = LabelScore(dice=0.5, hd95_mm=3.5, prediction_ml=1.0, label_ml=2.0)
     cases[-1] = CaseScores(
-        name="last", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
+        name="[/last]", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
     )
     return Evaluation(cases=tuple(cases), label_values=(1, 255))
 
@@ -29,7 +29,7 @@ def test_the_table_has_each_case_and_the_means() -> None:
     assert cells(table) == [
         ("case_0", "1", "0.9123", "1.50", "12.346", "12.000"),
         ("", "255", "–", "–", "0.000", "0.000"),
-        ("last", "1", "0.5000", "3.50", "1.000", "2.000"),
+        ("[/last]", "1", "0.5000", "3.50", "1.000", "2.000"),
         ("", "255", "0.5000", "3.50", "1.000", "2.000"),
         ("mean of 2 cases", "1", "0.7062", "2.50", "6.673", "7.000"),
         ("", "255", "0.5000", "3.50", "0.500", "1.000"),
@@ -40,5 +40,5 @@ def test_the_table_has_each_case_and_the_means() -> None:
 
 def test_one_case_needs_no_means() -> None:
     table = evaluation_table(evaluation(1))
-    assert [row[0] for row in cells(table)] == ["last", ""]
+    assert [row[0] for row in cells(table)] == ["[/last]", ""]
     assert str(table.caption) == "Mean Dice over the labels: 0.5000"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.process_trees import assert_all_end, family_of
 from tests.trainings import (
     assert_same_weights,
     contents,
@@ -273,15 +274,18 @@ def test_a_second_training_leaves_the_folder_to_the_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_saves_first(
     cache: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     long = ("training.epochs=1000", "training.save_every_seconds=1000", "data.num_workers=1")
     process = start(tmp_path / "run", cache, *long)
     wait_for(tmp_path / "run" / "metrics.jsonl", process)
+    family = family_of(process.pid)
+    assert len(family) >= 2  # a server that forks workers, and a worker
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
+    assert_all_end(family, 5)
     assert process.returncode == status, errors
     assert "Traceback" not in errors
     assert "--resume" in errors

@@ -28,9 +28,9 @@ def test_an_epoch_without_validation_has_no_dice() -> None:
 
 
 def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
-    validation = Validation(dice={"liver": 0.5, "absent": None}, mean_dice=0.5)
+    validation = Validation(dice={"mean": 0.25, "absent": None}, mean_dice=0.5)
     metrics = epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=validation)
-    assert metrics["dice"] == {"liver": 0.5, "absent": None} and metrics["mean_dice"] == 0.5
+    assert metrics["dice"] == {"mean": 0.25, "absent": None} and metrics["mean_dice"] == 0.5
     with SummaryWriter(str(tmp_path)) as scalars:
         write_scalars(scalars, metrics)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -43,6 +43,6 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
         "dice_loss": [(5, 0.5)],
         "cross_entropy": [(5, 1.0)],
         "learning_rate": [(5, 0.25)],
-        "dice/liver": [(5, 0.5)],
-        "dice/mean": [(5, 0.5)],
+        "dice/mean": [(5, 0.25)],
+        "mean_dice": [(5, 0.5)],
     }

@@ -159,7 +159,6 @@ def test_only_the_named_axes_are_mirrored() -> None:
     assert seen == {tuple(form[0, 0, 0].tolist()) for form in forms}
 
 
-@pytest.mark.parametrize("scaling_range", [(1.4, 0.7), (0.0, 1.0), (-1.0, 1.0)])
-def test_refuses_a_scaling_range_that_is_none(scaling_range: tuple[float, float]) -> None:
+def test_refuses_a_scaling_range_that_is_none() -> None:
     with pytest.raises(ConfigError, match="scaling_range"):
-        augmentation(scaling_range=scaling_range)
+        augmentation(scaling_range=(1.4, 0.7))

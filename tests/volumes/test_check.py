@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import nibabel as nib
@@ -6,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.volumes.samples import write_json, write_msd, write_volume
+from unet3d.config import Spacing
+from unet3d.volumes import memory_limits
 from unet3d.volumes.check import Finding, check_dataset, check_headers
 from unet3d.volumes.dataset import load_dataset
 
@@ -204,3 +207,69 @@ def test_the_other_file_of_a_pair_is_not_unnamed(root: Path, header: str, voxels
         tree["training"][1]["image"] = f"imagesTr/case_1{named}"
         write_json(root / "dataset.json", tree)
         assert check_dataset(load_dataset(root)) == []
+
+
+@pytest.mark.parametrize("spacing_mm", [(1000, 1000, 1000), (100, 100, 100), (1, 1, 1e8)])
+def test_names_a_case_that_would_not_fit_in_memory(
+    root: Path, spacing_mm: Spacing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**30)
+    for folder in ("imagesTr", "labelsTr"):
+        array = np.ones(SHAPE, np.uint8)
+        array[0] = 0
+        write_volume(root / folder / "case_1.nii.gz", array, spacing_mm)
+    for check in (check_headers, check_dataset):
+        said = messages(check(load_dataset(root)))
+        assert said.startswith(f"error: {root}/imagesTr/case_1.nii.gz: 12x14x10 voxels of ")
+        assert "would become" in said and "this machine has 1 GiB available" in said
+    assert "are the units in its header right?" in messages(
+        check_headers(load_dataset(root), "native")
+    )
+    coarse = check_headers(load_dataset(root), (2e3, 2e3, 2e8))
+    assert "memory" not in " ".join(finding.message for finding in coarse)
+
+
+def test_names_a_spacing_that_no_scan_has(root: Path) -> None:
+    write_volume(root / "imagesTr/case_1.nii.gz", np.ones(SHAPE, np.float32), (1e30, 1, 1))
+    assert "spacing 1e+30x1x1 mm, which no scan has" in messages(check_headers(load_dataset(root)))
+
+
+def test_warns_of_a_spacing_in_another_unit(root: Path) -> None:
+    for folder in ("imagesTr", "labelsTr"):
+        path = root / folder / "case_1.nii.gz"
+        array = np.asarray(nib.load(path).dataobj)
+        write_volume(path, array, (0.02, 0.02, 0.02))
+    said = messages(check_headers(load_dataset(root), (0.1, 0.1, 0.1)))
+    assert said.startswith("warning: ") and "0.02x0.02x0.02 mm, but the median" in said
+
+
+@pytest.mark.parametrize("degrees", [15, 25, 30])
+def test_warns_of_a_tilted_gantry(root: Path, degrees: float) -> None:
+    affine = np.eye(4)
+    affine[1:3, 1] = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    for folder in ("imagesTr", "labelsTr"):
+        path = root / folder / "case_1.nii.gz"
+        nib.save(nib.Nifti1Image(np.asarray(nib.load(path).dataobj), affine), path)
+    said = messages(check_dataset(load_dataset(root)))
+    assert said.startswith("warning: ") and said.count("warning") == 1
+    assert f"miss a right angle by {degrees} degrees" in said
+
+
+@pytest.mark.parametrize("value", [1e10, -3.4e38])
+def test_names_huge_values(root: Path, value: float) -> None:
+    path = root / "imagesTr/case_1.nii.gz"
+    array = np.asarray(nib.load(path).dataobj).copy()
+    array[2, 3, 4] = value
+    write_volume(path, array)
+    said = messages(check_dataset(load_dataset(root)))
+    assert said.startswith("error: ") and "has 1 voxels of 1680 with values up to" in said
+
+
+def test_pipes_and_loops_are_findings_like_any_other(root: Path) -> None:
+    path = root / "imagesTr/case_1.nii.gz"
+    path.unlink()
+    os.mkfifo(path)
+    assert "case_1.nii.gz is a pipe, not a file" in messages(check_dataset(load_dataset(root)))
+    path.unlink()
+    path.symlink_to(path.name)
+    assert "symbolic links" in messages(check_dataset(load_dataset(root)))

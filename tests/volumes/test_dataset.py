@@ -1,5 +1,7 @@
 import json
 import logging
+import os
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tests.volumes.samples import blob_label, write_json, write_msd, write_volum
 from unet3d.errors import DatasetError
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.dataset import fold_cases, load_dataset
+from unet3d.volumes.folds import folds_from_numbers
 
 
 def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
@@ -84,14 +87,14 @@ def test_reads_a_monai_datalist(tmp_path: Path) -> None:
 
     tree = {"training": [entry("a"), entry("b")], "validation": [entry("c")]}
     dataset = load_dataset(write_json(tmp_path / "list.json", tree))
-    assert [case.name for case in dataset.cases] == ["a_seg", "b_seg", "c_seg"]
+    assert [case.name for case in dataset.cases] == ["a/seg", "b/seg", "c/seg"]
     assert dataset.channel_names == ("channel 0", "channel 1")
     # The list names no labels: they come from the label maps.
     assert dataset.label_values == (0, 3)
     assert dataset.label_names == ("background", "label 3")
     train, validation = fold_cases(dataset, 0, 5, seed=0)
-    assert [case.name for case in train] == ["a_seg", "b_seg"]
-    assert [case.name for case in validation] == ["c_seg"]
+    assert [case.name for case in train] == ["a/seg", "b/seg"]
+    assert [case.name for case in validation] == ["c/seg"]
     with pytest.raises(DatasetError, match="only fold 0, not fold 1"):
         fold_cases(dataset, 1, 5, seed=0)
 
@@ -113,6 +116,28 @@ def test_labels_that_are_not_consecutive_are_sorted_by_value(tmp_path: Path) -> 
         ({"labels": {"background": 0}}, "nothing but the background"),
         ({"labels": ["background", "a"]}, "names and values"),
         ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
+        ({"labels": {"background": 0, "a": True}}, "a has the value True; use whole numbers"),
+        ({"labels": {"background": 0, "a": 1.0}}, r"a has the value 1\.0; use whole numbers"),
+        ({"labels": {"background": 0, "a": {"b": 1}}}, "a has the value {'b': 1}; use whole"),
+        ({"labels": {"background": 0, "a": 2**32}}, "4294967296; segmentations hold values up to"),
+        ({"labels": {"background": 0, "a": "9" * 5000}}, r"value 9+\.\.\.; segmentations hold"),
+        ({"labels": {"background": 0, "a": 10**30}}, "value 10+; segmentations hold"),
+        ({"labels": {"0": "background", "1": "a", "2": "a"}}, "labels 1 and 2 are both called a"),
+        ({"labels": {"background": 1, "a": 2}}, "labels 1 and 0 are both called background"),
+        ({"labels": {"1": "e\u0301", "2": "\u00e9"}}, "are both called \u00e9"),
+        ({"labels": {"1": ""}}, "label 1 is called ''"),
+        ({"labels": {"1": 5}}, "label 1 is called 5"),
+        ({"labels": {"1": "a\ud800"}}, r"label 1 is called 'a\\ud800'"),
+        ({"labels": {"1": "a\n\x1b[31m"}}, r"label 1 is called 'a\\n\\x1b\[31m'"),
+        ({"labels": {"1": "x" * 10**6}}, r"label 1 is called 'x{10,40}\.\.\.x{10,40}'; a name is"),
+        ({"labels": {f"l{n}": n for n in range(66000)}}, "names 66000 labels; use at most"),
+        ({"channel_names": {"0": "CT", "1": ["PET"]}}, r"channel 1 is called \['PET'\]"),
+        ({"channel_names": ["MRI"] * 2000}, "has 2000 channels; use at most"),
+        ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
+        ({"file_ending": ""}, "file_ending is ''"),
+        ({"file_ending": 3}, "file_ending is 3"),
+        ({"name": [1]}, r"the data set is called \[1\]"),
+        ({"dataset": {"": {}}}, "a case is called ''"),
     ],
 )
 def test_refuses_what_it_cannot_train_on(
@@ -124,6 +149,11 @@ def test_refuses_what_it_cannot_train_on(
     assert "\n" not in str(caught.value)
 
 
+def test_large_values_are_taken(tmp_path: Path) -> None:
+    labels = {"vein": 2**32 - 1, "artery": 614454277}
+    assert load_dataset(nnunet(tmp_path, labels=labels)).label_values == (0, 614454277, 2**32 - 1)
+
+
 @pytest.mark.parametrize("text", ["/etc/passwd.nii", "../x.nii.gz", "imagesTr/../../x.nii.gz"])
 def test_refuses_paths_that_leave_the_folder(tmp_path: Path, text: str) -> None:
     write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
@@ -131,6 +161,24 @@ def test_refuses_paths_that_leave_the_folder(tmp_path: Path, text: str) -> None:
     root = write_msd(tmp_path / "data", training=training)
     with pytest.raises(DatasetError, match=r"training\[0\] points to .*outside"):
         load_dataset(root)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0.nii", "a\n.nii", "\udcff.nii", f"{'x' * 300}.nii", ".", ["a.nii"], {"a": 1}, 3]
+)
+def test_refuses_what_is_no_name_of_a_file(tmp_path: Path, name: Any) -> None:
+    root = write_msd(tmp_path, training=[{"image": "imagesTr/case_0.nii.gz", "label": name}])
+    with pytest.raises(DatasetError, match=r"training\[0\] names") as caught:
+        load_dataset(root)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+
+
+def test_links_that_lead_nowhere_are_found_by_the_check(tmp_path: Path) -> None:
+    root = write_msd(tmp_path)
+    (root / "labelsTr/case_1.nii.gz").unlink()
+    (root / "labelsTr/case_1.nii.gz").symlink_to("case_1.nii.gz")
+    (finding,) = check_headers(load_dataset(root))
+    assert "case_1.nii.gz is missing" in finding.message
 
 
 def test_refuses_links_that_leave_the_folder(tmp_path: Path) -> None:
@@ -154,7 +202,14 @@ def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="not valid JSON"):
         load_dataset(tmp_path)
     (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="is not a data set; name its folder"):
+    (tmp_path / "dataset.json").write_text("[" * 100_000)
+    with pytest.raises(DatasetError, match="nested too deeply"):
+        load_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_text('{"training": [], "training": []}')
+    with pytest.raises(DatasetError, match="names 'training' twice"):
+        load_dataset(tmp_path)
+    (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DatasetError, match="not text in UTF-8; name the folder of a data set"):
         load_dataset(tmp_path)
 
 
@@ -165,6 +220,8 @@ def test_refuses_incomplete_entries(tmp_path: Path) -> None:
             load_dataset(root)
     with pytest.raises(DatasetError, match="no labelled case"):
         load_dataset(write_msd(tmp_path, training=[]))
+    with pytest.raises(DatasetError, match=r"validation is {'image': 'a'}; it needs a list"):
+        load_dataset(write_msd(tmp_path, validation={"image": "a"}))
     twice = [{"image": "a.nii.gz", "label": "b.nii.gz"}] * 2
     with pytest.raises(DatasetError, match=r"a.nii.gz 2 times"):
         load_dataset(write_msd(tmp_path, training=twice))
@@ -199,7 +256,7 @@ def test_few_cases_give_fewer_folds_and_say_so(
         fold_cases(lonely, 0, 5, seed=0)
 
 
-def test_honours_splits_final(tmp_path: Path) -> None:
+def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_msd(tmp_path)
     folds = [
         {"train": ["case_2"], "val": ["case_0"]},
@@ -209,8 +266,19 @@ def test_honours_splits_final(tmp_path: Path) -> None:
     train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
     assert [case.name for case in train] == ["case_0", "case_2"]
     assert [case.name for case in validation] == ["case_1"]
+    assert caplog.records == []
+    fold_cases(load_dataset(root), 0, 5, seed=0)
+    assert "fold 0 leaves out 1 of 3 cases" in caplog.text
     with pytest.raises(DatasetError, match="folds 0 to 1, not fold 4"):
         fold_cases(load_dataset(root), 4, 5, seed=0)
+    (root / "splits_final.json").unlink()
+    (root / "splits_final.json").symlink_to("not fetched yet")
+    with pytest.raises(DatasetError, match=r"cannot read .*splits_final.json: No such file"):
+        load_dataset(root)
+    (root / "splits_final.json").unlink()
+    os.mkfifo(root / "splits_final.json")
+    with pytest.raises(DatasetError, match=r"splits_final.json: it is not a regular file"):
+        load_dataset(root)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +288,8 @@ def test_honours_splits_final(tmp_path: Path) -> None:
         ([{"train": ["case_0"]}], "'val'"),
         ([{"train": ["case_0"], "val": ["case_9"]}], "case_9, which is no case"),
         ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
+        ([{"train": ["case_0", ["case_2"]], "val": ["case_1"]}], r"names \['case_2'\]; it needs"),
+        ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
     ],
 )
 def test_refuses_wrong_splits_final(tmp_path: Path, folds: Any, message: str) -> None:
@@ -296,11 +366,79 @@ def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
     tree = json.loads((root / "dataset.json").read_text())
     tree["training"][1]["label"] = "labelsTr/case_0.nii"
     write_json(root / "dataset.json", tree)
-    with pytest.raises(DatasetError, match=r"2 cases have the name labelsTr_case_0; give"):
+    with pytest.raises(DatasetError, match=r"case_0.nii.gz and .*case_0.nii would both be the"):
         load_dataset(root)
     root = nnunet(tmp_path / "nnunet")
     write_volume(root / "labelsTr/liver_2.NII.GZ", blob_label((4, 4, 4)))
     with pytest.raises(DatasetError, match="liver_2_0000.nii.gz 2 times"):
+        load_dataset(root)
+
+
+def test_the_name_of_a_case_depends_on_no_other_case(tmp_path: Path) -> None:
+    root = write_msd(tmp_path)
+    tree = json.loads((root / "dataset.json").read_text())
+    labels = ["labelsTr/seg.nii.gz", "a/b_c/seg.nii.gz", "a_b/c/seg.nii.gz"]
+    for entry, label in zip(tree["training"], labels, strict=True):
+        write_volume(root / label, blob_label((12, 14, 10)))
+        entry["label"] = label
+    names = ["seg", "a/b_c/seg", "a_b/c/seg"]
+    for number in (1, 2, 3):
+        some = {**tree, "training": tree["training"][:number]}
+        dataset = load_dataset(write_json(root / "some.json", some))
+        assert [case.name for case in dataset.cases] == names[:number]
+    some = {**tree, "training": tree["training"][:2], "validation": tree["training"][2:]}
+    dataset = load_dataset(write_json(root / "some.json", some))
+    assert [case.name for case in dataset.cases] == names
+    assert dataset.validation == ("a_b/c/seg",)
+    for entry in tree["training"]:
+        entry["fold"] = 0 if "a/" in entry["label"] else 1
+    dataset = load_dataset(write_json(root / "some.json", tree))
+    assert [fold.validation for fold in dataset.folds] == [("a/b_c/seg",), ("a_b/c/seg", "seg")]
+
+
+def test_names_agree_whatever_the_form_of_their_letters(tmp_path: Path) -> None:
+    composed, decomposed = (unicodedata.normalize(form, "\u00e9") for form in ("NFC", "NFD"))
+    root = write_msd(tmp_path)
+    (root / "labelsTr/case_0.nii.gz").rename(root / f"labelsTr/{decomposed}.nii.gz")
+    tree = json.loads((root / "dataset.json").read_text())
+    tree["training"][0]["label"] = f"labelsTr/{decomposed}.nii.gz"
+    write_json(root / "dataset.json", tree)
+    for name in (composed, decomposed):
+        write_json(root / "splits_final.json", [{"train": ["case_1", "case_2"], "val": [name]}])
+        _, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
+        assert [case.name for case in validation] == [composed]
+    (root / "labelsTr/case_1.nii.gz").rename(root / f"labelsTr/{composed}.nii.gz")
+    tree["training"][1]["label"] = f"labelsTr/{composed}.nii.gz"
+    write_json(root / "dataset.json", tree)
+    with pytest.raises(DatasetError, match=f"would both be the case {composed}; rename"):
+        load_dataset(root)
+
+
+def test_cases_set_aside_for_validation_are_in_no_fold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = write_msd(tmp_path, num_cases=4)
+    tree = json.loads((root / "dataset.json").read_text())
+    tree["validation"] = [tree["training"].pop()]
+    for number, entry in enumerate(tree["training"]):
+        entry["fold"] = number % 2
+    train, validation = fold_cases(load_dataset(write_json(root / "l.json", tree)), 0, 5, seed=0)
+    assert [case.name for case in (*train, *validation)] == ["case_1", "case_0", "case_2"]
+    assert "fold 0 leaves out 1 of 4 cases" in caplog.text
+
+
+def test_a_case_for_each_of_many_folds_takes_little() -> None:
+    names = [f"case_{number}" for number in range(50_000)]
+    folds = folds_from_numbers({name: number for number, name in enumerate(names)}, "here")
+    assert len(folds) == 50_000
+    assert folds[7].validation == ("case_7",) and len(folds[7].training_of(names)) == 49_999
+
+
+def test_an_image_is_no_label_map_to_find_labels_in(tmp_path: Path) -> None:
+    root = write_msd(tmp_path, labels=None, shape=(70, 40, 30))
+    grey = np.arange(70 * 40 * 30, dtype=np.float32).reshape(70, 40, 30)
+    write_volume(root / "labelsTr/case_1.nii.gz", grey)
+    with pytest.raises(DatasetError, match=r"case_1.nii.gz holds 84000 different values"):
         load_dataset(root)
 
 

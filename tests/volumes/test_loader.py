@@ -1,3 +1,4 @@
+import multiprocessing
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -136,3 +137,15 @@ def test_refuses_what_cannot_work(tmp_path: Path) -> None:
     (cases[0].folder / "image.npy").unlink()
     with pytest.raises(CacheError, match=r"gone or damaged.*data\.cache"):
         next(batches.epoch(0))
+
+
+def test_a_worker_says_why_in_one_line(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(9, 9, 9)])
+    (cases[0].folder / "image.npy").write_bytes(b"damaged")
+    said = ""
+    try:  # what pytest.raises keeps would keep the worker
+        next(loader(cases, num_workers=1).epoch(0))
+    except CacheError as error:
+        said = str(error)
+    assert "gone or damaged" in said and "\n" not in said
+    assert multiprocessing.active_children() == []

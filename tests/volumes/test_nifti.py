@@ -591,7 +591,7 @@ def test_too_little_memory_is_explained(plain, monkeypatch):
 
     monkeypatch.setattr(nib.arrayproxy.ArrayProxy, "__array__", exhausted)
 
-    assert refusal(plain).endswith("MemoryError")
+    assert refusal(plain).find("too little memory") > 0
 
 
 def test_headers_travel_between_processes(plain, tmp_path):

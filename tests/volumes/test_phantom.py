@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from unet3d.errors import ConfigError, DatasetError
+from unet3d.errors import ConfigError, DatasetError, VolumeError
 from unet3d.volumes import phantom_anatomy as heads
 from unet3d.volumes.phantom import (
     LABEL_NAMES,
@@ -141,12 +141,6 @@ def test_a_shape_too_small_for_a_head_is_refused(shape):
         head_phantom(0, shape)
 
 
-@pytest.mark.parametrize("spacing_mm", [(1.0, 0.0, 1.0), (1.0, -1.0, 1.0), (np.nan, 1.0, 1.0)])
-def test_a_spacing_that_is_not_positive_is_refused(spacing_mm):
-    with pytest.raises(ConfigError, match="must be positive"):
-        head_phantom(0, (32, 32, 32), spacing_mm)
-
-
 def test_the_data_set_is_an_msd_folder(tmp_path):
     folder = write_phantom_dataset(tmp_path / "phantom", 3, (32, 28, 16), (1.0, 1.0, 2.0), seed=0)
 
@@ -235,3 +229,16 @@ def test_processes_that_race_share_one_data_set(tmp_path):
     assert set(folders) == {tmp_path / "phantom"}
     assert [path.name for path in tmp_path.iterdir()] == ["phantom"]
     assert len(list((tmp_path / "phantom").rglob("*.nii.gz"))) == 6
+
+
+@pytest.mark.parametrize("spacing_mm", [0.0, -1.0, np.nan, np.inf, 1e-300, 1e300])
+def test_spacings_that_no_scan_has_are_refused(spacing_mm: float) -> None:
+    with pytest.raises(ConfigError, match="use numbers from 1e-09 to 1000000000"):
+        head_phantom(0, (16, 16, 16), (1, spacing_mm, 1))
+
+
+def test_heads_beyond_the_memory_are_refused_before_they_are_made() -> None:
+    with pytest.raises(VolumeError, match="100000x100000x100000 voxels takes .* available"):
+        head_phantom(0, (100_000, 100_000, 100_000))
+    with pytest.raises(VolumeError, match="use a smaller data.phantom.shape"):
+        head_phantom(0, (16, 2**40, 2**40))

@@ -1,16 +1,19 @@
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import pytest
+from scipy.spatial.transform import Rotation
 
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
@@ -200,25 +203,132 @@ def test_the_key_is_the_content_and_the_settings(tmp_path: Path, settings: DataS
     assert changed.image()[0, 0, 0, 0] < changed.image()[0, 5, 5, 5]
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "garble", "empty"])
+def change_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 8
+    path.write_bytes(content)
+
+
+def resaved(path: Path, change: Callable[[Any], Any]) -> None:
+    np.save(path, change(np.load(path)))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda entry: os.truncate(entry / "image.npy", 500),
+    "removed": lambda entry: (entry / "label.npy").unlink(),
+    "a flipped bit": lambda entry: flip_a_bit(entry / "image.npy"),
+    "zeroed": lambda entry: resaved(entry / "image.npy", np.zeros_like),
+    "an unknown class": lambda entry: resaved(entry / "label.npy", lambda a: a * 0 + 200),
+    "another type": lambda entry: resaved(entry / "image.npy", lambda a: a.view(np.int32)),
+    "another shape": lambda entry: resaved(entry / "image.npy", lambda a: a.reshape(-1)),
+    "other places": lambda entry: resaved(entry / "foreground.npy", lambda a: a[::-1]),
+    "pickled": lambda entry: np.save(entry / "label.npy", np.array([{}]), allow_pickle=True),
+    "a pipe": lambda entry: ((entry / "label.npy").unlink(), os.mkfifo(entry / "label.npy")),
+    "a loop": lambda entry: (
+        (entry / "label.npy").unlink(),
+        (entry / "label.npy").symlink_to("label.npy"),
+    ),
+    "no record": lambda entry: (entry / "entry.json").unlink(),
+    "an empty record": lambda entry: (entry / "entry.json").write_text(""),
+    "no JSON": lambda entry: (entry / "entry.json").write_bytes(b"\xff\xfe\x00"),
+    "a nested record": lambda entry: (entry / "entry.json").write_text("[" * 100_000),
+    "a record of version 1": lambda entry: (entry / "entry.json").write_text(
+        '{"sizes": {}, "spacing_mm": [1, 1, 1], "class_counts": [0, 1, 1]}'
+    ),
+    "other counts": lambda entry: change_json(
+        entry / "entry.json", lambda tree: tree["class_counts"].sort()
+    ),
+    "another spacing": lambda entry: change_json(
+        entry / "entry.json", lambda tree: tree.update(spacing_mm=[1.0, 2.0, 1.0])
+    ),
+    "wrong types": lambda entry: change_json(
+        entry / "entry.json", lambda tree: tree.update(class_counts="000")
+    ),
+    "no folder": lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
+    "a link to nothing": lambda entry: (shutil.rmtree(entry), entry.symlink_to("nowhere")),
+    "of another case": lambda entry: (
+        shutil.rmtree(entry),
+        shutil.copytree(next(entry.parent.iterdir()), entry),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_entries_are_made_again(
-    tmp_path: Path, settings: DataSettings, damage: str
+    tmp_path: Path, settings: DataSettings, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2))
     prepared = prepare(dataset, settings)
     before = arrays(prepared)
-    folder = prepared[0].folder
-    match damage:
-        case "truncate":
-            with (folder / "image.npy").open("r+b") as file:
-                file.truncate(500)
-        case "remove":
-            (folder / "label.npy").unlink()
-        case "garble":
-            (folder / "entry.json").write_text('{"sizes": 3}')
-        case "empty":
-            (folder / "entry.json").write_text("")
+    DAMAGES[damage](prepared[0].folder)
+    caplog.clear()
     assert arrays(prepare(dataset, settings)) == before
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    said = warning.getMessage()
+    assert str(prepared[0].folder) in said and "is damaged (" in said and "\n" not in said
+    caplog.clear()
+    assert arrays(prepare(dataset, settings)) == before
+    assert caplog.records == []
+
+
+def test_damaged_intensities_are_collected_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=2, modality="CT"))
+    settings = DataSettings(cache=tmp_path / "cache")
+    before = plan_preprocessing(dataset, settings)
+    entries = sorted((tmp_path / "cache" / "intensities").iterdir())
+    flip_a_bit(entries[0] / "intensities.npy")
+    (entries[1] / "intensities.npy").write_bytes(b"")
+    assert plan_preprocessing(dataset, settings) == before
+    assert [record.getMessage().count("is damaged") for record in caplog.records] == [1, 1]
+
+
+def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    image = dataset.cases[0].images[0].rename(tmp_path / "data/imagesTr/case_0.nii")
+    tree = {"image": "imagesTr/case_0.nii", "label": "labelsTr/case_0.nii.gz"}
+    change_json(tmp_path / "data/dataset.json", lambda all: all.update(training=[tree]))
+    dataset = load_dataset(tmp_path / "data")
+    write_volume(image, np.full((12, 14, 10), 5, np.float32))
+    (before,) = prepare(dataset, settings)
+    status = image.stat()
+    flip_a_bit(image)
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    (after,) = prepare(dataset, settings)
+    assert after.folder != before.folder
+
+
+NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another hash": lambda note: change_json(note, lambda tree: tree.update(sha256="0" * 64)),
+    "another path": lambda note: change_json(note, lambda tree: tree.update(path="00")),
+    "wrong types": lambda note: change_json(note, lambda tree: tree.update(size="0")),
+    "a pipe": lambda note: (note.unlink(), os.mkfifo(note)),
+    "nested": lambda note: note.write_text("[" * 100_000),
+    "huge": lambda note: os.truncate(note, 2**40),
+}
+
+
+@pytest.mark.parametrize("damage", NOTE_DAMAGES)
+def test_damaged_digests_are_taken_again(
+    tmp_path: Path, settings: DataSettings, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
+    (before,) = prepare(dataset, settings)
+    for note in (tmp_path / "cache" / "digests").iterdir():
+        NOTE_DAMAGES[damage](note)
+    caplog.clear()
+    (after,) = prepare(dataset, settings)
+    assert after.folder == before.folder
+    assert len(caplog.records) == 2
 
 
 def test_killed_preparation_leaves_nothing_that_is_mistaken_for_an_entry(
@@ -304,9 +414,37 @@ def test_a_label_on_another_grid_is_named(tmp_path: Path, settings: DataSettings
         prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 
-def test_a_killed_worker_is_explained() -> None:
-    with pytest.raises(DatasetError, match="killed.*data.num_workers"):
-        preprocess._map(os._exit, [9, 9], 2)
+def test_image_and_label_are_brought_together_at_45_degrees(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    """There rounding decides which axis is called X, in each file anew."""
+    straight, oblique = write_msd(tmp_path / "straight"), write_msd(tmp_path / "oblique")
+    for folder, noise in (("imagesTr", 1e-5), ("labelsTr", -1e-5)):
+        affine = np.eye(4)
+        affine[:3, :3] = Rotation.from_euler("z", 45 + noise, degrees=True).as_matrix()
+        path = oblique / folder / "case_1.nii.gz"
+        nib.save(nib.Nifti1Image(np.asarray(nib.load(path).dataobj), affine), path)
+    plain, turned = (prepare(load_dataset(root), settings)[1] for root in (straight, oblique))
+    image, label = np.asarray(turned.image()), np.asarray(turned.label())
+    inside = [np.sort(case.image()[0][case.label() == 1]) for case in (plain, turned)]
+    assert image.shape[1:] == label.shape
+    np.testing.assert_allclose(inside[0], inside[1], atol=1e-6)
+
+
+def test_a_case_that_would_not_fit_in_memory_is_named(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    root = write_msd(tmp_path / "data")
+    for folder in ("imagesTr", "labelsTr"):
+        path = root / folder / "case_1.nii.gz"
+        image = nib.load(path)
+        image.header.set_xyzt_units("meter")
+        nib.save(image, path)
+    dataset = load_dataset(root)
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.spacing_mm == (1, 1, 1)
+    with pytest.raises(VolumeError, match="case_1.nii.gz: .* would become 12000x14000x10000"):
+        prepare_cases(dataset.cases, plan, settings.cache, 0)
 
 
 def test_a_cache_that_cannot_be_written_names_the_setting(tmp_path: Path) -> None:

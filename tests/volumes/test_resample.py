@@ -1,11 +1,20 @@
+import itertools
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from scipy import ndimage
+from torch.profiler import ProfilerActivity, profile
 
 from unet3d.config import Shape
+from unet3d.errors import VolumeError
+from unet3d.volumes import memory_limits
 from unet3d.volumes.resample import (
     _matrix,
+    _resampling_bytes,
+    affordable_shape,
+    median_spacing,
     resample_classes,
     resample_image,
     resampled_shape,
@@ -102,3 +111,35 @@ def test_no_class_arises_between_two_others() -> None:
     classes[:5], classes[5:] = 1, 3
     for shape in [(23, 10, 10), (7, 13, 9), (33, 33, 33)]:
         assert set(np.unique(resample_classes(classes, shape))) == {1, 3}
+
+
+@pytest.mark.parametrize("shape", [(40, 50, 60), (60, 8, 3), (5, 90, 20)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resampling_takes_about_the_memory_that_is_counted(shape: Shape, channels: int) -> None:
+    image = RNG.normal(size=(channels, 30, 20, 10)).astype(np.float32)
+    counted = _resampling_bytes((30, 20, 10), shape, channels)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        tracemalloc.start()
+        resample_image(image, shape, CUBES)
+        _, of_numpy = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    sizes = [event.self_cpu_memory_usage for event in events.events()]
+    of_torch = max(itertools.accumulate(sizes))
+    assert of_numpy < counted
+    assert of_torch < counted
+
+
+def test_nothing_overflows_however_many_voxels_it_would_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**62)
+    for spacing in (1e9, 1e200):
+        with pytest.raises(VolumeError, match="EiB of memory, but this machine has 4 EiB"):
+            affordable_shape((32, 32, 32), (spacing,) * 3, (1e-9,) * 3, 1)
+    assert affordable_shape((8, 9, 10), (1, 1, 1), (2, 1, 0.5), 1) == (4, 9, 20)
+    assert affordable_shape((8, 9, 10), (1, 1, 1), None, 1) == (8, 9, 10)
+
+
+def test_the_median_keeps_microscopy_apart() -> None:
+    assert median_spacing([(1.4e-6, 2e-6, 1)] * 3) == (1.4e-6, 2e-6, 1)
+    assert median_spacing([(1, 1, 1), (1, 1, 2)]) == (1, 1, 1.5)

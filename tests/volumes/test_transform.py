@@ -7,6 +7,8 @@ from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.plain_data import validated
+from unet3d.volumes import memory_limits
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
@@ -36,8 +38,8 @@ def test_survives_json() -> None:
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=40.5, std=31.25)
     preprocessing = plan(ct, ChannelNormalization(kind="none"), spacing_mm=(0.5, 0.75, 3.0))
     tree = json.loads(json.dumps(preprocessing.to_dict()))
-    assert Preprocessing.from_dict(tree) == preprocessing
-    assert Preprocessing.from_dict(plan().to_dict()) == plan()
+    assert validated(Preprocessing, tree) == preprocessing
+    assert validated(Preprocessing, plan().to_dict()) == plan()
 
 
 def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:
@@ -142,3 +144,102 @@ def test_a_label_map_survives_the_way_there_and_back() -> None:
     logits = torch.nn.functional.one_hot(torch.from_numpy(classes).long(), 3).movedim(-1, 0)
     back = restore_logits(logits.float(), (30, 30, 15)).argmax(0).numpy()
     np.testing.assert_array_equal(back, label)
+
+
+@pytest.mark.parametrize("kind", ["noise", "with background", "mask", "constant", "one voxel"])
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-9, 1e9, 1e30, 1e35])
+def test_the_unit_of_intensities_does_not_matter(kind: str, scale: float) -> None:
+    """An ADC of 1e-9 m2/s is the image that 1e-3 mm2/s is."""
+    image = np.full((1, 8, 8, 8), 3.0, np.float64)
+    if kind in ("noise", "with background"):
+        image += np.random.default_rng(1).normal(0, 0.1, image.shape)
+    if kind in ("mask", "with background"):
+        image[:, :4] = 0
+    if kind == "one voxel":
+        image[0, 2, 3, 4] = 3.001
+    reference = prepare_image(image.astype(np.float32), (1, 1, 1), plan())
+    scaled = prepare_image((image * scale).astype(np.float32), (1, 1, 1), plan())
+    assert np.isfinite(scaled).all()
+    if kind in ("mask", "constant"):
+        assert set(np.unique(scaled)) == {0} | ({-1} if kind == "mask" else set())
+    # Below 1e-38 single precision has fewer digits.
+    tolerance = 2e-2 if scale > 1e-38 else 1e-1
+    np.testing.assert_allclose(scaled, reference, rtol=tolerance, atol=tolerance)
+    if kind == "noise":
+        assert scaled.std() == pytest.approx(1, rel=1e-3)
+
+
+def test_intensities_of_both_signs_do_not_overflow() -> None:
+    image = np.full((1, 4, 4, 4), 3e38, np.float32)
+    image[:, :2] = -3e38
+    np.testing.assert_allclose(np.abs(prepare_image(image, (1, 1, 1), plan())), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "would"),
+    [
+        ((1000.0, 1000.0, 1000.0), "32000x32000x32000"),
+        ((1e9, 1e9, 1e9), "3.2e+10x3.2e+10x3.2e+10"),
+        ((1.0, 1.0, 1e7), "32x32x3.2e+08"),
+    ],
+)
+def test_what_would_not_fit_is_refused_before_it_is_made(
+    spacing_mm: Spacing, would: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**33)
+    image = RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32)
+    at_one_mm = plan(spacing_mm=(1, 1, 1))
+    for prepare in (
+        lambda: prepare_image(image, spacing_mm, at_one_mm),
+        lambda: prepare_label(np.zeros((32, 32, 32), np.uint8), spacing_mm, at_one_mm),
+    ):
+        with pytest.raises(VolumeError) as caught:
+            prepare()
+        message = str(caught.value)
+        assert f"would become {would} of 1x1x1 mm, which takes" in message
+        assert "this machine has 8 GiB available" in message and "unit in the header" in message
+
+
+def test_a_scan_of_which_one_voxel_would_be_left_is_refused() -> None:
+    image = RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32)
+    with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, and nothing"):
+        prepare_image(image, (1e-3, 1e-3, 1e-3), plan(spacing_mm=(1, 1, 1)))
+
+
+def test_an_allocation_that_fails_all_the_same_is_explained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    image = RNG.uniform(size=(1, 8, 8, 8)).astype(np.float32)
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")):
+
+        def exhausted(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("unet3d.volumes.transform.resample_image", exhausted)
+        with pytest.raises(VolumeError, match="too little memory, .* available"):
+            prepare_image(image, (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
+
+
+def test_logits_that_the_memory_cannot_hold_are_not_restored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**20)
+    logits = torch.zeros(3, 4, 4, 4)
+    assert restore_logits(logits, (8, 8, 8)).shape == (3, 8, 8, 8)
+    with pytest.raises(VolumeError, match="200x200x200 voxels and 3 classes takes 122.1 MiB"):
+        restore_logits(logits, (200, 200, 200))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ChannelNormalization(kind="none"),
+        ChannelNormalization(kind="ct", low=-3e38, high=3e38, mean=-3e38, std=1.0),
+        ChannelNormalization(kind="ct", low=0, high=1, mean=0.5, std=1e-60),
+    ],
+)
+def test_what_becomes_infinite_is_refused(how: ChannelNormalization) -> None:
+    image = np.zeros((1, 6, 6, 6), np.float32)
+    image[:, ::2] = 3.3e38
+    with pytest.raises(VolumeError, match=r"up to 3.3e\+38 become infinite when they are prepared"):
+        prepare_image(image, (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))

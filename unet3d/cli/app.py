@@ -3,6 +3,7 @@
 Heavy imports are inside the commands, so that ``--help`` is instant.
 """
 
+import io
 import logging
 import signal
 import sys
@@ -14,34 +15,42 @@ import click
 from unet3d import __version__
 from unet3d.cli.config import config
 from unet3d.cli.evaluate import check, evaluate
+from unet3d.cli.log_format import OneLineFormatter
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
 from unet3d.cli.train import train
-from unet3d.errors import LostRankError, Unet3dError
+from unet3d.errors import LostRankError, Unet3dError, reason_of
 from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    Exit status: 0 done; 1 a problem that we explain; 2 wrong usage; 130 and 143 after Ctrl-C and
-    SIGTERM.
+    Exit status: 0 done; 1 a problem that we explain; 2 wrong usage; 130, 143 and 129 after Ctrl-C,
+    SIGTERM and SIGHUP.
 
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed.interruption import Interrupted
-    from unet3d.distributed.ranks import is_launched, leave, report_end
+    from unet3d.distributed.interruption import Interrupted, interruptible
+    from unet3d.distributed.launched import is_launched
+    from unet3d.distributed.ranks import die_with_launcher, leave, report_end
 
-    use_expandable_segments()
-    keep_host_memory()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names of files and labels may hold what the terminal's encoding, or any, does not.
+            stream.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in arguments
     if debug:  # accepted anywhere, because people add it at the end, after an error
         arguments = ["--debug", *(argument for argument in arguments if argument != "--debug")]
     try:
-        sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
+        with interruptible():
+            die_with_launcher()
+            use_expandable_segments()
+            keep_host_memory()
+            sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
     except click.exceptions.Exit as ending:
         sys.exit(ending.exit_code)
     except click.ClickException as error:
@@ -56,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         leave(1)
     except OSError as error:  # such as a full disk, in the middle of a run
         place = f"{error.filename}: " if error.filename else ""
-        explained = Unet3dError(f"{place}{error.strerror or error}; --debug shows where")
+        explained = Unet3dError(f"{place}{reason_of(error)}; --debug shows where")
         report_end(explained, "explained")
         if debug:
             raise
@@ -87,11 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 @click.option("--debug", is_flag=True, help="Log more, and show tracebacks.")
 def commands(debug: bool) -> None:
     """Train and use a 3D U-Net on volumes that outgrow one GPU."""
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s" if debug else "%(message)s",
-        stream=sys.stderr,
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        OneLineFormatter("%(levelname)s %(name)s: %(message)s" if debug else "%(message)s")
     )
+    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler])
     logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
 
 

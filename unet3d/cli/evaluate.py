@@ -1,12 +1,14 @@
 """``unet3d evaluate`` and ``unet3d check``."""
 
+import os
+from functools import partial
 from pathlib import Path
 
 import click
 
 from unet3d.cli.options import FILE
-from unet3d.cli.output import write_json
-from unet3d.errors import DatasetError
+from unet3d.cli.output import some, write_json
+from unet3d.errors import ConfigError, DatasetError
 
 
 @click.command()
@@ -15,15 +17,43 @@ from unet3d.errors import DatasetError
 @click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
 def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
     """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
+    _refuse_input(json_path, predictions, labels)
+
     from rich.console import Console
+    from rich.progress import track
 
     from unet3d.inference.evaluation import evaluate as run_evaluation
     from unet3d.reports.scores import evaluation_table
 
-    result = run_evaluation(predictions, labels)
+    terminal = Console(stderr=True)
+    watch = partial(
+        track,
+        description="evaluating",
+        console=terminal,
+        transient=True,
+        disable=not terminal.is_terminal,
+    )
+    result = run_evaluation(predictions, labels, watch)
     Console().print(evaluation_table(result))
+    without = result.without_prediction
+    if without:
+        num_labels = len(result.cases) + len(without)
+        click.echo(
+            f"{len(without)} of the {num_labels} label maps in {labels} have no segmentation and "
+            f"do not count: {some(without)}"
+        )
     if json_path is not None:
         write_json(json_path, result.to_dict())
+
+
+def _refuse_input(json_path: Path | None, *inputs: Path) -> None:
+    """Refuse to write results over what they are made from."""
+    if json_path is None:
+        return
+    from unet3d.volumes.files import is_volume_file
+
+    if is_volume_file(json_path) or os.path.realpath(json_path) in map(os.path.realpath, inputs):
+        raise ConfigError(f"{json_path} is no place for the results; name another --json file")
 
 
 @click.command()
@@ -31,6 +61,8 @@ def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
 @click.option("--json", "json_path", type=FILE, help="Also write the findings here.")
 def check(dataset: Path, json_path: Path | None) -> None:
     """Find what would break training on DATASET, before it starts."""
+    _refuse_input(json_path, dataset, dataset / "dataset.json", dataset / "splits_final.json")
+
     from dataclasses import asdict
 
     from unet3d.volumes.check import check_dataset

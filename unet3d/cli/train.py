@@ -69,10 +69,9 @@ def train(
     quiet: bool,
 ) -> None:
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
-    from unet3d.distributed.ranks import Ranks, die_with_parent, silence_torch
+    from unet3d.distributed.ranks import Ranks, silence_torch
 
     ranks = Ranks.from_environment()
-    die_with_parent()
     if ranks.world_size > 1 and not logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         silence_torch()
     if quiet or not ranks.is_first:

@@ -1,11 +1,14 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
 from unet3d.config.settings import (
+    MAX_PATCH_VOXELS,
     AugmentationSettings,
     Balance,
+    Channels,
     Config,
     CudaGraphs,
     DataSettings,
+    Few,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
@@ -21,11 +24,14 @@ from unet3d.config.settings import (
 )
 
 __all__ = [
+    "MAX_PATCH_VOXELS",
     "AugmentationSettings",
     "Balance",
+    "Channels",
     "Config",
     "CudaGraphs",
     "DataSettings",
+    "Few",
     "InferenceSettings",
     "MemorySettings",
     "ModelSettings",

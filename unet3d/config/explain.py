@@ -4,6 +4,7 @@ Pydantic's own messages speak of its types, and name every branch of a setting t
 """
 
 import difflib
+import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,19 +12,23 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic import BaseModel, ValidationError
 
+from unet3d.plain_data import MAX_DESCRIBED, listed, printable, shown
+
 _NOUNS = {int: "whole number", float: "number", str: "name", Path: "path"}
 _LIMITS = {"gt": "above", "ge": "of at least", "le": "at most", "lt": "below"}
 
 
-def explain(error: ValidationError, model: type[BaseModel], tree: Any) -> list[str]:
-    """Return one phrase for each setting that was refused.
+def explain(error: ValidationError, model: type[BaseModel], tree: Any) -> str:
+    """Return one phrase for each setting that was refused, if they are not too many.
 
     Args:
         error: Of ``model.model_validate(tree)``.
         model: The settings; its nested models are their sections.
         tree: What was validated.
     """
-    return list(dict.fromkeys(_describe(dict(item), model, tree) for item in error.errors()))
+    found = error.errors(include_url=False)
+    phrases = [_describe(dict(item), model, tree) for item in found[:MAX_DESCRIBED]]
+    return listed(phrases, max(0, len(found) - MAX_DESCRIBED))
 
 
 def known_setting(model: type[BaseModel], location: Iterable[Any]) -> tuple[list[str], Any]:
@@ -42,8 +47,13 @@ def known_setting(model: type[BaseModel], location: Iterable[Any]) -> tuple[list
         if not is_section(hint) or name not in hint.model_fields:
             break
         path.append(name)
-        hint = get_type_hints(hint, include_extras=True)[name]
+        hint = _hints(hint)[name]
     return path, hint
+
+
+@functools.cache
+def _hints(section: type[BaseModel]) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
 
 
 def _describe(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str:
@@ -52,10 +62,11 @@ def _describe(problem: dict[str, Any], model: type[BaseModel], tree: Any) -> str
     path, hint = known_setting(model, problem["loc"])
     if problem["type"] in ("extra_forbidden", "invalid_key"):
         name = str(problem["loc"][-1])
-        return f"unknown setting {'.'.join([*path, name])}, {_suggestion(name, path, hint, model)}"
+        suggestion = _suggestion(name[:100], path, hint, model)
+        return f"unknown setting {printable('.'.join([*path, name]))}, {suggestion}"
     for name in path:
         tree = tree[name]
-    return f"{'.'.join(path)} is {tree!r}; give {in_words(hint)}"
+    return f"{'.'.join(path)} is {shown(tree)}; give {in_words(hint)}"
 
 
 def _suggestion(
@@ -69,7 +80,7 @@ def _suggestion(
 
 
 def _settings(section: type[BaseModel]) -> Iterator[str]:
-    hints = get_type_hints(section, include_extras=True)
+    hints = _hints(section)
     for name in section.model_fields:
         if is_section(hints[name]):
             yield from (f"{name}.{key}" for key in _settings(hints[name]))
@@ -92,12 +103,13 @@ def in_words(hint: Any, many: bool = False) -> str:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         limits = [
-            f"{words} {getattr(limit, name):g}"
-            for limit in arguments[1].metadata
+            f"{words} {_in_digits(getattr(limit, name))}"
+            for annotation in arguments[1:]
+            for limit in getattr(annotation, "metadata", ())
             for name, words in _LIMITS.items()
             if hasattr(limit, name)
         ]
-        return f"{in_words(arguments[0], many)} {' and '.join(limits)}"
+        return " ".join([in_words(arguments[0], many), " and ".join(limits)]).rstrip()
     if origin is Literal:
         return _any_of(arguments)
     if origin in (Union, UnionType):
@@ -114,6 +126,10 @@ def in_words(hint: Any, many: bool = False) -> str:
     if hint in (bool, NoneType):
         return "true or false" if hint is bool else "null"
     return f"{_NOUNS[hint]}s" if many else f"a {_NOUNS[hint]}"
+
+
+def _in_digits(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:,.10g}"
 
 
 def _any_of(words: Iterable[str]) -> str:

@@ -5,30 +5,97 @@ A configuration file is YAML with the sections below and holds only what differs
 ``config.yaml`` in its folder.
 """
 
+import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
 from unet3d.config.explain import explain, known_setting
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, reason_of
+from unet3d.plain_data import at_most, is_printable, printable, shown
+from unet3d.reading import read_bytes
 
-# Strict, because otherwise `yes` would be read as 1.
-Positive = Annotated[int, Field(gt=0, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
-Shape = tuple[Positive, Positive, Positive]
+
+def _number(value: Any) -> Any:
+    """Refuse ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_number", "a truth value is no number")
+    return value
+
+
+def _path(path: Path) -> Path:
+    """Refuse a path that no file system can hold, such as one with a NUL."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name or len(name) > _MAX_PATH:
+        raise PydanticCustomError("no_path", "not a path")
+    return path
+
+
+def _name(name: str) -> str:
+    if not is_printable(name):
+        raise PydanticCustomError("no_name", "not a name")
+    return name
+
+
+_MAX_PATH = 4096
+"""Bytes of a path that Linux takes."""
+MAX_PATCH_VOXELS = 2**33
+"""More than a patch can have on all GPUs of a large machine: 2048^3."""
+_MAX_PHANTOM_VOXELS = 2**30
+
+# Each upper limit is beyond every sensible value, and small enough that nothing made from it
+# overflows. Integers are strict, because otherwise `yes` would be read as 1.
+NUMBER = BeforeValidator(_number)
+FilePath = Annotated[Path, AfterValidator(_path)]
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
+Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
+"""A number of passes or repetitions."""
+Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""A number of things that are in memory, or run, at the same time."""
+Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""Channels of a level."""
+Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""Voxels along one axis."""
+Shape = tuple[Voxels, Voxels, Voxels]
 """Voxels along X, Y, Z."""
-Spacing = tuple[
-    Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]
-]
+Millimetres = Annotated[float, Field(ge=1e-9, le=1e6), NUMBER]
+Spacing = tuple[Millimetres, Millimetres, Millimetres]
 """Distance in mm of neighbouring voxels along X, Y, Z."""
-Fraction = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
+Scale = Annotated[float, Field(ge=0.01, le=100), NUMBER]
 Balance = Literal["encoder-decoder", "time", "memory"]
 Recompute = Literal["norm", "level", "off"]
 Offload = Literal["none", "skips"]
 CudaGraphs = Literal["auto", "off"]
+
+
+Size = TypeVar("Size", bound=str | Shape)
+
+
+def _of_few_voxels(key: str, size: Size, most: int) -> Size:
+    """Refuse three sizes that are allowed alone, but not together."""
+    if not isinstance(size, str) and math.prod(size) > most:
+        shape = "x".join(map(str, size))
+        raise ValueError(f"{key} is {shape}, {math.prod(size):,} voxels; give at most {most:,}")
+    return size
 
 
 class Section(BaseModel):
@@ -52,23 +119,28 @@ class Section(BaseModel):
 class PhantomSettings(Section):
     """The built-in synthetic data set, used where no data set is named."""
 
-    num_cases: Positive = 20
+    num_cases: Annotated[int, Field(gt=0, le=100_000, strict=True)] = 20
     """Number of phantoms, for training and validation together."""
     shape: Shape = (64, 64, 64)
     """Voxels along X, Y, Z of each case."""
     spacing_mm: Spacing = (1.0, 1.0, 1.0)
     """Distance of neighbouring voxels along X, Y, Z, in mm."""
 
+    @field_validator("shape")
+    @classmethod
+    def _few_voxels(cls, shape: Shape) -> Shape:
+        return _of_few_voxels("data.phantom.shape", shape, _MAX_PHANTOM_VOXELS)
+
 
 class DataSettings(Section):
     """Which cases, and how they are brought to one spacing and one range of intensities."""
 
-    dataset: Path | None = None
+    dataset: FilePath | None = None
     """Folder of the data set, or its dataset.json; null: the phantom data."""
     phantom: PhantomSettings = PhantomSettings()
-    fold: Count = 0
+    fold: Annotated[int, Field(ge=0, lt=10_000, strict=True)] = 0
     """Which fold validates, counted from 0; the others are trained on."""
-    num_folds: Annotated[int, Field(ge=2, strict=True)] = 5
+    num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
     spacing_mm: Literal["median", "native"] | Spacing = "median"
     """Spacing that cases are resampled to: the data set's median, each case's own (native), or
@@ -76,9 +148,9 @@ class DataSettings(Section):
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
     and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
-    cache: Path | None = None
+    cache: FilePath | None = None
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
-    num_workers: Count | Literal["auto"] = "auto"
+    num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Processes that cut and augment patches; 0: in the training process; auto: as many as the
     cores allow, at most 16; beside a network on a CPU one for 32 cores, so none on most."""
 
@@ -90,11 +162,11 @@ class AugmentationSettings(Section):
     """Whether patches are changed at all."""
     rotation_probability: Fraction = 0.2
     """Probability of a rotation; thick slices stay in their plane."""
-    rotation_degrees: Annotated[float, Field(ge=0, le=180)] = 30.0
+    rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
     """Largest angle of a rotation about each axis, in degrees, in both directions."""
     scaling_probability: Fraction = 0.2
     """Probability of a change of size."""
-    scaling_range: tuple[float, float] = (0.7, 1.4)
+    scaling_range: tuple[Scale, Scale] = (0.7, 1.4)
     """Smallest and largest factor of the distance between sampled voxels: below 1 a structure
     becomes larger."""
     noise_probability: Fraction = 0.1
@@ -109,7 +181,7 @@ class AugmentationSettings(Section):
     """Probability of a gamma curve over the intensities."""
     low_resolution_probability: Fraction = 0.1
     """Probability that the patch is sampled coarsely and enlarged again."""
-    mirror_axes: tuple[Literal["x", "y", "z"], ...] = ()
+    mirror_axes: Annotated[tuple[Literal["x", "y", "z"], ...], at_most(3)] = ()
     """Axes that may be flipped, each one time in two. None by default, because left and right may
     be different labels."""
 
@@ -120,13 +192,18 @@ class PatchSettings(Section):
     size: Literal["auto", "whole"] | Shape = "auto"
     """Voxels along X, Y, Z; auto: from the data set's median shape and spacing; whole: each case
     as it is, padded to what the network can halve."""
-    max_voxels: Positive = 128**3
+    max_voxels: Annotated[int, Field(gt=0, le=MAX_PATCH_VOXELS, strict=True)] = 128**3
     """Most voxels of a patch whose size is auto."""
-    per_case: Positive = 4
+    per_case: Many = 4
     """Patches drawn from each case in one epoch (whole volumes: always 1)."""
     foreground_fraction: Fraction = 0.33
     """Share of the patches that are centred on a labelled voxel."""
     augmentation: AugmentationSettings = AugmentationSettings()
+
+    @field_validator("size")
+    @classmethod
+    def _few_voxels(cls, size: str | Shape) -> str | Shape:
+        return _of_few_voxels("patches.size", size, MAX_PATCH_VOXELS)
 
 
 class ModelSettings(Section):
@@ -135,13 +212,13 @@ class ModelSettings(Section):
     encoder: Literal["plain", "residual"] = "plain"
     """plain: two convolutions a level; residual: residual units, one at full resolution and up to
     six on lower levels."""
-    base_channels: Positive = 32
+    base_channels: Channels = 32
     """Channels at level 0; they double at each level."""
-    max_channels: Positive = 320
+    max_channels: Channels = 320
     """Most channels that a level has."""
     num_levels: Annotated[int, Field(ge=2, le=8, strict=True)] | Literal["auto"] = "auto"
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
-    channels: tuple[Positive, ...] | None = None
+    channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the three settings above; null: by those."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
@@ -162,34 +239,34 @@ class ModelSettings(Section):
 class TrainingSettings(Section):
     """The optimisation."""
 
-    epochs: Positive = 100
+    epochs: Many = 100
     """Number of passes over the training cases."""
-    batch_size: Positive = 2
+    batch_size: Few = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
-    micro_batches: Positive | Literal["auto"] = "auto"
+    micro_batches: Few | Literal["auto"] = "auto"
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
-    learning_rate: Annotated[float, Field(gt=0)] = 0.01
+    learning_rate: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 0.01
     """Initial learning rate of the polynomial decay (power 0.9)."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    momentum: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.99
     """Nesterov momentum; sgd only."""
-    weight_decay: Annotated[float, Field(ge=0)] = 3e-5
+    weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 3e-5
     """Weight decay: added to the gradients by sgd, decoupled from them by adamw."""
-    gradient_clip: Annotated[float, Field(gt=0)] = 12.0
+    gradient_clip: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 12.0
     """Largest L2 norm of all gradients together."""
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
     has it in hardware, else float32."""
-    validate_every: Positive = 5
+    validate_every: Many = 5
     """Epochs between validations; the last epoch is always validated."""
-    save_every_seconds: Annotated[float, Field(ge=0)] = 60.0
+    save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0
     """Largest age of the latest checkpoint, in seconds (and one step); each validation writes one
     too."""
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64, strict=True)] = 0
     """Seed of every random choice: folds, weights, patches, augmentation."""
 
     @property
@@ -214,19 +291,19 @@ class ParallelSettings(Section):
 
     mode: Literal["none", "model", "data"] = "none"
     """none: one device; model: one network over the devices; data: a replica on each of them."""
-    devices: tuple[str, ...] | None = None
+    devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024)] | None = None
     """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
-    replicas: Positive = 1
+    replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
     """Mode model: copies of the network, over which the devices are divided in their order."""
     engine: Literal["ddp", "dataparallel"] = "ddp"
     """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
     for each, which is slower."""
-    output_device: str | None = None
+    output_device: Name | None = None
     """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
     """Seconds of silence after which a rank counts as hanging, and training ends."""
-    max_restarts: Count = 0
+    max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
     """How often the ranks are started again, from the latest checkpoint, when one of them dies.
     Under torchrun its own --max-restarts counts."""
     schedule: Literal["1f1b", "all-forward"] = "1f1b"
@@ -239,7 +316,7 @@ class ParallelSettings(Section):
     """Where the network is cut in training. time, memory: so that the stages take equal time, or
     memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
     cut that ``plan --measure`` found best, else encoder-decoder."""
-    cuts: tuple[Positive, ...] | None = None
+    cuts: Annotated[tuple[Few, ...], at_most(1024)] | None = None
     """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
     null: as balance says."""
 
@@ -301,10 +378,15 @@ class InferenceSettings(Section):
     window: Literal["auto", "whole"] | Shape = "auto"
     """Voxels along X, Y, Z of a window; whole: the whole volume; auto: the training patch, or the
     whole volume for a network trained on whole volumes."""
-    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    overlap: Annotated[float, Field(ge=0, le=0.95), NUMBER] = 0.5
     """Share of a window that its neighbour covers again."""
-    batch_size: Positive | Literal["auto"] = "auto"
+    batch_size: Few | Literal["auto"] = "auto"
     """Windows in one forward pass; auto: one on a GPU, as many as 2^20 voxels hold on a CPU."""
+
+    @field_validator("window")
+    @classmethod
+    def _few_voxels(cls, window: str | Shape) -> str | Shape:
+        return _of_few_voxels("inference.window", window, MAX_PATCH_VOXELS)
 
 
 class Config(Section):
@@ -432,40 +514,40 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = _parsed(path.read_text(encoding="utf-8"), source)
+            tree = _parsed(read_bytes(path, MAX_BYTES).decode(), source)
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            reason = reason_of(error) if isinstance(error, OSError) else "not a text file"
             raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals:
-            raise ConfigError(f"--set {override}: write section.key=value")
+            raise ConfigError(f"--set {printable(override)}: write section.key=value")
         _put(tree, key.strip(), _value_of(key.strip(), text))
     return _validated(tree, source)
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(text)
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: text that looks like a date and is not one
-        raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error
+        tree = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{source} is not valid YAML: {printable(str(error), 400)}") from error
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")
     return tree or {}
 
 
 def _value_of(key: str, text: str) -> Any:
-    if Path in get_args(known_setting(Config, key.split("."))[1]):
+    if FilePath in get_args(known_setting(Config, key.split("."))[1]):
         return None if text in ("", "null") else text  # it may hold a comma or a #
     try:
-        value = yaml.safe_load(text)
+        value = parse_yaml(text)
         if isinstance(value, str) and "," in value:
-            return [yaml.safe_load(item) for item in value.split(",") if item.strip()]
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--set {key}: the value {text!r} is not valid YAML") from error
+            return [parse_yaml(item) for item in value.split(",", MAX_NODES) if item.strip()]
+    except ValueError as error:
+        raise ConfigError(
+            f"--set {printable(key)}: the value {shown(text)} is not valid YAML: "
+            f"{printable(str(error), 400)}"
+        ) from error
     return value
 
 
@@ -475,7 +557,10 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
         if tree.get(section) is None:
             tree[section] = {}
         if not isinstance(tree[section], dict):
-            raise ConfigError(f"cannot set {key}: {section} is {tree[section]!r}, not a section")
+            raise ConfigError(
+                f"cannot set {printable(key)}: {printable(section)} is {shown(tree[section])}, "
+                "not a section"
+            )
         tree = tree[section]
     tree[last] = value
 
@@ -484,4 +569,4 @@ def _validated(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(explain(error, Config, tree))) from error
+        raise ConfigError(f"{source}: {explain(error, Config, tree)}") from error

@@ -1,16 +1,19 @@
 """The ranks of one training, and what they tell one another beside gradients.
 
-There are two channels. A *store* holds small values and is kept by the process that started the
-ranks; it can be asked without waiting, so it never times out (`store_exchange`, `rank_watch`). A
-*gloo* group carries a message for every step, which is read one step after it was sent, so that
-no rank waits (`step_messages`). Gradients go through groups of their own; see
-:mod:`unet3d.parallel.replicas`.
+There are two channels. A *store* holds small values and outlives the ranks; it can be asked without
+waiting, so it never times out (`store_exchange`, `rank_watch`). A *gloo* group carries a message
+for every step, which is read one step after it was sent, so that no rank waits (`step_messages`),
+and the bytes of files. Gradients go through groups of their own; see
+:mod:`unet3d.parallel.replicas`. Nothing that one rank sends another is ever unpickled: values are
+JSON, everything else is tensors of numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +24,7 @@ from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.step_messages import StepMessages
 from unet3d.distributed.store_exchange import StoreExchange
+from unet3d.distributed.value_store import ValueStore
 
 Result = TypeVar("Result")
 
@@ -29,10 +33,22 @@ ENDLESS = timedelta(days=365)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stores:
+    """Where the ranks meet."""
+
+    values: ValueStore
+    """What they tell one another; empty when they start."""
+    lasting: ValueStore
+    """What outlives a restart."""
+    groups: Store
+    """What PyTorch's process groups tell one another; empty when the ranks start."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Channels:
     """What connects a rank with the others."""
 
-    store: Store
+    stores: Stores
     watch: RankWatch
     values: StoreExchange
     steps: StepMessages
@@ -41,25 +57,21 @@ class _Channels:
 class Group:
     """The ranks of one training, of which this process is one; it may be the only one."""
 
-    def __init__(
-        self, ranks: Ranks, store: Store | None = None, lasting: Store | None = None
-    ) -> None:
+    def __init__(self, ranks: Ranks, stores: Stores | None = None) -> None:
         """Take a place among the ranks.
 
         Args:
             ranks: The place.
-            store: A store that all ranks reach; None for a single rank.
-            lasting: The same, where what is written outlives a restart.
+            stores: Where all ranks meet; None for a single rank.
         """
         self.ranks = ranks
-        self._lasting = lasting
         self._channels: _Channels | None = None
-        if store is not None:
-            watch = RankWatch(store, ranks, timedelta(seconds=JOIN_SECONDS))
+        if stores is not None:
+            watch = RankWatch(stores.values, ranks, timedelta(seconds=JOIN_SECONDS))
             self._channels = _Channels(
-                store=store,
+                stores=stores,
                 watch=watch,
-                values=StoreExchange(store, ranks, watch),
+                values=StoreExchange(stores.values, ranks, watch),
                 steps=StepMessages(watch),
             )
 
@@ -86,7 +98,7 @@ class Group:
         self.exchange(None)
         dist.init_process_group(
             "gloo",
-            store=self._channels.store,
+            store=self._channels.stores.groups,
             rank=self.ranks.rank,
             world_size=self.size,
             timeout=timedelta(seconds=JOIN_SECONDS),
@@ -100,8 +112,8 @@ class Group:
         Args:
             run: The run's folder.
         """
-        if self._lasting is not None:
-            self._lasting.set(f"begun/{run}", "")
+        if self._channels is not None:
+            self._channels.stores.lasting.set(f"begun/{run}", "")
 
     def has_begun(self, run: str) -> bool:
         """Return whether these ranks have begun a run before they were restarted.
@@ -109,9 +121,9 @@ class Group:
         Args:
             run: The run's folder.
         """
-        if self._lasting is None:
+        if self._channels is None:
             return self.ranks.restart_count > 0
-        return self._lasting.check([f"begun/{run}"])
+        return self._channels.stores.lasting.check([f"begun/{run}"])
 
     def new_group(self, device: torch.device) -> dist.ProcessGroup:
         """Return a group of all ranks that moves tensors of a kind of device.
@@ -179,20 +191,33 @@ class Group:
         )
         return result if from_plain is None else from_plain(result)
 
-    def object_from_first(self, make: Callable[[], Result]) -> Result:
-        """Return what the first rank makes: anything, also large tensors.
+    def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
+        """Return what a file holds that only the first rank needs to see.
 
         Args:
-            make: Only called in the first rank.
+            path: The file, which nobody writes meanwhile.
+            read: Reads it: first in the first rank, whose errors so name it, and in the others a
+                copy.
         """
         if self._channels is None:
-            return make()
-        content: list[Any] = [make() if self.is_first else None]
-        self.exchange(None)
+            return read(path)
+        if self.is_first:
+            found = read(path)
+            self._broadcast_file(path)
+            return found
+        with NamedTemporaryFile(prefix="unet3d-") as copy:
+            self._broadcast_file(Path(copy.name))
+            return read(Path(copy.name))
+
+    def _broadcast_file(self, path: Path) -> None:
+        """Send the bytes of the first rank's file to all others, which write them."""
+        num_bytes = self.from_first(lambda: path.stat().st_size)
+        content = torch.from_file(
+            str(path), shared=not self.is_first, size=num_bytes, dtype=torch.uint8
+        )
+        self.exchange(None)  # now all of them wait for it
         with self.translate_dist_errors():
-            dist.broadcast_object_list(content)
-        result: Result = content[0]
-        return result
+            dist.broadcast(content, 0)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order; all of them call it.

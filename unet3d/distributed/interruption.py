@@ -1,15 +1,41 @@
-"""Ctrl-C and SIGTERM as a request to stop at the next safe moment."""
+"""Ctrl-C, SIGTERM and SIGHUP: what they do while modules load, before a training, and during it.
 
+::
+
+    while the program starts,     the process ends at once: nothing has been written, and an
+    ends, or loads modules        exception in the middle of an import can be lost, or leave
+                                  broken modules (stop_on_signals)
+    while a command runs          Interrupted is raised, so that what was begun is cleaned up
+                                  (interruptible)
+    during a training             a request, which is granted after the step
+                                  (deferred_interruption)
+
+A second signal ends the process at once. Only small modules are imported here, because this must be
+in force before anything else is loaded.
+"""
+
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-class Interrupted(Exception):
-    """The user or the system asked to stop."""
+REPEAT_SECONDS = 0.05
+"""After what time an interruption that Python could not pass on is repeated."""
 
-    def __init__(self, signal_number: int, can_resume: bool = True) -> None:
+_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
+
+
+class Interrupted(BaseException):
+    """The user or the system asked to stop.
+
+    Like KeyboardInterrupt it is no ``Exception``: nobody shall take it for a fault of their own.
+    """
+
+    def __init__(self, signal_number: int, can_resume: bool = False) -> None:
         """Say which signal asked.
 
         Args:
@@ -29,9 +55,77 @@ class InterruptionRequest:
         self.signal_number: int | None = None
 
 
+class _Stop:
+    """Handler of the signals, where nothing is deferred."""
+
+    def __init__(self) -> None:
+        self.is_rank = False
+        self.may_raise = False
+        self._has_raised = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._has_raised:
+            if not self.is_rank:
+                os._exit(128 + number)
+        elif self.may_raise and not _is_importing(frame):
+            self._has_raised = True
+            raise Interrupted(number)
+        else:
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        try:
+            if not self.is_rank:
+                os.write(2, f"Stopped by {signal.Signals(number).name}\n".encode())
+        finally:
+            os._exit(128 + number)
+
+    def repeat(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Raise an interruption again that came where Python cannot pass it on, as in __del__."""
+        error = unraisable.exc_value
+        if not isinstance(error, Interrupted):
+            sys.__unraisablehook__(unraisable)
+            return
+        self._has_raised = False
+        number = error.signal_number
+        signal.signal(signal.SIGALRM, lambda _, frame: self(number, frame))
+        signal.setitimer(signal.ITIMER_REAL, REPEAT_SECONDS)
+
+
+_stop = _Stop()
+
+
+def stop_on_signals(is_rank: bool) -> None:
+    """Have the signals end this program, from now on and until it ends.
+
+    Args:
+        is_rank: Whether this is one of several ranks; then another process tells the user, and a
+            second signal changes nothing, because terminals and launchers send it twice.
+    """
+    _stop.is_rank = is_rank
+    sys.unraisablehook = _stop.repeat
+    for number in _wanted():
+        signal.signal(number, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # a launcher starts ranks without them
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Have the signals of :func:`stop_on_signals` raise in this context.
+
+    Raises:
+        Interrupted: There was a signal.
+    """
+    _stop.may_raise = True
+    try:
+        yield
+    finally:
+        _stop.may_raise = False
+
+
 @contextmanager
 def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest]:
-    """Turn the first Ctrl-C or SIGTERM into a request; a second one acts at once.
+    """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
 
     Args:
         is_rank: Whether this is one of several ranks; then a second signal changes nothing,
@@ -50,9 +144,23 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
             number, handler = previous.popitem()
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _wanted():
         previous[number] = signal.signal(number, remember)
     try:
         yield request
     finally:
         restore()
+
+
+def _wanted() -> list[signal.Signals]:
+    """Return the signals to handle: not SIGHUP where nohup has had it ignored."""
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [one for one in SIGNALS if one != signal.SIGHUP or not ignores_hangup]
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT_SYSTEM:
+            return True
+        frame = frame.f_back
+    return False

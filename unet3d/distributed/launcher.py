@@ -1,93 +1,255 @@
-"""Starting the ranks of one machine with PyTorch's elastic launcher, and reporting their end."""
+"""Starting the ranks of one machine, again when one dies, and reporting their end.
 
-import logging
+PyTorch's elastic launcher does this too, but on the way it listens on all interfaces and unpickles
+what it is sent. Of one machine nothing needs to listen: ranks meet in the files of a folder that
+nobody else can open, and the sockets of gloo and NCCL stay on the loopback interface.
+"""
+
+import fcntl
+import json
 import os
+import shutil
 import signal
+import stat
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
 import unet3d
-from unet3d.distributed.interruption import Interrupted
-from unet3d.distributed.ranks import LAUNCHED, num_cores
+from unet3d.distributed.interruption import (
+    SIGNALS,
+    Interrupted,
+    InterruptionRequest,
+    deferred_interruption,
+)
+from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
+from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, num_cores
 from unet3d.errors import RankError, Unet3dError
+from unet3d.processes import blocked
 
-POLL_SECONDS = 0.1
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+POLL_SECONDS = 0.05
+
+SAVE_SECONDS = 120.0
+"""Time for ranks that are asked to stop, in which they end their step and save."""
+
+END_SECONDS = 30.0
+"""Time for ranks that cannot go on without another, in which they say so."""
+
+PREFIX = "unet3d-ranks-"
+"""How the names of the folders begin in which ranks meet."""
+
+LEFTOVER_SECONDS = 60.0
+"""Age from which such a folder is locked by its launcher, if it has one."""
 
 
-def launch(arguments: Sequence[str], num_ranks: int, max_restarts: int, on_gpus: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How a rank ended that did not come to its end."""
+
+    rank: int
+    exit_status: int
+    """Its exit status; negative: the signal that killed it."""
+    noticed_at: float
+    """Seconds since the epoch when the launcher noticed."""
+    report: dict[str, Any]
+    """What it wrote down itself; see :func:`unet3d.distributed.ranks.report_end`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    error_file: Path
+
+    def failure(self) -> Failure | None:
+        """Return how it failed; None: it runs or has come to its end."""
+        status = self.process.poll()
+        if not status:
+            return None
+        try:
+            report = json.loads(self.error_file.read_text())
+        except (FileNotFoundError, ValueError):  # none, or it was killed while it wrote
+            report = {}
+        return Failure(rank=self.number, exit_status=status, noticed_at=time.time(), report=report)
+
+
+@contextmanager
+def meeting_folder() -> Iterator[Path]:
+    """Make a temporary folder that only this user can open, and that no service tidies up."""
+    _remove_leftovers()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+def _remove_leftovers() -> None:
+    """Delete the folders that launchers have left which were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            status = folder.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and time.time() - status.st_mtime > LEFTOVER_SECONDS:
+                with _locked(folder):
+                    shutil.rmtree(folder)
+        except OSError:  # its launcher is at work, or another one is faster
+            continue
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, which tells others, as systemd-tmpfiles, that it is in use.
+
+    Raises:
+        BlockingIOError: Another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def launch(
+    arguments: Sequence[str], folder: Path, *, num_ranks: int, max_restarts: int, on_gpus: bool
+) -> None:
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
     Args:
         arguments: Arguments of ``unet3d``, the same for every rank.
+        folder: Where they meet; see :func:`meeting_folder`.
         num_ranks: Number of processes.
         max_restarts: How often all ranks are started again when one dies.
         on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
 
     Raises:
-        Interrupted: Ctrl-C or SIGTERM, after the ranks have ended.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
         Unet3dError: A rank failed; the reason of the first one that did.
     """
-    debug = logging.getLogger("unet3d").isEnabledFor(logging.DEBUG)
-    with (
-        tempfile.TemporaryDirectory(prefix="unet3d-ranks-") as logs,
-        _environment(_variables(num_ranks, on_gpus)),
-        _signals_restored(),
-    ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=max_restarts,
-            monitor_interval=POLL_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
-        )
-        if not debug:
-            _silence_elastic()
-        try:
-            elastic_launch(config, sys.executable)("-m", "unet3d", *arguments)
-        except SignalException as error:
-            raise Interrupted(int(error.sigval)) from error
-        except ChildFailedError as error:
-            raise _reason(error.failures) from error
+    failures: list[Failure] = []
+    with deferred_interruption() as request:
+        for restart_count in range(max_restarts + 1):
+            variables = {
+                **os.environ,
+                **_variables(num_ranks, on_gpus),
+                MEETING_FOLDER: str(folder),
+                RESTART_COUNT: str(restart_count),
+            }
+            with _started(arguments, num_ranks, variables, folder) as ranks:
+                failures = _wait(ranks, request)
+            if not failures:
+                return
+            if request.signal_number is not None:
+                raise _reason_of_stop(failures, request.signal_number)
+    raise _reason(failures)
 
 
-def _reason(failures: Mapping[int, ProcessFailure]) -> Exception:
+@contextmanager
+def _started(
+    arguments: Sequence[str], num_ranks: int, variables: dict[str, str], folder: Path
+) -> Iterator[list[_Rank]]:
+    """Start the ranks, and leave none of them running."""
+    ranks: list[_Rank] = []
+    try:
+        for number in range(num_ranks):
+            error_file = folder / f"error-{variables[RESTART_COUNT]}-{number}.json"
+            places = {
+                "RANK": str(number),
+                "LOCAL_RANK": str(number),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                ERROR_FILE: str(error_file),
+            }
+            # A session of its own: Ctrl-C reaches the ranks once, from here. They receive signals
+            # when they can handle them.
+            with blocked(*SIGNALS):
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "unet3d", *arguments],
+                    env={**variables, **places},
+                    start_new_session=True,
+                )
+            ranks.append(_Rank(number=number, process=process, error_file=error_file))
+        yield ranks
+    finally:
+        _kill(ranks)
+
+
+def _wait(ranks: Sequence[_Rank], request: InterruptionRequest) -> list[Failure]:
+    """Wait until all ranks have ended; if one fails, or somebody asks to stop, they are asked to.
+
+    Returns:
+        How those failed that did, but not those that only ended because they were asked to.
+    """
+    while any(rank.process.poll() is None for rank in ranks):
+        if request.signal_number is not None:
+            _end(ranks, request.signal_number, SAVE_SECONDS)
+            return _failures(ranks)
+        failures = _failures(ranks)
+        if failures:
+            _end(ranks, signal.SIGTERM, END_SECONDS)
+            return failures
+        time.sleep(POLL_SECONDS)
+    return _failures(ranks)
+
+
+def _failures(ranks: Sequence[_Rank]) -> list[Failure]:
+    return [failure for rank in ranks if (failure := rank.failure()) is not None]
+
+
+def _end(ranks: Sequence[_Rank], signal_number: int, within_seconds: float) -> None:
+    """Ask ranks to stop, wait for them, and kill those that do not."""
+    for rank in ranks:
+        rank.process.send_signal(signal_number)
+    deadline = time.monotonic() + within_seconds
+    while any(rank.process.poll() is None for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    _kill(ranks)
+
+
+def _kill(ranks: Sequence[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+    for rank in ranks:
+        rank.process.wait()
+
+
+def _reason_of_stop(failures: Sequence[Failure], signal_number: int) -> BaseException:
+    """Return that the ranks were asked to stop, or why one of them could not save."""
+    for failure in failures:
+        if failure.report.get("kind") in ("explained", "unexpected"):
+            return _reason([failure])
+    return Interrupted(signal_number)
+
+
+def _reason(failures: Sequence[Failure]) -> BaseException:
     """Return why the first rank failed; the errors of ranks that only lost it do not count."""
     order = {"explained": 0, "interrupted": 0, "unexpected": 0, None: 1, "consequence": 2}
 
-    def priority(rank: int) -> tuple[int, float]:
-        content = failures[rank].error_file_data
-        return order[content.get("kind")], float(content.get("time", failures[rank].timestamp))
+    def priority(failure: Failure) -> tuple[int, float]:
+        report = failure.report
+        return order[report.get("kind")], float(report.get("time", failure.noticed_at))
 
-    rank = min(failures, key=priority)
-    failure = failures[rank]
-    content: dict[str, Any] = failure.error_file_data
-    kind = content.get("kind")
+    first = min(failures, key=priority)
+    kind, status = first.report.get("kind"), first.exit_status
     if kind == "interrupted":
-        return Interrupted(content["signal"])
+        return Interrupted(first.report["signal"])
     if kind in ("explained", "consequence"):
-        return Unet3dError(content["message"]["message"])
+        return Unet3dError(first.report["message"]["message"])
     if kind == "unexpected":
-        reason = f"stopped with {content['message']['message']}; --debug shows where"
-    elif failure.exitcode < 0:
-        reason = f"was killed by {failure.signal_name()}; --resume continues the run"
+        reason = f"stopped with {first.report['message']['message']}; --debug shows where"
+    elif status < 0:
+        name = signal.Signals(-status).name
+        reason = f"was killed by {name}; --resume continues the run"
+    elif status - 128 in SIGNALS:  # while its modules were loaded
+        return Interrupted(status - 128)
     else:
-        reason = f"ended with status {failure.exitcode} without a word"
-    return RankError(f"rank {rank} {reason}")
+        reason = f"ended with status {status} without a word"
+    return RankError(f"rank {first.rank} {reason}")
 
 
 def import_variables() -> dict[str, str]:
@@ -105,47 +267,15 @@ def import_variables() -> dict[str, str]:
 
 
 def _variables(num_ranks: int, on_gpus: bool) -> dict[str, str]:
-    """Return what the ranks find in their environment."""
-    variables = import_variables() | {LAUNCHED: str(os.getpid())}
-    defaults = {
-        "GLOO_SOCKET_IFNAME": "lo",  # a machine's name may not resolve to itself
-        # Seconds for ranks that are asked to stop, in which they end their step and save. PyTorch
-        # before 2.13 does not read it and waits 30.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120",
+    """Return what the ranks find in their environment, besides their places."""
+    variables = import_variables() | {
+        LAUNCHED: str(os.getpid()),
+        # What a user has set for several machines is not asked for here.
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",  # without the sign: every interface that begins with lo
+        "NCCL_RAS_ENABLE": "0",  # a service that answers everybody on the machine
     }
     if not on_gpus:
-        defaults["OMP_NUM_THREADS"] = str(max(1, num_cores() // num_ranks))
-    # What the user has set stands.
-    return variables | {key: os.environ.get(key, value) for key, value in defaults.items()}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
-
-
-@contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore the signal handlers that the launcher replaces for the rest of the process."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _silence_elastic() -> None:
-    """Keep torch elastic's messages on each failure and signal off the terminal."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        own = os.environ.get("OMP_NUM_THREADS")  # what the user has set stands
+        variables["OMP_NUM_THREADS"] = own or str(max(1, num_cores() // num_ranks))
+    return variables

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.value_store import ValueStore
 from unet3d.errors import LostRankError, RankError
 
 GRACE_SECONDS = 2.0
@@ -29,7 +29,7 @@ Notes = dict[int, tuple[int, str]]
 class RankWatch:
     """Keeps the notes of all ranks, and names the one that is lost."""
 
-    def __init__(self, store: Store, ranks: Ranks, timeout: timedelta) -> None:
+    def __init__(self, store: ValueStore, ranks: Ranks, timeout: timedelta) -> None:
         """Start without any notes.
 
         Args:
@@ -91,7 +91,7 @@ class RankWatch:
             time.sleep(GRACE_SECONDS)
             silent = [rank for rank in others if not self._store.check([f"missing/{rank}"])]
             notes = self.notes()
-        except RuntimeError:  # the store is gone too
+        except (RuntimeError, RankError):  # the store is gone too
             return LostRankError("the other ranks of this training are gone")
         return self._error(silent or others, notes, hangs)
 

@@ -1,26 +1,25 @@
 """The place of a process among those of one training, and what it reports to its launcher.
 
 The environment variables are those of torchrun, PyTorch's way of starting a process for each
-device on one machine or many; ``unet3d train`` uses the same launcher for itself.
+device on one machine or many; ``unet3d train`` sets the same for the ranks that it starts.
 """
 
-import ctypes
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from unet3d.distributed.launched import LAUNCHED, is_launched
 from unet3d.errors import ConfigError
+from unet3d.processes import die_with_parent
 
-LAUNCHED = "UNET3D_LAUNCHED"
-"""Holds the process id of the ``unet3d train`` that started the ranks and reports for them."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Holds where a rank writes down why it ends."""
 
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
 Kind = Literal["explained", "unexpected", "interrupted", "consequence"]
 """What ended a rank: an explained error, an unexpected one, a signal, or another rank's end."""
@@ -58,7 +57,7 @@ class Ranks:
                 f"RANK and WORLD_SIZE are set but {', '.join(missing)} is no number; start the "
                 "ranks with torchrun, or unset RANK"
             )
-        restart_count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restart_count = os.environ.get(RESTART_COUNT, "0")
         rank, world_size, local_rank, local_world_size = map(int, values)
         ranks = cls(
             rank=rank,
@@ -87,19 +86,12 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def is_launched() -> bool:
-    """Return whether ``unet3d train`` has started this process as one of its ranks."""
-    return LAUNCHED in os.environ
-
-
-def die_with_parent() -> None:
-    """Have Linux kill this process when its parent dies, whatever the cause."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    launcher = os.environ.get(LAUNCHED)
-    if launcher is not None and os.getppid() != int(launcher):  # it died before this was asked for
-        os._exit(1)
+def die_with_launcher() -> None:
+    """Have Linux kill this process, if it is a rank, when what has started it dies."""
+    if is_launched():
+        die_with_parent(int(os.environ[LAUNCHED]))
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
 
 
 def silence_torch() -> None:
@@ -133,7 +125,7 @@ def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None
         kind: Kind of the reason.
         signal_number: The signal that asked to stop; 0: there was none.
     """
-    path = os.environ.get(_ERROR_FILE)
+    path = os.environ.get(ERROR_FILE)
     if path is None:
         return
     now = time.time()

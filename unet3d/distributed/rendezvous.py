@@ -1,17 +1,25 @@
-"""Joining the ranks that a launcher has started, the first time or again after one died."""
+"""Joining the ranks that a launcher has started, the first time or again after one died.
 
+Ranks that ``unet3d train`` has started on one machine meet in files, so that nothing listens. Those
+of torchrun, on one machine or several, meet in the TCPStore that torchrun keeps.
+"""
+
+import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from unet3d.distributed.group import JOIN_SECONDS, Group
+from unet3d.distributed.group import JOIN_SECONDS, Group, Stores
+from unet3d.distributed.launched import MEETING_FOLDER
 from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.value_store import FolderStore
 from unet3d.errors import RankError
 
 POLL_SECONDS = 0.02
@@ -19,7 +27,7 @@ POLL_SECONDS = 0.02
 
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[Group]:
-    """Join the ranks that torchrun has started, and leave them when all is done.
+    """Join the ranks that were started with this one, and leave them when all is done.
 
     Args:
         ranks: The place of this process; a single rank joins nothing.
@@ -30,6 +38,31 @@ def joined(ranks: Ranks) -> Iterator[Group]:
     if ranks.world_size == 1:
         yield Group(ranks)
         return
+    folder = os.environ.get(MEETING_FOLDER)
+    stores = _stores_of_torchrun(ranks) if folder is None else stores_in(Path(folder), ranks)
+    group = Group(ranks, stores)
+    yield group
+    group.close()  # not after an error: it would wait for ranks that may be gone
+
+
+def stores_in(folder: Path, ranks: Ranks) -> Stores:
+    """Return the stores of ranks that all start at the same time, on this machine.
+
+    Args:
+        folder: Outlives restarts; nobody else can open it.
+        ranks: The place of this process.
+
+    Raises:
+        RankError: The folder cannot be written.
+    """
+    start = folder / f"start-{ranks.restart_count}"
+    values = FolderStore(start)
+    groups = dist.FileStore(str(start / "groups"), ranks.world_size)
+    groups.set_timeout(timedelta(seconds=JOIN_SECONDS))
+    return Stores(values=values, lasting=FolderStore(folder), groups=groups)
+
+
+def _stores_of_torchrun(ranks: Ranks) -> Stores:
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS))))
         lasting = PrefixStore("unet3d", store)
@@ -39,9 +72,8 @@ def joined(ranks: Ranks) -> Iterator[Group]:
         raise RankError(f"rank {ranks.rank} cannot join the others: {reason}") from error
     # The store outlives the ranks, so each start has keys of its own: it must not read what an
     # earlier one has left.
-    group = Group(ranks, PrefixStore(start, lasting), lasting)
-    yield group
-    group.close()  # not after an error: it would wait for ranks that may be gone
+    store = PrefixStore(start, lasting)
+    return Stores(values=store, lasting=lasting, groups=store)
 
 
 def name_of_start(store: Store, rank: int, num_ranks: int) -> str:

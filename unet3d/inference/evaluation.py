@@ -3,9 +3,8 @@
 Only the files are needed, so predictions of any other tool can be evaluated as well.
 """
 
-import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from monai.metrics import compute_dice, compute_hausdorff_distance
+from scipy import ndimage
+from scipy.spatial import cKDTree
 from torch import Tensor
 
-from unet3d.errors import DatasetError, VolumeError, reason_of
-from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
-from unet3d.volumes.nifti import read_label, same_grid
+from unet3d.errors import DatasetError, VolumeError
+from unet3d.inference.pairing import Pair, Pairs, find_pairs
+from unet3d.volumes.files import volume_stem
+from unet3d.volumes.grids import Affine, is_sheared, voxel_mm3
+from unet3d.volumes.header import VolumeHeader, same_grid
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.nifti import on_grid_of, read_label
 
 BACKGROUND = 0
-MAX_NAMES_IN_MESSAGE = 3
 CUBIC_MM_PER_ML = 1000.0
 
 MAX_VALUES_OF_ONE_SIDE = 100
@@ -65,6 +69,8 @@ class Evaluation:
 
     cases: tuple[CaseScores, ...]
     label_values: tuple[int, ...]
+    without_prediction: tuple[str, ...] = ()
+    """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
 
     def mean(self, value: int) -> LabelScore:
         """Return a label's means over the cases in which each number is defined.
@@ -112,6 +118,7 @@ class Evaluation:
                 }
                 for case in self.cases
             ],
+            "without_prediction": list(self.without_prediction),
             "mean": means,
             "mean_dice": self.mean_dice,
         }
@@ -136,21 +143,31 @@ def dice_per_class(
     ]
 
 
-def evaluate(predictions: Path, labels: Path) -> Evaluation:
+def evaluate(
+    predictions: Path, labels: Path, watch: Callable[[Pairs], Iterable[Pair]] = iter
+) -> Evaluation:
     """Compare predictions with labels.
 
     Two files are compared whatever their names. In folders, the prediction of ``case.nii.gz`` is
     ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label.
+    Label maps in a folder need not all be predicted, but every prediction needs its label map: one
+    that has none is more likely to be misnamed than meant to be left out.
 
     Args:
         predictions: A label map, or a folder of them.
         labels: A label map, or a folder of them.
+        watch: Passes on the pairs to compare, and may show how many are done.
 
     Raises:
-        DatasetError: A file has no partner, or there is nothing to compare.
-        VolumeError: A file cannot be read or is an image, or two partners do not lie on one grid.
+        DatasetError: A prediction has no partner, or there is nothing to compare.
+        VolumeError: A file cannot be read or is an image, two partners do not lie on one grid, or
+            they are too large for the memory.
     """
-    cases = [_compare(*pair) for pair in _pairs(predictions, labels)]
+    pairs, without = find_pairs(predictions, labels)
+    cases = []
+    for prediction, label in watch(pairs):
+        with explaining_memory(f"cannot compare {prediction} with {label}"):
+            cases.append(_compare(prediction, label))
     values = sorted({value for case in cases for value in case.scores})
     if not values:
         raise DatasetError(
@@ -168,65 +185,8 @@ def evaluate(predictions: Path, labels: Path) -> Evaluation:
             for case in cases
         ),
         label_values=tuple(values),
+        without_prediction=tuple(without),
     )
-
-
-def _pairs(predictions: Path, labels: Path) -> list[tuple[Path, Path]]:
-    for path in (predictions, labels):
-        if not path.exists():
-            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
-    if not predictions.is_dir() and not labels.is_dir():
-        return [(predictions, labels)]
-    label_of = _by_stem(labels)
-    prediction_of: dict[str, Path] = {}  # by the stem of the label map
-    for stem, prediction in _by_stem(predictions).items():
-        partner = next((name for name in _label_stems(stem) if name in label_of), None)
-        if partner is None:
-            raise DatasetError(
-                f"{prediction} has no label map in {labels}, looked for "
-                f"{' and '.join(_label_stems(stem))}; give it the name of its label map"
-            )
-        if partner in prediction_of:
-            raise DatasetError(
-                f"{prediction_of[partner]} and {prediction} both belong to {label_of[partner]}; "
-                "keep one of them"
-            )
-        prediction_of[partner] = prediction
-    without = sorted(label_of.keys() - prediction_of.keys())
-    # A user who names one prediction asks for that one only.
-    if without and predictions.is_dir():
-        names = ", ".join(without[:MAX_NAMES_IN_MESSAGE])
-        more = len(without) - MAX_NAMES_IN_MESSAGE
-        raise DatasetError(
-            f"{predictions} has no prediction for {len(without)} of the {len(label_of)} label maps "
-            f"in {labels}: {names}{f' and {more} more' if more > 0 else ''}; predict them, or "
-            "leave them out"
-        )
-    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)]
-
-
-def _by_stem(path: Path) -> dict[str, Path]:
-    try:
-        files = sorted(filter(stands_for_volume, path.iterdir())) if path.is_dir() else [path]
-    except OSError as error:
-        raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
-    found: dict[str, Path] = {}
-    for file in files:
-        if file.name.startswith(".") or not is_volume_file(file):
-            continue
-        stem = volume_stem(file)
-        if stem in found:
-            raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
-        found[stem] = file
-    if not found:
-        raise DatasetError(f"{path} holds no volume to compare")
-    return found
-
-
-def _label_stems(prediction_stem: str) -> list[str]:
-    """Return the names that the label map of a prediction may have, the likeliest first."""
-    image = prediction_stem.removesuffix("_seg")
-    return list(dict.fromkeys([prediction_stem, image, re.sub(r"_\d{4}$", "", image)]))
 
 
 def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
@@ -237,12 +197,12 @@ def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a prediction with the label map of its own image"
         )
-    spacing_mm = label.header.spacing_mm
+    prediction = on_grid_of(label.header, prediction)
     predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
     _refuse_image(prediction_path, predicted_values, label_path, label_values)
     _refuse_image(label_path, label_values, prediction_path, predicted_values)
     scores = {
-        int(value): _score(prediction.array == value, label.array == value, spacing_mm)
+        int(value): _score(prediction.array == value, label.array == value, label.header)
         for value in np.union1d(predicted_values, label_values)
         if value != BACKGROUND
     }
@@ -262,16 +222,16 @@ def _refuse_image(
         )
 
 
-def _score(prediction: Mask, label: Mask, spacing_mm: Sequence[float]) -> LabelScore:
+def _score(prediction: Mask, label: Mask, header: VolumeHeader) -> LabelScore:
     # What follows takes time for each voxel, and a label usually fills a small part of a volume.
     box = _bounding_box(prediction | label)
     prediction, label = prediction[box], label[box]
-    voxel_ml = float(np.prod(spacing_mm)) / CUBIC_MM_PER_ML
+    voxel_ml = voxel_mm3(header.affine) / CUBIC_MM_PER_ML
     num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
     tensors = torch.from_numpy(prediction), torch.from_numpy(label)
     return LabelScore(
         dice=_dice(*tensors),
-        hd95_mm=_hd95_mm(*tensors, spacing_mm) if num_predicted and num_labelled else None,
+        hd95_mm=_hd95_mm(*tensors, header) if num_predicted and num_labelled else None,
         prediction_ml=num_predicted * voxel_ml,
         label_ml=num_labelled * voxel_ml,
     )
@@ -283,7 +243,9 @@ def _dice(prediction: Tensor, target: Tensor) -> float | None:
     return float(compute_dice(_batch(prediction), _batch(target), ignore_empty=False).item())
 
 
-def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> float:
+def _hd95_mm(prediction: Tensor, label: Tensor, header: VolumeHeader) -> float:
+    if is_sheared(header.affine):
+        return hd95_of_sheared_mm(prediction, label, header.affine)
     with warnings.catch_warnings():
         # MONAI warns about an argument that it passes to itself.
         warnings.filterwarnings("ignore", ".*always_return_as_numpy", FutureWarning)
@@ -292,9 +254,32 @@ def _hd95_mm(prediction: Tensor, label: Tensor, spacing_mm: Sequence[float]) -> 
             _batch(label),
             include_background=True,
             percentile=95,
-            spacing=list(spacing_mm),
+            spacing=list(header.spacing_mm),
         )
     return float(distance.item())
+
+
+def hd95_of_sheared_mm(prediction: Tensor, label: Tensor, affine: Affine) -> float:
+    """Return what MONAI's HD95 is where axes are at right angles, for any axes.
+
+    MONAI's distance transform takes a spacing only. Here the same surface voxels are located by the
+    affine, and the nearest ones are searched for.
+
+    Args:
+        prediction: Mask with at least one voxel, shape (X, Y, Z).
+        label: Likewise.
+        affine: (4, 4), from voxel indices to mm.
+    """
+    masks = prediction.numpy(), label.numpy()
+    surfaces = [
+        np.argwhere(mask & ~ndimage.binary_erosion(mask)) @ affine[:3, :3].T for mask in masks
+    ]
+    trees = [cKDTree(surface) for surface in surfaces]
+    there, back = (
+        np.percentile(tree.query(surface)[0], 95)
+        for tree, surface in zip(trees, reversed(surfaces), strict=True)
+    )
+    return float(max(there, back))
 
 
 def _bounding_box(mask: Mask) -> tuple[slice, ...]:

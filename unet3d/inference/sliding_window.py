@@ -13,7 +13,7 @@ of the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
 import itertools
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -21,12 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
 from unet3d.parallel import Executor
 
 logger = logging.getLogger(__name__)
+
+WindowsDone = Callable[[int, int], object]
+"""Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
 
 SIGMA = 1 / 8
 """Standard deviation of the Gaussian weight, in windows."""
@@ -37,6 +40,10 @@ CPU_VOXELS = 2**20
 with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
 
 
+class NonFiniteLogitsError(VolumeError):
+    """The network answers with NaN or infinity, which are no reason to prefer a class."""
+
+
 def predict_logits(
     executor: Executor,
     image: Tensor,
@@ -44,6 +51,8 @@ def predict_logits(
     window: Shape | Literal["whole"],
     overlap: float,
     batch_size: int | Literal["auto"],
+    *,
+    windows_done: WindowsDone = lambda done, total: None,
 ) -> Tensor:
     """Return the logits of one volume.
 
@@ -54,6 +63,7 @@ def predict_logits(
         window: Voxels along X, Y, Z, or the whole volume at once.
         overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
         batch_size: Windows in one forward pass, or :func:`windows_at_a_time`.
+        windows_done: Called before the first window and after each forward pass.
 
     Returns:
         Shape (K, X, Y, Z) in float32 (float64 for a float64 network), on the executor's output
@@ -61,6 +71,7 @@ def predict_logits(
 
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
+        NonFiniteLogitsError: A logit is NaN or infinite.
     """
     strides = topology.total_stride
     size = tuple(image.shape[1:])
@@ -73,8 +84,18 @@ def predict_logits(
         batch_size = windows_at_a_time((x, y, z), [slot.device for slot in executor.slots])
     padded, corner = _pad_to(image, (x, y, z))
     try:
-        logits = _blend(executor, padded, topology.num_classes, (x, y, z), overlap, batch_size)
-    except torch.OutOfMemoryError as error:
+        logits = _blend(
+            executor,
+            padded,
+            topology.num_classes,
+            (x, y, z),
+            overlap,
+            batch_size,
+            windows_done=windows_done,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise DoesNotFitError(
             f"windows of {x}x{y}x{z} voxels do not fit on "
             f"{', '.join(dict.fromkeys(str(slot.device) for slot in executor.slots))} "
@@ -82,6 +103,17 @@ def predict_logits(
         ) from error
     inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
     return logits[(slice(None), *inside)]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Tell whether an allocation failed, on a GPU or on the host.
+
+    Args:
+        error: Any error; PyTorch has no class of its own for those of a CPU.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:
@@ -137,6 +169,8 @@ def _blend(
     window: Shape,
     overlap: float,
     batch_size: int,
+    *,
+    windows_done: WindowsDone,
 ) -> Tensor:
     size = tuple(image.shape[1:])
     starts = list(
@@ -144,25 +178,41 @@ def _blend(
             *(window_starts(n, w, overlap) for n, w in zip(size, window, strict=True))
         )
     )
+    windows_done(0, len(starts))
     if len(starts) == 1:
         logits = executor.predict(image.unsqueeze(0).to(executor.input_device))
+        _refuse_non_finite(logits)
+        windows_done(1, 1)
         return logits[0].to(_accumulation_dtype(logits))
     device = _accumulation_device(executor.output_device, num_classes * math.prod(size))
     weight = gaussian_weight(window).to(device)
     total: Tensor | None = None
     weights = torch.zeros(size, device=device)
+    done = 0
     for batch in _batches(starts, batch_size):
         windows = torch.stack([image[(slice(None), *_place(start, window))] for start in batch])
         logits = executor.predict(windows.to(executor.input_device))
         logits = logits.to(device, _accumulation_dtype(logits)).contiguous()
         if total is None:
+            # Looking at each batch would keep a GPU waiting; a bad network shows in the first.
+            _refuse_non_finite(logits)
             total = torch.zeros(num_classes, *size, device=device, dtype=logits.dtype)
         for start, logit in zip(batch, logits, strict=True):
             place = _place(start, window)
             total[(slice(None), *place)].addcmul_(logit, weight)
             weights[place] += weight
+        done += len(batch)
+        windows_done(done, len(starts))
     assert total is not None  # there is at least one window
-    return total.div_(weights)
+    total.div_(weights)
+    _refuse_non_finite(total)
+    return total
+
+
+def _refuse_non_finite(logits: Tensor) -> None:
+    # One pass that makes no second tensor; NaN anywhere is the least and the largest.
+    if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(logits)):
+        raise NonFiniteLogitsError("the network's output is NaN or infinite")
 
 
 def _batches(starts: list[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
@@ -194,4 +244,5 @@ def _accumulation_device(device: torch.device, num_logits: int) -> torch.device:
 
 
 def _first_sentence(error: Exception) -> str:
-    return str(error).split(". ")[0]
+    # PyTorch says on a CPU in which line of its code it asked for how many bytes.
+    return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]

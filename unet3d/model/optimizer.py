@@ -1,7 +1,7 @@
 """The optimizer, its learning rate, and the scaler of float16."""
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -9,6 +9,12 @@ from torch import nn
 from unet3d.config import TrainingSettings
 
 POWER = 0.9
+
+STATES = {
+    "sgd": frozenset({"momentum_buffer"}),
+    "adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}),
+}
+"""What each optimizer keeps of a parameter."""
 
 
 class HasParameters(Protocol):
@@ -96,13 +102,25 @@ class Optimization:
         """Return what a resumed training needs."""
         return {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, state: dict[str, dict[str, object]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, onto the parameters' devices.
+
+        Momentum, weight decay and the like stay as the settings say: of the state only what was
+        gathered in training is taken.
 
         Raises:
             ValueError: The state belongs to another optimizer or network.
         """
-        self.optimizer.load_state_dict(state["optimizer"])
+        own, stored = self.optimizer.state_dict()["param_groups"], state["optimizer"]
+        if [group["params"] for group in own] != [
+            list(group["params"]) for group in stored["param_groups"]
+        ]:
+            raise ValueError("it has another number of parameters")
+        known = STATES[self.settings.optimizer]
+        for values in stored["state"].values():
+            if not known.issuperset(values):
+                raise ValueError(f"it has {', '.join(sorted(values))} of each parameter")
+        self.optimizer.load_state_dict({"state": stored["state"], "param_groups": own})
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 

@@ -1,36 +1,52 @@
 """The shape of the network: channels and strides of each level, from spacing and patch size."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from unet3d.config import ModelSettings, Shape, Spacing
-from unet3d.errors import CheckpointError, ConfigError
+from pydantic import ConfigDict, Field, model_validator
+
+from unet3d.config import Channels, ModelSettings, Shape, Spacing
+from unet3d.errors import ConfigError
+from unet3d.plain_data import PLAIN, at_most
 
 MAX_LEVELS = 6
 MIN_VOXELS = 4
 """No axis is halved below this many voxels."""
+
+Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """Everything that fixes the parameters of a :class:`~unet3d.model.unet.UNet3d`."""
 
-    in_channels: int
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    in_channels: Channels
     """Channels of the image."""
-    num_classes: int
+    num_classes: Annotated[int, Field(ge=1, le=2**16, strict=True)]
     """Channels of the logits, the background included."""
-    channels: tuple[int, ...]
+    channels: Annotated[tuple[Channels, ...], Field(min_length=1), at_most(8)]
     """Channels of each level; level 0 has the full resolution."""
-    strides: tuple[Shape, ...]
+    strides: Annotated[tuple[tuple[Stride, Stride, Stride], ...], at_most(8)]
     """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
     encoder: Literal["plain", "residual"] = "plain"
     """Two plain convolutions a level, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """Normalisation after each convolution."""
-    deep_supervision: bool = False
+    deep_supervision: Annotated[bool, Field(strict=True)] = False
     """Whether coarser levels have a head of their own in training."""
+
+    @model_validator(mode="after")
+    def _levels_agree(self) -> Self:
+        """Refuse what a file says of levels that do not belong together."""
+        if len(self.strides) != len(self.channels) or self.strides[0] != (1, 1, 1):
+            raise ValueError(
+                f"names channels of {len(self.channels)} levels but {len(self.strides)} strides, "
+                f"of which the first must be (1, 1, 1)"
+            )
+        return self
 
     @property
     def num_levels(self) -> int:
@@ -46,22 +62,6 @@ class Topology:
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for a checkpoint."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            CheckpointError: The values are not those of a topology.
-        """
-        try:
-            channels = tuple(values["channels"])
-            strides = tuple((x, y, z) for x, y, z in values["strides"])
-            return cls(**{**values, "channels": channels, "strides": strides})
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint describes no network we know: {error}"
-            ) from error
 
 
 def plan_topology(

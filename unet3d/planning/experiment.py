@@ -99,7 +99,7 @@ def plan_experiment(config: Config, num_workers: int) -> Experiment:
     training, validation = fold_cases(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
-    report_findings(check_headers(dataset))
+    report_findings(check_headers(dataset, config.data.spacing_mm))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
     network = _plan_network(
         config, fingerprint, len(preprocessing.channels), len(preprocessing.label_values)

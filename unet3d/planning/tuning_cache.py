@@ -10,16 +10,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import ConfigDict, Field
 
-from unet3d.config import Config, Shape
+from unet3d.config import Config, Few, Shape
 from unet3d.model import Topology, UNet3d
 from unet3d.parallel.balance.stopwatch import (
     hardware,
     versions,
 )
+from unet3d.plain_data import PLAIN, at_most, validated
 from unet3d.records import (
     key_of,
     recall,
@@ -36,11 +38,13 @@ logger = logging.getLogger(__name__)
 class TunedConfig:
     """The fastest measured division of a training."""
 
-    cuts: tuple[int, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    cuts: Annotated[tuple[Few, ...], at_most(1024)]
     """Index in the block list at which each stage but the first starts."""
-    num_micro_batches: int
+    num_micro_batches: Few
     """Number of micro-batches of a batch."""
-    step_seconds: float
+    step_seconds: Annotated[float, Field(gt=0, le=1e9, strict=True)]
     """Seconds that a training step took."""
     measured: str
     """Date and time of the measurement, ISO 8601."""
@@ -120,7 +124,20 @@ def recall_tuned(tuning_key: TuningKey) -> TunedConfig | None:
     Args:
         tuning_key: The key of a training that is about to start.
     """
-    return recall(tuning_key.path, _read)
+
+    def read(content: Any) -> TunedConfig:
+        choice = validated(TunedConfig, content["choice"])
+        datetime.fromisoformat(choice.measured)
+        cuts, num_stages = choice.cuts, len(tuning_key.devices)
+        if cuts and (len(cuts) != num_stages - 1 or sorted({*cuts}) != list(cuts)):
+            raise ValueError("of another number of stages")
+        if cuts and cuts[-1] >= len(tuning_key.blocks()):
+            raise ValueError("of a longer network")
+        if choice.num_micro_batches > tuning_key.config.training.batch_size:
+            raise ValueError("of a larger batch")
+        return choice
+
+    return recall(tuning_key.path, read)
 
 
 def resolve_auto(tuning_key: TuningKey) -> Config:
@@ -206,16 +223,6 @@ def forgotten_modes(recorded: Config, changes: Sequence[str]) -> list[str]:
         "parallel.engine=ddp",
         "parallel.output_device=null",
     ]
-
-
-def _read(content: Any) -> TunedConfig:
-    choice = content["choice"]
-    return TunedConfig(
-        cuts=tuple(int(cut) for cut in choice["cuts"]),
-        num_micro_batches=int(choice["num_micro_batches"]),
-        step_seconds=float(choice["step_seconds"]),
-        measured=datetime.fromisoformat(choice["measured"]).isoformat(),
-    )
 
 
 def _names(cuts: Sequence[int], blocks: Sequence[str]) -> str:

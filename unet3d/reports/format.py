@@ -1,5 +1,6 @@
 """Writing amounts and sizes, and saving figures: the same in every report."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,4 +59,7 @@ def write_figure(figure: Figure, path: Path) -> None:
         path: The file; one of that name is replaced.
     """
     FigureCanvasAgg(figure)
-    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))
+    with warnings.catch_warnings():
+        # Labels are named in any script; a letter that the font lacks is drawn as a box.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from unet3d.inference.evaluation import Evaluation, LabelScore
 from unet3d.reports.format import NOTHING
@@ -34,7 +35,7 @@ def evaluation_table(evaluation: Evaluation) -> Table:
 def _add_scores(table: Table, name: str, scores: Mapping[int, LabelScore]) -> None:
     for index, (value, score) in enumerate(scores.items()):
         table.add_row(
-            name if index == 0 else "",
+            Text(name if index == 0 else ""),  # no markup
             str(value),
             NOTHING if score.dice is None else f"{score.dice:.4f}",
             NOTHING if score.hd95_mm is None else f"{score.hd95_mm:.2f}",

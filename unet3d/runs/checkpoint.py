@@ -1,12 +1,14 @@
 """Checkpoints: written whole or not at all, independent of devices, safe to load.
 
-A checkpoint is one file of tensors on the CPU, numbers and strings; it loads with
-``weights_only=True``, so it cannot run code. Parameters have their plain names, so it loads in
-every mode and on every number of devices.
+A checkpoint is one file of tensors on the CPU, numbers and strings. Parameters have their plain
+names, so it loads in every mode and on every number of devices. It may come from anyone: nothing in
+it is run, no more is read than the file has, and everything that it says is checked (by
+:mod:`unet3d.runs.checkpoint_content`) before its tensors are.
 """
 
 import pickle
-import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,17 @@ from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.model import Topology, UNet3d
+from unet3d.plain_data import printable, shown
+from unet3d.runs.checkpoint_content import (
+    FORMAT,
+    check_optimizer,
+    check_random,
+    described_network,
+    read_content,
+    refuse_non_finite,
+)
+from unet3d.runs.tensor_file import open_tensor_file
 from unet3d.volumes.transform import Preprocessing
-
-FORMAT = 1
-"""Raised whenever a checkpoint is laid out differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +49,7 @@ class Checkpoint:
     model: dict[str, Tensor]
     """Parameters and buffers by name."""
     training: dict[str, Any]
-    """Where its training stands, for ``--resume``."""
+    """Where its training stands, for ``--resume``; empty where there is nothing to continue."""
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU.
@@ -48,15 +57,12 @@ class Checkpoint:
         Raises:
             CheckpointError: The parameters are not those of its topology.
         """
-        model = UNet3d(self.topology)
-        dtypes = {value.dtype for value in self.model.values() if value.is_floating_point()}
-        if torch.float64 in dtypes:
-            model.double()
         try:
-            model.load_state_dict(self.model)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise CheckpointError(f"the parameters are of another network: {reason}") from error
+            model = described_network(self.topology, self.model)
+        except ValueError as error:
+            raise CheckpointError(f"the parameters are of another network: {error}") from error
+        model.to_empty(device="cpu")
+        model.load_state_dict(self.model)
         return model
 
 
@@ -77,11 +83,12 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "preprocessing": checkpoint.preprocessing.to_dict(),
         "patch_size": checkpoint.patch_size,
         "config": checkpoint.config.to_yaml(),
-        "model": _to_cpu(checkpoint.model),
-        "training": _to_cpu(checkpoint.training),
+        "model": _to_cpu(checkpoint.model, set()),
+        "training": _to_cpu(checkpoint.training, set()),
     }
     try:
-        write_atomically(path, lambda file: torch.save(content, file))
+        # Protocol 2 is the one that the reader understands.
+        write_atomically(path, lambda file: torch.save(content, file, pickle_protocol=2))
     except (OSError, RuntimeError) as error:
         # torch.save hides an error of the file, such as a full disk, behind one of its own.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -100,41 +107,57 @@ def load_checkpoint(path: Path) -> Checkpoint:
         path: As written by :func:`save_checkpoint`.
 
     Raises:
-        CheckpointError: The file is missing, damaged, or not a checkpoint of ours.
+        CheckpointError: The file is missing, damaged, not a checkpoint of ours, or one that cannot
+            be used: values out of range, tensors of another network, weights that are not finite.
     """
-    content = _read(path)
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
-        raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
-    if content["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has checkpoint format {content['format']}, written by unet3d "
-            f"{content.get('unet3d')}; this is unet3d {__version__}, which reads format {FORMAT}"
-        )
-    try:
-        patch_size = content["patch_size"]
+    with _explained(path), open_tensor_file(path) as file:
+        content = file.content
+        _check_format(path, content)
+        try:
+            plain = read_content(content)
+            config = Config.from_yaml(plain.config)
+            network = described_network(plain.topology, plain.model)
+            if plain.training is not None:
+                check_optimizer(plain.training.optimizer, config.training, network)
+            model = file.filled(plain.model)
+            training = file.filled(content["training"])
+            refuse_non_finite(model, "the weight")
+            if training:
+                check_random(training["random"])
+                refuse_non_finite(training["optimizer"], "the optimizer's")
+        except (ConfigError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} is not a usable checkpoint: {error} (it was written by unet3d "
+                f"{printable(content.get('unet3d'), 20)}, this is {__version__}); use another "
+                "checkpoint, or train again"
+            ) from error
         return Checkpoint(
-            topology=Topology.from_dict(content["topology"]),
-            preprocessing=Preprocessing.from_dict(content["preprocessing"]),
-            patch_size=tuple(patch_size) if patch_size else None,
-            config=Config.from_yaml(content["config"]),
-            model=content["model"],
-            training=content["training"],
+            topology=plain.topology,
+            preprocessing=plain.preprocessing,
+            patch_size=plain.patch_size,
+            config=config,
+            model=model,
+            training=training,
         )
-    except (CheckpointError, ConfigError, KeyError, TypeError, ValueError) as error:
-        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+
+
+def _check_format(path: Path, content: Any) -> None:
+    number = content.get("format") if isinstance(content, dict) else None
+    if type(number) is not int:
+        raise CheckpointError(f"{path} is not a checkpoint of unet3d; train one with unet3d train")
+    if number != FORMAT:
         raise CheckpointError(
-            f"{path} is of another version of unet3d (it was written by "
-            f"{content.get('unet3d')}): {reason}"
-        ) from error
+            f"{path} has checkpoint format {shown(number)}, written by unet3d "
+            f"{printable(content.get('unet3d'), 20)}; this is unet3d {__version__}, which reads "
+            f"format {FORMAT}"
+        )
 
 
-def _read(path: Path) -> Any:
-    """Return what a file of torch.save holds, if every byte is as it was written."""
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Say of a file that cannot be read why."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not compare the checksums of tensors
-        if damaged is None:
-            return torch.load(path, map_location="cpu", weights_only=True)
+        yield
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
     except pickle.UnpicklingError as error:
@@ -142,17 +165,21 @@ def _read(path: Path) -> Any:
             f"{path} is refused: it holds more than tensors, numbers and strings, "
             "and so could run code"
         ) from error
-    except Exception as error:  # both readers can raise anything for damaged bytes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {reason}") from error
-    raise CheckpointError(f"{path} is damaged: the checksum of {damaged} is wrong")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {error}") from error
 
 
-def _to_cpu(value: Any) -> Any:
+def _to_cpu(value: Any, written: set[int]) -> Any:
+    """Return values with tensors on the CPU, each with numbers of its own in memory."""
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        tensor = value.detach().cpu()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in written:
+            tensor = tensor.contiguous().clone()  # a view, of which all of the other is written
+        written.add(tensor.untyped_storage().data_ptr())
+        return tensor
     if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
+        return {key: _to_cpu(item, written) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_to_cpu(item) for item in value)
+        return type(value)(_to_cpu(item, written) for item in value)
     return value

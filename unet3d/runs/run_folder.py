@@ -63,7 +63,7 @@ class RunFolder:
                 logger.warning(
                     "cannot lock %s (%s); start no second training in it",
                     self.path,
-                    error.strerror,
+                    reason_of(error),
                 )
             yield
         finally:

@@ -123,7 +123,7 @@ class TrainingLoop:
             quiet: No progress at all.
 
         Raises:
-            Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+            Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
             ConfigError: The loss is not finite any more.
             RankError: Another rank died or hangs.
         """
@@ -248,7 +248,7 @@ class TrainingLoop:
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""
         self.group.exchange(None)
-        raise Interrupted(signal_number)
+        raise Interrupted(signal_number, can_resume=True)
 
     @contextmanager
     def _measured_memory(self) -> Iterator[None]:

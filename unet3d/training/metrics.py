@@ -48,7 +48,7 @@ def write_scalars(scalars: SummaryWriter, metrics: dict[str, Any]) -> None:
     values = {key: metrics[key] for key in ("loss", "dice_loss", "cross_entropy", "learning_rate")}
     for name, dice in metrics.get("dice", {}).items():
         values[f"dice/{name}"] = dice
-    values["dice/mean"] = metrics.get("mean_dice")
+    values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
     for tag, value in values.items():
         if value is not None:
             scalars.add_scalar(tag, value, metrics["epoch"])

@@ -86,11 +86,15 @@ class CheckpointSaver:
             CheckpointError: It is of another network or optimizer.
         """
         path = self._folder.latest
-        checkpoint = self._group.object_from_first(lambda: load_checkpoint(path))
+        checkpoint = self._group.file_from_first(path, load_checkpoint)
         if checkpoint.topology != self._experiment.topology:
             raise CheckpointError(
                 f"{path} holds another network than the settings now ask for; "
                 "resume with the settings of config.yaml, or start a new run in another --output"
+            )
+        if not checkpoint.training:
+            raise CheckpointError(
+                f"{path} holds a network but no training to continue; start a new run"
             )
         self._module.load_state_dict(checkpoint.model)
         try:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.console import Console
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import Interrupted
-from unet3d.distributed.launcher import launch
+from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
@@ -67,7 +66,7 @@ def start_training(
 
     Raises:
         Unet3dError: For every reason that we can explain.
-        Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
     with joined(ranks) as group:
         run = choose_run(request, group)
@@ -156,19 +155,24 @@ def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
 
     Raises:
         Unet3dError: A rank failed; the reason of the first one that did.
-        Interrupted: Ctrl-C or SIGTERM, after the ranks have ended.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
     """
-    with tempfile.NamedTemporaryFile("w", prefix="unet3d-", suffix=".yaml") as settings:
-        settings.write(run.config.to_yaml())
-        settings.flush()
-        arguments = ["train", "--config", settings.name, "--output", str(run.folder.path)]
+    with meeting_folder() as folder:
+        settings = folder / "settings.yaml"
+        settings.write_text(run.config.to_yaml())
+        arguments = ["train", "--config", str(settings), "--output", str(run.folder.path)]
         arguments += ["--resume"] if run.resume else []
         arguments += ["--quiet"] if quiet else []
         if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
             arguments.insert(0, "--debug")
-        on_gpus = any(device.type == "cuda" for devices in dims.replicas for device in devices)
         try:
-            launch(arguments, dims.num_processes, run.config.parallel.max_restarts, on_gpus)
+            launch(
+                arguments,
+                folder,
+                num_ranks=dims.num_processes,
+                max_restarts=run.config.parallel.max_restarts,
+                on_gpus=any(one.type == "cuda" for devices in dims.replicas for one in devices),
+            )
         except Interrupted as interruption:
             raise Interrupted(
                 interruption.signal_number, can_resume=run.folder.latest.exists()

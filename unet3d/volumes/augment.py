@@ -47,13 +47,13 @@ class Augmentation:
             settings: Probabilities and ranges.
 
         Raises:
-            ConfigError: The scaling range is not one of positive numbers in ascending order.
+            ConfigError: The scaling range begins with its larger number.
         """
         low, high = settings.scaling_range
-        if not 0 < low <= high:
+        if low > high:
             raise ConfigError(
-                f"patches.augmentation.scaling_range is {low:g},{high:g}; give two positive "
-                "numbers, the smaller first"
+                f"patches.augmentation.scaling_range is {low:g},{high:g}; give the smaller "
+                "number first"
             )
         self.settings = settings
         self.mirror_axes = tuple("xyz".index(axis) for axis in settings.mirror_axes)

@@ -3,33 +3,43 @@
 ::
 
     digests/<sha256 of the path>.json       what a volume file contained when it was last hashed
-    intensities/<key>.npy                   intensities inside the labels of one case
+    intensities/<key>/intensities.npy       intensities inside the labels of one case, (N, C)
+                      entry.json
     prepared/<key>/image.npy                float32 (C, X, Y, Z)
                    label.npy                class indices (X, Y, Z)
                    foreground.npy           voxel coordinates, class after class, (N, 3)
-                   entry.json               written last: shapes, spacing, size of each file
+                   entry.json               spacing, number of coordinates of each class
 
 A key is a hash of what the files *contain* and of everything that was done to them, so an entry
-is never stale. An entry appears whole or not at all. Of two processes that build the same entry
-one wins, and the other uses its result.
+is never stale. Every byte of an entry is checked when it is first opened in a run
+(:mod:`unet3d.volumes.entries`); a damaged one is made anew. Of two processes that build the same
+entry one wins, and the other uses its result.
 """
 
 import hashlib
-import json
 import logging
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from unet3d.atomic import make_folder, new_folder, remove_leftovers, write_atomically
+from unet3d.atomic import make_folder, remove_leftovers, write_atomically
 from unet3d.config import Spacing
 from unet3d.errors import CacheError, VolumeError, reason_of
 from unet3d.records import recall, remember, writing_cache
+from unet3d.volumes.entries import (
+    DamagedError,
+    EntryRecord,
+    Record,
+    array_path,
+    json_checksum,
+    read_entry,
+    write_entry,
+)
 from unet3d.volumes.files import members
 
 logger = logging.getLogger(__name__)
@@ -39,6 +49,40 @@ LEFTOVER_SECONDS = 24 * 3600
 
 MAX_FOREGROUND_VOXELS = 10_000
 """Coordinates kept of each class: enough to sample from, few where it fills half a volume."""
+
+
+class CaseRecord(EntryRecord):
+    """The record of a prepared case."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("image", "label", "foreground")
+
+    spacing_mm: Spacing
+    class_counts: tuple[NonNegativeInt, ...]
+
+
+class IntensitiesRecord(EntryRecord):
+    """The record of the intensities inside the labels of a case."""
+
+    arrays: ClassVar[tuple[str, ...]] = ("intensities",)
+
+
+class DigestRecord(BaseModel):
+    """What a volume file contained, and how to tell that it is still that file."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    path: str
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    """Time of the last change, which programs that copy cannot set back."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    checksum: int = 0
+    """CRC-32 of everything else in the record."""
+
+    def own_checksum(self) -> int:
+        """Return what ``checksum`` must be."""
+        return json_checksum(self.model_dump(exclude={"checksum"}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +102,7 @@ class PreparedCase:
         Raises:
             CacheError: The file is gone or damaged.
         """
-        return _mapped(self.folder / "image.npy")
+        return _mapped(array_path(self.folder, "image"))
 
     def label(self) -> npt.NDArray[np.unsignedinteger]:
         """Return the class indices, a read-only map of shape (X, Y, Z).
@@ -66,7 +110,7 @@ class PreparedCase:
         Raises:
             CacheError: The file is gone or damaged.
         """
-        return _mapped(self.folder / "label.npy")
+        return _mapped(array_path(self.folder, "label"))
 
     def foreground(self) -> tuple[npt.NDArray[np.int32], ...]:
         """Return voxel coordinates (N, 3) for each class; of a class with many, a random choice.
@@ -76,7 +120,7 @@ class PreparedCase:
         """
         if not any(self.class_counts):
             return tuple(np.empty((0, 3), np.int32) for _ in self.class_counts)
-        coordinates = _mapped(self.folder / "foreground.npy")
+        coordinates = _mapped(array_path(self.folder, "foreground"))
         ends = np.cumsum(self.class_counts)
         return tuple(
             coordinates[end - count : end]
@@ -96,9 +140,7 @@ class Cache:
         Raises:
             CacheError: It cannot be written to.
         """
-        if folder is None:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
-        self.folder = folder.absolute()
+        self.folder = (folder or _default_folder()).absolute()
         with writing_cache(self.folder):
             for name in ("", "digests", "intensities", "prepared"):
                 make_folder(self.folder / name)
@@ -127,26 +169,31 @@ class Cache:
 
     def _digest(self, path: Path) -> str:
         status = path.stat()
-        known: dict[str, Any] = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-        note = self.folder / "digests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
-        remembered = recall(note, dict)
-        if remembered is not None and known.items() <= remembered.items():
-            return str(remembered["sha256"])
+        name = os.fsencode(path)
+        known = {
+            "path": name.hex(),
+            "size": status.st_size,
+            "mtime_ns": status.st_mtime_ns,
+            "ctime_ns": status.st_ctime_ns,
+        }
+        note = self.folder / "digests" / f"{hashlib.sha256(name).hexdigest()}.json"
+        remembered = recall(note, _sound_digest)
+        if remembered is not None and known.items() <= remembered.model_dump().items():
+            return remembered.sha256
         with path.open("rb") as file:
-            known["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        remember(note, known)
-        return str(known["sha256"])
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        record = DigestRecord.model_validate({**known, "sha256": sha256})
+        remember(note, {**record.model_dump(), "checksum": record.own_checksum()})
+        return sha256
 
     def load_intensities(self, key: str) -> npt.NDArray[np.float32] | None:
-        """Return what :meth:`save_intensities` put there, or None."""
-        path = self.folder / "intensities" / f"{key}.npy"
-        try:
-            array: npt.NDArray[np.float32] = np.load(path)
-        except FileNotFoundError:
+        """Return what :meth:`save_intensities` put there, or None where nothing sound is."""
+        folder = self.folder / "intensities" / key
+        if _read(folder, IntensitiesRecord) is None:
             return None
-        except (OSError, ValueError, EOFError):
-            logger.warning("%s is damaged and not used; a new one replaces it", path)
-            return None
+        array: npt.NDArray[np.float32] = np.load(
+            array_path(folder, "intensities"), allow_pickle=False
+        )
         return array
 
     def save_intensities(self, key: str, array: npt.NDArray[np.float32]) -> None:
@@ -155,27 +202,26 @@ class Cache:
         Raises:
             CacheError: The cache folder cannot be written to.
         """
-        path = self.folder / "intensities" / f"{key}.npy"
         with writing_cache(self.folder):
-            write_atomically(path, lambda file: np.save(file, array))
+            folder = self.folder / "intensities" / key
+            write_entry(folder, IntensitiesRecord, {"intensities": array}, {})
 
     def load_case(self, key: str, name: str) -> PreparedCase | None:
-        """Return a prepared case, or None where there is none or it is damaged."""
+        """Return a prepared case, or None where there is none or it is damaged.
+
+        This reads all of it. What is returned, and its copies in other processes, map the arrays
+        without another check.
+        """
         folder = self.folder / "prepared" / key
-
-        def read(entry: Any) -> PreparedCase:
-            sizes = {file: (folder / file).stat().st_size for file in entry["sizes"]}
-            if sizes != entry["sizes"]:
-                raise ValueError("a file is not of the size that it was written with")
-            x, y, z = entry["spacing_mm"]
-            return PreparedCase(
-                name=name,
-                folder=folder,
-                spacing_mm=(x, y, z),
-                class_counts=tuple(entry["class_counts"]),
-            )
-
-        return recall(folder / "entry.json", read)
+        record = _read(folder, CaseRecord)
+        if record is None:
+            return None
+        return PreparedCase(
+            name=name,
+            folder=folder,
+            spacing_mm=record.spacing_mm,
+            class_counts=record.class_counts,
+        )
 
     def save_case(
         self,
@@ -197,25 +243,23 @@ class Cache:
         Raises:
             CacheError: The folder is full or cannot be written to.
         """
-        final = self.folder / "prepared" / key
         coordinates = foreground_coordinates(label, num_classes)
+        arrays = {"image": image, "label": label, "foreground": np.concatenate(coordinates)}
+        notes = {
+            "spacing_mm": tuple(map(float, spacing_mm)),
+            "class_counts": tuple(len(array) for array in coordinates),
+        }
         with writing_cache(self.folder):
-            try:
-                with new_folder(final) as unfinished:
-                    np.save(unfinished / "image.npy", image)
-                    np.save(unfinished / "label.npy", label)
-                    np.save(unfinished / "foreground.npy", np.concatenate(coordinates))
-                    entry = {
-                        "sizes": {file.name: file.stat().st_size for file in unfinished.iterdir()},
-                        "spacing_mm": spacing_mm,
-                        "class_counts": [len(array) for array in coordinates],
-                    }
-                    (unfinished / "entry.json").write_text(json.dumps(entry))
-                    if final.exists() and self.load_case(key, "") is None:  # it is damaged
-                        shutil.rmtree(final, ignore_errors=True)
-            except OSError:
-                if self.load_case(key, "") is None:  # else another process was faster
-                    raise
+            write_entry(self.folder / "prepared" / key, CaseRecord, arrays, notes)
+
+
+def _default_folder() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "unet3d"
+    except RuntimeError as error:  # no HOME, and a user that the system does not know
+        raise CacheError(
+            "there is no cache folder, because this user has no home folder; set data.cache"
+        ) from error
 
 
 def foreground_coordinates(
@@ -247,10 +291,26 @@ def foreground_coordinates(
     return coordinates
 
 
+def _read(folder: Path, kind: type[Record]) -> Record | None:
+    """Return the record of a sound entry; say so where an entry is damaged."""
+    try:
+        return read_entry(folder, kind)
+    except DamagedError as error:
+        logger.warning("%s is damaged (%s); a new one replaces it", folder, error)
+        return None
+
+
+def _sound_digest(tree: Any) -> DigestRecord:
+    record = DigestRecord.model_validate(tree)
+    if record.checksum != record.own_checksum():
+        raise ValueError("it has another checksum")
+    return record
+
+
 def _mapped(path: Path) -> npt.NDArray[Any]:
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # a damaged header can raise anything in NumPy
         raise CacheError(
             f"{path} is gone or damaged since training began; run again to prepare it anew, and "
             "leave the folder of data.cache alone during a run"

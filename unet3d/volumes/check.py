@@ -1,7 +1,8 @@
 """Checks for whatever would break a training on a data set, before it starts."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,9 +10,15 @@ from typing import Literal
 import numpy as np
 
 from unet3d.errors import VolumeError
+from unet3d.volumes.classes import listed
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.files import is_volume_file, members
-from unet3d.volumes.nifti import VolumeHeader, read_header, read_image, read_label, same_grid
+from unet3d.volumes.files import is_volume_file, members, times
+from unet3d.volumes.header import VolumeHeader, read_header, same_grid, shear_warning
+from unet3d.volumes.nifti import read_image, read_label
+from unet3d.volumes.resample import SpacingSetting, affordable_shape, median_spacing, target_spacing
+
+UNUSUAL_RATIO = 30.0
+"""A spacing so many times larger or smaller than the median is probably in another unit."""
 
 logger = logging.getLogger(__name__)
 
@@ -27,30 +34,30 @@ class Finding:
     message: str
 
 
-def check_headers(dataset: Dataset) -> list[Finding]:
+def check_headers(dataset: Dataset, spacing_mm: SpacingSetting = "median") -> list[Finding]:
     """Check what can be checked without reading voxels; training does this first.
 
     It finds files that are missing or that no case names, unreadable headers, wrong numbers of
-    channels, 4-D label maps, and images and label maps that are not on one grid.
+    channels, 4-D label maps, images and label maps that are not on one grid, tilted axes, spacings
+    far from those of the other cases, and cases that resampling would make too large for the
+    memory.
 
     Args:
         dataset: The data set.
+        spacing_mm: What cases will be resampled to, as data.spacing_mm says it.
 
     Returns:
         Everything that is wrong or looks wrong, case after case.
     """
-    findings = []
-    for case in dataset.cases:
-        headers, of_case = _read_headers(case)
-        findings += [*of_case, *_header_findings(dataset, case, headers)]
-    return [*findings, *_unnamed_files(dataset)]
+    _, findings = _check_headers(dataset, spacing_mm)
+    return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
 
 
 def check_dataset(dataset: Dataset) -> list[Finding]:
     """Check everything, voxels included.
 
     It finds all that :func:`check_headers` finds, label values that dataset.json lacks, empty label
-    maps, NaN, infinite and constant images, and files whose voxels cannot be read.
+    maps, NaN, infinite, huge and constant images, and files whose voxels cannot be read.
 
     Args:
         dataset: The data set.
@@ -58,16 +65,34 @@ def check_dataset(dataset: Dataset) -> list[Finding]:
     Returns:
         Everything that is wrong or looks wrong, case after case.
     """
-    findings = []
+    headers, findings = _check_headers(dataset, "median")
     for number, case in enumerate(dataset.cases, start=1):
         logger.debug("checking %s, %d of %d", case.name, number, len(dataset.cases))
-        headers, of_case = _read_headers(case)
-        findings += [
-            *of_case,
-            *_header_findings(dataset, case, headers),
-            *_voxel_findings(dataset, case, headers),
-        ]
-    return [*findings, *_unnamed_files(dataset)]
+        findings += _voxel_findings(dataset, case, headers[case.name])
+    return [*_in_order(dataset, findings), *_unnamed_files(dataset)]
+
+
+def _in_order(dataset: Dataset, findings: list[Finding]) -> list[Finding]:
+    number_of = {case.name: number for number, case in enumerate(dataset.cases)}
+    return sorted(findings, key=lambda finding: number_of[finding.case])
+
+
+def _check_headers(
+    dataset: Dataset, spacing_mm: SpacingSetting
+) -> tuple[dict[str, dict[Path, VolumeHeader]], list[Finding]]:
+    """Return the headers of each case that can be read, and the findings of all cases."""
+    headers: dict[str, dict[Path, VolumeHeader]] = {}
+    findings: list[Finding] = []
+    for case in dataset.cases:
+        headers[case.name], of_case = _read_headers(case)
+        findings += [*of_case, *_header_findings(dataset, case, headers[case.name])]
+    images = {
+        case.name: headers[case.name][case.images[0]]
+        for case in dataset.cases
+        if case.images[0] in headers[case.name]
+    }
+    findings += _spacing_findings(images, spacing_mm, len(dataset.channel_names))
+    return headers, findings
 
 
 def _read_headers(case: Case) -> tuple[dict[Path, VolumeHeader], list[Finding]]:
@@ -111,8 +136,37 @@ def _header_findings(
             )
 
 
+def _spacing_findings(
+    images: Mapping[str, VolumeHeader], setting: SpacingSetting, num_channels: int
+) -> Iterator[Finding]:
+    """Compare the spacings of the cases, and count what resampling them takes."""
+    if not images:
+        return
+    median_mm = median_spacing([header.spacing_mm for header in images.values()])
+    target_mm = target_spacing(median_mm, setting)
+    for name, header in images.items():
+        warning = shear_warning(header)
+        if warning is not None:
+            yield Finding(case=name, severity="warning", message=warning)
+        try:
+            affordable_shape(header.shape, header.spacing_mm, target_mm, num_channels)
+        except VolumeError as error:
+            message = f"{header.path}: {error}"
+            yield Finding(case=name, severity="error", message=message)
+            continue
+        ratios = np.divide(header.spacing_mm, median_mm)
+        if max(ratios.max(), 1 / ratios.min()) > UNUSUAL_RATIO:
+            yield Finding(
+                case=name,
+                severity="warning",
+                message=f"{header.path} has the spacing {times(header.spacing_mm)} mm, but the "
+                f"median of the data set is {times(median_mm)} mm; are the units in its header "
+                "right?",
+            )
+
+
 def _header(path: Path) -> VolumeHeader:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise VolumeError(f"{path} is missing; restore it or take the case out of dataset.json")
     return read_header(path)
 
@@ -160,8 +214,8 @@ def _voxel_findings(
         yield Finding(
             case=case.name,
             severity="error",
-            message=f"{case.label} holds the value(s) {_listed(unknown)}, but dataset.json names "
-            f"{_listed(dataset.label_values)}; correct one of them",
+            message=f"{case.label} holds the value(s) {listed(unknown)}, but dataset.json names "
+            f"{listed(dataset.label_values)}; correct one of them",
         )
     elif values == [0]:
         yield Finding(
@@ -169,8 +223,3 @@ def _voxel_findings(
             severity="warning",
             message=f"{case.label} is empty: every voxel is background",
         )
-
-
-def _listed(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return shown if len(values) <= 8 else f"{shown} and {len(values) - 8} more"

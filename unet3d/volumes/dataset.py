@@ -7,20 +7,33 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
+A case is called by the path of its label map in the data set's folder, without ``labelsTr`` and
+without the ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two
+cases would have one name, the data set is refused.
+
 No volume is opened, except for a description that does not name its channels or labels. A missing
 file is not an error yet: ``unet3d.volumes.check`` names all of them at once.
 """
 
+import logging
+import os
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from unet3d.errors import DatasetError
-from unet3d.volumes.files import find_spelling, members, volume_stem
-from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_folds, read_json
-from unet3d.volumes.naming import channel_names, label_names
+from unet3d.plain_data import is_printable, shown
+from unet3d.volumes.files import SUFFIXES, find_spelling, members, volume_stem
+from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_description, read_folds
+from unet3d.volumes.naming import channel_names, clean_name, label_names
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_NAME_BYTES = 255
+"""What Linux allows for one part of a path."""
 
 LAYOUTS = (
     "a dataset.json with a 'training' list of image and label (Medical Segmentation Decathlon, "
@@ -75,7 +88,7 @@ def load_dataset(path: Path) -> Dataset:
     description = path / "dataset.json" if path.is_dir() else path
     if not description.is_file():
         raise DatasetError(f"{path} holds no dataset.json; a data set is {LAYOUTS}")
-    tree = read_json(description)
+    tree = read_description(description)
     if isinstance(tree, dict) and isinstance(tree.get("training"), list):
         return _Description(description, tree).listed()
     if isinstance(tree, dict) and {"channel_names", "labels", "file_ending"} <= tree.keys():
@@ -104,18 +117,24 @@ def fold_cases(
     if dataset.folds:
         folds = dataset.folds
     elif dataset.validation:
-        train = tuple(name for name in by_name if name not in dataset.validation)
-        if not train:
-            raise DatasetError(f"{dataset.root}: every case is set aside for validation")
-        folds = (Fold(train=train, validation=dataset.validation),)
+        folds = (Fold(validation=dataset.validation),)
     else:
         folds = drawn_folds(tuple(by_name), num_folds, seed)
     if fold >= len(folds):
         have = "only fold 0" if len(folds) == 1 else f"folds 0 to {len(folds) - 1}"
         raise DatasetError(f"{dataset.root} has {have}, not fold {fold}; set data.fold accordingly")
     chosen = folds[fold]
+    set_aside = set(dataset.validation)
+    train = chosen.training_of(tuple(name for name in by_name if name not in set_aside))
+    if not train:
+        raise DatasetError(f"{dataset.root}: every case is set aside for validation")
+    unused = len(by_name) - len(train) - len(chosen.validation)
+    if unused:
+        logger.warning(
+            "%s: fold %d leaves out %d of %d cases", dataset.root, fold, unused, len(by_name)
+        )
     return (
-        tuple(by_name[name] for name in chosen.train),
+        tuple(by_name[name] for name in train),
         tuple(by_name[name] for name in chosen.validation),
     )
 
@@ -126,17 +145,14 @@ class _Description:
     def __init__(self, path: Path, tree: Mapping[str, Any]) -> None:
         self.path = path
         self.tree = tree
-        self.root = path.parent.resolve()
+        self.root = Path(os.path.realpath(path.parent))
 
     def listed(self) -> Dataset:
         """Read a description that lists its cases: MSD, MONAI datalist."""
         entries = self._entries("training") + self._entries("validation")
-        cases = self._with_unique_names([self._case(where, entry) for where, entry in entries])
+        cases = tuple(self._case(where, entry) for where, entry in entries)
         num_training = len(self._entries("training"))
-        number_of = {
-            case.name: self._fold_number(where, entry)
-            for case, (where, entry) in zip(cases[:num_training], entries, strict=False)
-        }
+        numbers = [self._fold_number(where, entry) for where, entry in entries[:num_training]]
         images = [
             self._inside(where, image)
             for where, entry in self._entries("test") + self._entries("testing")
@@ -145,50 +161,53 @@ class _Description:
         return self._dataset(
             cases,
             validation=tuple(case.name for case in cases[num_training:]),
-            folds=self._numbered_folds(number_of),
+            numbers=numbers,
             unlabelled=tuple(images),
         )
 
     def nnunet(self) -> Dataset:
         """Read an nnU-Net v2 raw folder, whose files are found by name or listed in ``dataset``."""
-        ending = str(self.tree["file_ending"])
+        ending = self.tree["file_ending"]
+        if not isinstance(ending, str) or ending.lower() not in SUFFIXES:
+            raise DatasetError(
+                f"{self.path}: file_ending is {shown(ending)}; known: {', '.join(SUFFIXES)}"
+            )
         explicit = self.tree.get("dataset")
         if isinstance(explicit, dict):
             cases = []
-            for name, entry in explicit.items():
+            for key, entry in explicit.items():
+                name = clean_name(self.path, "a case", key)
                 files = entry if isinstance(entry, dict) else {}
                 renamed = {"image": files.get("images"), "label": files.get("label")}
-                cases.append(replace(self._case(f"dataset.{name}", renamed), name=str(name)))
+                cases.append(replace(self._case(f"dataset.{name}", renamed), name=name))
             return self._dataset(tuple(cases))
         folder = self.root / "labelsTr"
         if not folder.is_dir():
             raise DatasetError(f"{folder} is missing; nnU-Net's layout keeps the label maps there")
+        num_channels = len(channel_names(self.path, self.tree, ()))
         # The case of letters in the ending is no reason to leave a file out.
         labels = sorted(
             file.name
             for file in folder.iterdir()
             if file.name.lower().endswith(ending.lower()) and not file.name.startswith(".")
         )
-        names = [label[: len(label) - len(ending)] for label in labels]
-        channels = range(len(channel_names(self.path, self.tree, ())))
         return self._dataset(
-            tuple(
-                Case(
-                    name=name,
-                    images=tuple(
-                        self._channel_file(f"{name}_{channel:04d}{ending}") for channel in channels
-                    ),
-                    label=self._inside("labelsTr", f"labelsTr/{label}"),
-                )
-                for name, label in zip(names, labels, strict=True)
-            )
+            tuple(self._found_case(label, ending, num_channels) for label in labels)
         )
+
+    def _found_case(self, label_file: str, ending: str, num_channels: int) -> Case:
+        label = self._inside("labelsTr", f"labelsTr/{label_file}")
+        stem = label_file[: -len(ending)]
+        images = [
+            self._channel_file(f"{stem}_{channel:04d}{ending}") for channel in range(num_channels)
+        ]
+        return Case(name=self._name_of(label), images=tuple(images), label=label)
 
     def _dataset(
         self,
         cases: tuple[Case, ...],
         validation: tuple[str, ...] = (),
-        folds: tuple[Fold, ...] = (),
+        numbers: Sequence[int | None] = (),
         unlabelled: tuple[Path, ...] = (),
     ) -> Dataset:
         if not cases:
@@ -198,18 +217,22 @@ class _Description:
         file, count = files.most_common(1)[0]
         if count > 1:
             raise DatasetError(f"{self.path} names {file} {count} times; each file has one use")
-        name, count = Counter(case.name for case in cases).most_common(1)[0]
-        if count > 1:
-            raise DatasetError(
-                f"{self.path}: {count} cases have the name {name}; give their label maps names "
-                "that differ"
-            )
+        by_name: dict[str, Case] = {}
+        for case in cases:
+            twin = by_name.setdefault(case.name, case)
+            if twin is not case:
+                raise DatasetError(
+                    f"{self.path}: {twin.label} and {case.label} would both be the case "
+                    f"{case.name}; rename one of them"
+                )
         fixed = self.root / "splits_final.json"
-        if fixed.is_file():
-            folds = read_folds(fixed, [case.name for case in cases])
+        if os.path.lexists(fixed):
+            folds = read_folds(fixed, tuple(by_name))
+        else:
+            folds = self._numbered_folds(dict(zip(by_name, numbers, strict=False)))
         labels = label_names(self.path, self.tree, [case.label for case in cases])
         return Dataset(
-            name=str(self.tree.get("name") or self.root.name),
+            name=self._name(),
             root=self.root,
             channel_names=channel_names(self.path, self.tree, cases[0].images),
             label_names=tuple(labels.values()),
@@ -220,36 +243,45 @@ class _Description:
             unlabelled=unlabelled,
         )
 
+    def _name(self) -> str:
+        given = self.tree.get("name")
+        return clean_name(self.path, "the data set", given) if given else self.root.name
+
     def _entries(self, key: str) -> list[tuple[str, Any]]:
-        given = self.tree.get(key)
-        entries = given if isinstance(given, list) else []
+        entries = self.tree.get(key) or []
+        if not isinstance(entries, list):
+            raise DatasetError(f"{self.path}: {key} is {shown(entries)}; it needs a list")
         return [(f"{key}[{index}]", entry) for index, entry in enumerate(entries)]
 
     def _case(self, where: str, entry: Any) -> Case:
         if not isinstance(entry, dict) or not entry.get("image") or not entry.get("label"):
-            raise DatasetError(f"{self.path}: {where} needs an image and a label, but is {entry!r}")
+            raise DatasetError(
+                f"{self.path}: {where} needs an image and a label, but is {shown(entry)}"
+            )
         label = self._inside(where, entry["label"])
         images = tuple(self._inside(where, image) for image in _as_list(entry["image"]))
-        return Case(name=volume_stem(label), images=images, label=label)
+        return Case(name=self._name_of(label), images=images, label=label)
 
-    def _with_unique_names(self, cases: list[Case]) -> tuple[Case, ...]:
-        """Put each case's folder before its name where names alone do not differ."""
-        if len({case.name for case in cases}) == len(cases):
-            return tuple(cases)
-        folders = [case.label.relative_to(self.root).parent.parts for case in cases]
-        return tuple(
-            replace(case, name="_".join((*folder, case.name)))
-            for case, folder in zip(cases, folders, strict=True)
-        )
+    def _name_of(self, label: Path) -> str:
+        *folders, _ = label.relative_to(self.root).parts
+        if folders[:1] == ["labelsTr"]:
+            del folders[0]
+        return unicodedata.normalize("NFC", "/".join([*folders, volume_stem(label)]))
 
     def _inside(self, where: str, text: Any) -> Path:
         """Return the path of a named file, which must lie inside the data set's folder."""
-        if not isinstance(text, str) or not text or "\0" in text:
-            raise DatasetError(f"{self.path}: {where} names {text!r}; it needs a file name")
+        if not isinstance(text, str) or not text or not is_printable(text):
+            raise DatasetError(
+                f"{self.path}: {where} names {shown(text)}; it needs the name of a file, without "
+                "control characters"
+            )
         name = PurePosixPath(text)
+        if not name.parts or max(map(len, map(os.fsencode, name.parts))) > MAX_FILE_NAME_BYTES:
+            raise DatasetError(f"{self.path}: {where} names {shown(text)}, which is no file's name")
         path = self.root / name
         leaves = name.is_absolute() or ".." in name.parts
-        if leaves or not path.resolve().is_relative_to(self.root):
+        # realpath leaves links that lead to themselves as they are; reading refuses them.
+        if leaves or not Path(os.path.realpath(path)).is_relative_to(self.root):
             raise DatasetError(
                 f"{self.path}: {where} points to {text}, outside the data set's folder; "
                 "keep the files inside it"
@@ -263,7 +295,7 @@ class _Description:
     def _fold_number(self, where: str, entry: Mapping[str, Any]) -> int | None:
         number = entry.get("fold")
         if number is not None and type(number) is not int:
-            raise DatasetError(f"{self.path}: {where} has the fold {number!r}; use 0, 1, ...")
+            raise DatasetError(f"{self.path}: {where} has the fold {shown(number)}; use 0, 1, ...")
         return number
 
     def _numbered_folds(self, number_of: Mapping[str, int | None]) -> tuple[Fold, ...]:

@@ -1,7 +1,8 @@
 """Folds: which cases train and which validate, by name."""
 
-import json
 import logging
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError, reason_of
+from unet3d.plain_data import printable, shown
+from unet3d.reading import read_json
+from unet3d.volumes.classes import listed
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +22,20 @@ logger = logging.getLogger(__name__)
 class Fold:
     """The names of the cases to train on, and of those to validate on."""
 
-    train: tuple[str, ...]
+    train: tuple[str, ...] | None = None
+    """None: all others."""
     validation: tuple[str, ...]
+
+    def training_of(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the cases to train on.
+
+        Args:
+            names: Every case of the data set.
+        """
+        if self.train is not None:
+            return self.train
+        validated = set(self.validation)
+        return tuple(name for name in names if name not in validated)
 
 
 def drawn_folds(names: Sequence[str], num_folds: int, seed: int) -> tuple[Fold, ...]:
@@ -61,17 +77,13 @@ def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold,
     numbers = sorted(set(number_of.values()))
     if numbers != list(range(len(numbers))) or len(numbers) < 2:
         raise DatasetError(
-            f"{source}: the folds are {', '.join(map(str, numbers))}; number them 0, 1, ... and "
-            "use at least two"
+            f"{source}: the folds are {listed([printable(str(number)) for number in numbers])}; "
+            "number them 0, 1, ... and use at least two"
         )
-    names = sorted(number_of)
-    return tuple(
-        Fold(
-            train=tuple(name for name in names if number_of[name] != number),
-            validation=tuple(name for name in names if number_of[name] == number),
-        )
-        for number in numbers
-    )
+    validated: list[list[str]] = [[] for _ in numbers]
+    for name in sorted(number_of):
+        validated[number_of[name]].append(name)
+    return tuple(Fold(validation=tuple(names)) for names in validated)
 
 
 def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
@@ -84,44 +96,53 @@ def read_folds(path: Path, known: Sequence[str]) -> tuple[Fold, ...]:
     Raises:
         DatasetError: The file is something else, or a fold names an unknown case or one twice.
     """
-    tree = read_json(path)
+    tree = read_description(path)
     if not isinstance(tree, list) or not tree:
         raise DatasetError(f"{path} needs a list of folds, each with 'train' and 'val'")
-    folds = []
-    for number, entry in enumerate(tree):
-        lists = [entry.get(key) if isinstance(entry, dict) else None for key in ("train", "val")]
-        if not all(isinstance(names, list) and names for names in lists):
-            raise DatasetError(f"{path}: fold {number} needs cases under 'train' and under 'val'")
-        train, validation = (tuple(map(str, names or ())) for names in lists)
-        unknown = sorted({*train, *validation} - set(known))
-        if unknown:
-            raise DatasetError(
-                f"{path}: fold {number} names {unknown[0]}, which is no case of the data set; "
-                f"cases are named like {known[0]}"
-            )
-        everything = [*train, *validation]
-        if len(set(everything)) < len(everything):
-            repeated = next(name for name in everything if everything.count(name) > 1)
-            raise DatasetError(
-                f"{path}: fold {number} names {repeated} twice; a case is in one list"
-            )
-        folds.append(Fold(train=train, validation=validation))
-    return tuple(folds)
+    cases = set(known)
+    return tuple(
+        _read_fold(f"{path}: fold {number}", entry, cases, known[0])
+        for number, entry in enumerate(tree)
+    )
 
 
-def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+def read_description(path: Path) -> Any:
+    """Return what a JSON file of a data set holds.
 
     Raises:
         DatasetError: The file cannot be read, or is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
+        return read_json(path)
     except OSError as error:
         raise DatasetError(f"cannot read {path}: {reason_of(error)}") from error
-    except UnicodeDecodeError as error:
+    except ValueError as error:
         raise DatasetError(
-            f"{path} is not a data set; name its folder, or its dataset.json"
+            f"{path} is not valid JSON: {error}; name the folder of a data set, or its dataset.json"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise DatasetError(f"{path} is not valid JSON: {error}") from error
+
+
+def _read_fold(where: str, entry: Any, known: set[str], example: str) -> Fold:
+    lists = [entry.get(key) if isinstance(entry, dict) else None for key in ("train", "val")]
+    if not all(isinstance(names, list) and names for names in lists):
+        raise DatasetError(f"{where} needs cases under 'train' and under 'val'")
+    train, validation = (
+        tuple(_name_in_fold(where, name) for name in names or ()) for names in lists
+    )
+    counts = Counter((*train, *validation))
+    unknown = sorted(counts.keys() - known)
+    if unknown:
+        raise DatasetError(
+            f"{where} names {printable(unknown[0])}, which is no case of the data set; cases are "
+            f"named like {example}"
+        )
+    repeated, count = counts.most_common(1)[0]
+    if count > 1:
+        raise DatasetError(f"{where} names {repeated} twice; a case is in one list")
+    return Fold(train=train, validation=validation)
+
+
+def _name_in_fold(where: str, name: Any) -> str:
+    if not isinstance(name, str):
+        raise DatasetError(f"{where} names {shown(name)}; it needs names of cases")
+    return unicodedata.normalize("NFC", name)

@@ -6,22 +6,21 @@ a batch. Several ranks each take a share of the same batch.
 
 import math
 import multiprocessing
-import os
 import signal
-import sys
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import forkserver
-from multiprocessing.process import BaseProcess
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unet3d.config import PatchSettings, Shape
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, Unet3dError
+from unet3d.processes import die_with_parent, shielded_children
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.patches import Batch, PatchSampler, collate
+
+_FIRST_IN_SERVER = "unet3d.volumes.loading_server"
 
 Step = tuple[int, int]
 """An epoch and a step in it."""
@@ -70,16 +69,16 @@ class PatchLoader:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
             # and the server has imported MONAI already.
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
+            context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
-        self._loader: DataLoader[Batch] = DataLoader(
+        self._loader: DataLoader[Batch | Unet3dError] = DataLoader(
             _Batches(sampler, batch_size, rank, num_ranks),
             batch_size=None,
             sampler=self._steps,
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            worker_init_fn=_obey_only_parent,
+            worker_init_fn=_die_with_server,
             multiprocessing_context=context,
             # The loader draws a seed at every epoch. The global generator, whose state checkpoints
             # save and restore, must not be where it draws from.
@@ -95,10 +94,14 @@ class PatchLoader:
 
         Raises:
             DatasetError: A worker died.
+            CacheError: A prepared case is gone.
         """
         self._steps.epoch, self._steps.first_step = epoch, first_step
         try:
-            yield from self._loader
+            for batch in self._loader:
+                if isinstance(batch, Unet3dError):
+                    raise type(batch)(*batch.args)  # its own traceback would keep the workers
+                yield batch
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -108,39 +111,21 @@ class PatchLoader:
             ) from error
 
 
-def _obey_only_parent(worker: int) -> None:
-    """Ignore signals that terminals and launchers send to workers too: the parent saves first.
+def _die_with_server(worker: int) -> None:
+    """Have a worker end with the server that it was forked from, which ends with its own parent.
 
-    A worker ends when its parent has no more work for it, or is gone. PyTorch's own watch for that
-    observes the server that workers are forked from, which lives as long as they do.
+    PyTorch's own watch observes the server alone, which would live as long as its workers do.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # PyTorch has set a handler by now
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: BaseProcess) -> None:
-    parent.join()
-    os._exit(1)
+    die_with_parent()
 
 
 def _start_fork_server() -> None:
-    """Start the server that workers are forked from, without the default handler of SIGTERM.
+    """Start the server that workers are forked from, which inherit what it inherits.
 
-    Launchers send SIGTERM to a whole group of processes. The resource tracker starts with the
-    server; it cleans up after a process that was killed, and its warnings about that are silenced.
+    Terminals and launchers send signals to workers too, but the parent saves first.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return  # only the main thread may set handlers
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
-    try:
+    with shielded_children(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         forkserver.ensure_running()
-    finally:
-        sys.warnoptions.remove("ignore:resource_tracker")
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Steps(Sampler[Step]):
@@ -158,15 +143,22 @@ class _Steps(Sampler[Step]):
         return self.num_steps - self.first_step
 
 
-class _Batches(Dataset[Batch]):
+class _Batches(Dataset[Batch | Unet3dError]):
+    """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
+
     def __init__(self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.rank = rank
         self.num_ranks = num_ranks
 
-    def __getitem__(self, step: Step) -> Batch:
-        epoch, number = step
+    def __getitem__(self, step: Step) -> Batch | Unet3dError:
+        try:
+            return self._batch(*step)
+        except Unet3dError as error:
+            return error
+
+    def _batch(self, epoch: int, number: int) -> Batch:
         first = number * self.batch_size
         batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
         mine = share_of(batch, self.rank, self.num_ranks)

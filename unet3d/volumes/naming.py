@@ -1,6 +1,11 @@
-"""What the channels and labels of a data set are called, by its description or by its volumes."""
+"""What the channels and labels of a data set are called, by its description or by its volumes.
+
+Names become keys of metrics and statistics, titles of curves and lines of a terminal. So they are
+short text without control characters, and no two labels have one name.
+"""
 
 import logging
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +13,17 @@ from typing import Any
 import numpy as np
 
 from unet3d.errors import DatasetError
-from unet3d.volumes.nifti import read_header, read_label
+from unet3d.plain_data import is_printable, printable, shown
+from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE, listed
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import read_label
 
 logger = logging.getLogger(__name__)
+
+MAX_CHANNELS = 1000
+"""Many more than the sequences of any scan: a time series is not meant as channels."""
+
+MAX_NAME_LETTERS = 200
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
@@ -26,20 +39,21 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
         VolumeError: A header cannot be read.
     """
     given = tree.get("channel_names") or tree.get("modality")
-    if isinstance(given, dict):
-        by_number = {str(key): str(name) for key, name in given.items()}
-        numbers = [str(number) for number in range(len(by_number))]
-        if set(numbers) != by_number.keys():
-            raise DatasetError(
-                f"{path}: the channels are numbered {', '.join(by_number)}; use 0, 1, ..."
-            )
-        return tuple(by_number[number] for number in numbers)
-    if given:
-        return tuple(str(name) for name in (given if isinstance(given, list) else [given]))
-    if not images:
-        raise DatasetError(f"{path}: channel_names is empty; name each channel")
-    num_channels = sum(read_header(image).num_channels for image in images)
-    return tuple(f"channel {channel}" for channel in range(num_channels))
+    if not given:
+        if not images:
+            raise DatasetError(f"{path}: channel_names is empty; name each channel")
+        num_channels = sum(read_header(image).num_channels for image in images)
+        _refuse_many(path, num_channels)
+        return tuple(f"channel {channel}" for channel in range(num_channels))
+    names = given if isinstance(given, (list, dict)) else [given]
+    _refuse_many(path, len(names))
+    if isinstance(names, dict):
+        numbers = [str(number) for number in range(len(names))]
+        if set(numbers) != names.keys():
+            keys = listed([printable(key) for key in names])
+            raise DatasetError(f"{path}: the channels are numbered {keys}; use 0, 1, ...")
+        names = [names[number] for number in numbers]
+    return tuple(clean_name(path, f"channel {number}", name) for number, name in enumerate(names))
 
 
 def label_names(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> dict[int, str]:
@@ -58,24 +72,61 @@ def label_names(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
     if given is None:
         return _labels_found_in(label_maps, path)
     if not isinstance(given, dict):
-        raise DatasetError(f"{path}: labels is {given!r}; it needs names and values")
+        raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
     # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
-    by_value = all(str(key).isdigit() for key in given)
-    pairs = [(value, key) if not by_value else (key, value) for key, value in given.items()]
+    by_value = all(key.isdecimal() for key in given)
     labels: dict[int, str] = {}
-    for value, name in pairs:
-        number = _label_value(path, str(name), value)
+    for key, other in given.items():
+        text, value = (other, key) if by_value else (key, other)
+        name = clean_name(path, f"label {printable(str(value))}" if by_value else "a label", text)
+        number = _label_value(path, name, value)
         if number in labels:
             raise DatasetError(
                 f"{path}: {labels[number]} and {name} are both {number}; give each a value"
             )
-        labels[number] = str(name)
+        labels[number] = name
     labels.setdefault(0, "background")
+    value_of: dict[str, int] = {}
+    for value, name in labels.items():
+        if value_of.setdefault(name, value) != value:
+            raise DatasetError(
+                f"{path}: the labels {value_of[name]} and {value} are both called {name}; give "
+                "each a name"
+            )
     if len(labels) < 2:
         raise DatasetError(
             f"{path}: labels names nothing but the background; name what is labelled"
         )
+    if len(labels) > MAX_CLASSES:
+        raise DatasetError(f"{path} names {len(labels)} labels; use at most {MAX_CLASSES}")
     return dict(sorted(labels.items()))
+
+
+def clean_name(path: Path, what: str, text: Any) -> str:
+    """Return a name that can be shown, in Unicode's composed form.
+
+    Args:
+        path: The description, for messages.
+        what: What has the name.
+        text: The name as the description has it.
+
+    Raises:
+        DatasetError: It is no text, empty, too long, or has control characters.
+    """
+    name = unicodedata.normalize("NFC", text).strip() if isinstance(text, str) else ""
+    if not name or len(name) > MAX_NAME_LETTERS or not is_printable(name):
+        raise DatasetError(
+            f"{path}: {what} is called {shown(text)}; a name is text of 1 to {MAX_NAME_LETTERS} "
+            "characters, none of them a control character"
+        )
+    return name
+
+
+def _refuse_many(path: Path, num_channels: int) -> None:
+    if num_channels > MAX_CHANNELS:
+        raise DatasetError(
+            f"{path}: a case has {num_channels} channels; use at most {MAX_CHANNELS}"
+        )
 
 
 def _label_value(path: Path, name: str, value: Any) -> int:
@@ -83,14 +134,20 @@ def _label_value(path: Path, name: str, value: Any) -> int:
         raise DatasetError(f"{path}: the label 'ignore' is not supported; give every voxel a label")
     if isinstance(value, list):
         raise DatasetError(
-            f"{path}: label {name} is the region {value}; overlapping regions are not "
+            f"{path}: label {name} is the region {shown(value)}; overlapping regions are not "
             "supported, give each label one value"
         )
-    if isinstance(value, (bool, float)) or not str(value).isdecimal():
+    digits = str(value) if type(value) in (int, str) else ""
+    if not digits.isdecimal():
         raise DatasetError(
-            f"{path}: label {name} has the value {value!r}; use whole numbers from 0"
+            f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0"
         )
-    return int(value)
+    if len(digits) > len(str(MAX_LABEL_VALUE)) or int(digits) > MAX_LABEL_VALUE:
+        raise DatasetError(
+            f"{path}: label {name} has the value {printable(digits)}; segmentations hold values up "
+            f"to {MAX_LABEL_VALUE}"
+        )
+    return int(digits)
 
 
 def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
@@ -100,12 +157,18 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
         path,
         len(label_maps),
     )
-    values = {0}
+    found: set[int] = {0}
     for label_map in label_maps:
-        values.update(int(value) for value in np.unique(read_label(label_map).array))
-    if min(values) < 0 or len(values) < 2:
+        values = np.unique(read_label(label_map).array)
+        if len(values) > MAX_CLASSES:
+            raise DatasetError(
+                f"{label_map} holds {len(values)} different values; is it an image? name label maps"
+            )
+        found.update(values.tolist())
+    labels = sorted(found)
+    if labels[0] < 0 or not 2 <= len(labels) <= MAX_CLASSES or labels[-1] > MAX_LABEL_VALUE:
         raise DatasetError(
-            f"{path}: the label maps hold the values {sorted(values)}; the background "
-            "is 0 and labels are above it"
+            f"{path}: the label maps hold {len(labels)} values, {listed(labels)}; the background "
+            f"is 0, labels are above it, up to {MAX_LABEL_VALUE}, and {MAX_CLASSES} at most"
         )
-    return {value: f"label {value}" if value else "background" for value in sorted(values)}
+    return {value: f"label {value}" if value else "background" for value in labels}

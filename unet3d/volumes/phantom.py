@@ -34,7 +34,8 @@ def write_phantom_case(
         spacing_mm: Distance of neighbouring voxels along X, Y, Z.
 
     Raises:
-        ConfigError: The shape is too small for a head or the spacing is not positive.
+        ConfigError: The shape is too small for a head, or no scan has such a spacing.
+        VolumeError: The head does not fit in memory.
         OSError: A file cannot be written.
     """
     image, labels = head_phantom(seed, shape, spacing_mm)
@@ -61,7 +62,8 @@ def write_phantom_dataset(
         The folder.
 
     Raises:
-        ConfigError: The shape is too small for a head or the spacing is not positive.
+        ConfigError: The shape is too small for a head, or no scan has such a spacing.
+        VolumeError: A head does not fit in memory.
         DatasetError: The folder holds something else, or cannot be written.
     """
     names = [f"phantom_{index:03d}.nii.gz" for index in range(num_cases)]

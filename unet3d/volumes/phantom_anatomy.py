@@ -5,6 +5,7 @@ is sampled. Every surface is the zero level of a function of position. A voxel t
 crosses holds a mixture, from how much of the voxel lies on either side.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from scipy.spatial.transform import Rotation
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import ConfigError
+from unet3d.volumes.files import times
+from unet3d.volumes.grids import MAX_SPACING_MM, MIN_SPACING_MM
+from unet3d.volumes.memory_limits import refuse_beyond_memory
 
 Array = npt.NDArray[np.float32]
 
@@ -26,6 +30,12 @@ MIN_VOXELS = 16
 
 SLAB_VOXELS = 1 << 21
 """Voxels worked on at once, which bounds the memory beyond the result."""
+
+VOXEL_BYTES = 8
+"""What the result takes of each voxel, with the copy that is written."""
+
+WORK_BYTES = 100
+"""What a voxel takes while it is worked on; measured: 80 to 90."""
 
 MAX_STRETCH = 1.5
 """Largest side of the head as a multiple of the shortest side of the field of view."""
@@ -79,15 +89,26 @@ def head_phantom(
         valued as in ``LABEL_NAMES``.
 
     Raises:
-        ConfigError: The shape is too small for a head or the spacing is not positive.
+        ConfigError: The shape is too small for a head, or no scan has such a spacing.
+        VolumeError: The head does not fit in memory.
     """
     if min(shape) < MIN_VOXELS:
         raise ConfigError(
             f"phantom shape {shape} is too small for a head; use at least {MIN_VOXELS} voxels"
             " along each axis"
         )
-    if not (np.isfinite(spacing_mm).all() and min(spacing_mm) > 0):
-        raise ConfigError(f"phantom spacing {spacing_mm} mm must be positive numbers")
+    if not all(MIN_SPACING_MM <= spacing <= MAX_SPACING_MM for spacing in spacing_mm):
+        raise ConfigError(
+            f"phantom spacing {spacing_mm} mm: use numbers from {MIN_SPACING_MM} to "
+            f"{MAX_SPACING_MM:.0f}"
+        )
+    plane_voxels = shape[1] * shape[2]
+    slab_planes = min(shape[0], max(1, SLAB_VOXELS // plane_voxels) + 2)
+    refuse_beyond_memory(
+        VOXEL_BYTES * math.prod(shape) + WORK_BYTES * slab_planes * plane_voxels,
+        f"a phantom of {times(shape)} voxels",
+        "use a smaller data.phantom.shape",
+    )
     rng = np.random.default_rng(seed)
     head = _random_head(rng, np.array(shape) * spacing_mm)
     image = np.empty((1, *shape), dtype=np.float32)

@@ -5,45 +5,48 @@
 """
 
 import logging
-import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from unet3d.config import DataSettings, Shape, Spacing
-from unet3d.errors import CacheError, DatasetError, Unet3dError, VolumeError
+from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Case, Dataset
-from unet3d.volumes.nifti import Volume, read_channels, read_header, read_label, same_grid
-from unet3d.volumes.resample import resampled_shape
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
+from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
-    as_spacing,
     prepare_image,
     prepare_label,
 )
+from unet3d.volumes.workers import map_items
 
 logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 MAX_INTENSITIES_PER_CASE = 10_000
 """Voxels that each case contributes to the statistics of a CT channel."""
 
-VERSION = 1
-"""Part of every key: raise it whenever preparation gives other arrays for the same settings."""
+VERSION = 2
+"""Part of every key: raise it whenever preparation gives other arrays for the same settings, or
+entries of another form."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_Preparation = tuple[Case, Preprocessing, Cache, str]
+"""A case, its plan, where it goes and under which key."""
+
+_Collection = tuple[Case, Cache, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +80,8 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = as_spacing(np.median([header.spacing_mm for header in headers], axis=0).round(6))
-    if settings.spacing_mm == "native":
-        target_mm = None
-    elif settings.spacing_mm == "median":
-        target_mm = median_mm
-    else:
-        target_mm = settings.spacing_mm
+    median_mm = median_spacing([header.spacing_mm for header in headers])
+    target_mm = target_spacing(median_mm, settings.spacing_mm)
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(
@@ -127,27 +125,17 @@ def prepare_cases(
     """
     store = Cache(cache)
     keys = [_case_key(store, case, preprocessing) for case in cases]
-    missing = [
-        (case, preprocessing, store, key)
-        for case, key in zip(cases, keys, strict=True)
-        if store.load_case(key, case.name) is None
-    ]
-    if missing:
-        logger.info("preparing %d of %d cases into %s", len(missing), len(cases), store.folder)
-        _map(_prepare_case, missing, num_workers)
-    prepared = []
-    for case, key in zip(cases, keys, strict=True):
-        found = store.load_case(key, case.name)
-        if found is None:
-            raise CacheError(
-                f"case {case.name} vanished from {store.folder} while it was prepared; leave the "
-                "folder of data.cache alone during a run"
-            )
-        prepared.append(found)
-    return prepared
+
+    tasks = [(case, preprocessing, store, key) for case, key in zip(cases, keys, strict=True)]
+    return _from_cache(_load_case, _prepare_case, tasks, store, num_workers, "preparing")
 
 
-def _prepare_case(task: tuple[Case, Preprocessing, Cache, str]) -> None:
+def _load_case(task: _Preparation) -> PreparedCase | None:
+    case, _, store, key = task
+    return store.load_case(key, case.name)
+
+
+def _prepare_case(task: _Preparation) -> None:
     case, preprocessing, store, key = task
     image, label = _read_case(case)
     spacing_mm = image.header.spacing_mm
@@ -169,7 +157,7 @@ def _read_case(case: Case) -> tuple[Volume, Volume]:
     disagreement = same_grid(image.header, label.header)
     if disagreement:
         raise VolumeError(f"{case.label}: not on the grid of {case.images[0]}: {disagreement}")
-    return image, label
+    return image, on_grid_of(image.header, label)
 
 
 def _digests(store: Cache, case: Case) -> list[str]:
@@ -208,15 +196,15 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
     """Return intensities inside the labels of every case, shape (N, C)."""
     store = Cache(cache)
     keys = [key_of(_digests(store, case), VERSION) for case in dataset.cases]
-    missing = [
-        (case, store, key)
-        for case, key in zip(dataset.cases, keys, strict=True)
-        if store.load_intensities(key) is None
-    ]
-    if missing:
-        logger.info("collecting intensities of %d cases", len(missing))
-        _map(_collect_intensities, missing, num_workers)
-    collected = [array for key in keys if (array := store.load_intensities(key)) is not None]
+    tasks = [(case, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
+    collected = _from_cache(
+        _load_intensities,
+        _collect_intensities,
+        tasks,
+        store,
+        num_workers,
+        "collecting intensities of",
+    )
     everything = np.concatenate(collected)
     if not len(everything):
         raise DatasetError(
@@ -226,7 +214,12 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
     return everything
 
 
-def _collect_intensities(task: tuple[Case, Cache, str]) -> None:
+def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:
+    _, store, key = task
+    return store.load_intensities(key)
+
+
+def _collect_intensities(task: _Collection) -> None:
     case, store, key = task
     image, label = _read_case(case)
     inside = np.flatnonzero(label.array)
@@ -237,32 +230,35 @@ def _collect_intensities(task: tuple[Case, Cache, str]) -> None:
     store.save_intensities(key, voxels[:, inside].T.copy())
 
 
-def _map(work: Callable[[Item], Result], items: Sequence[Item], num_workers: int) -> list[Result]:
-    num_workers = min(num_workers, len(items))
-    if num_workers < 2:
-        return [work(item) for item in items]
-    # Workers are spawned, because a fork of a process that has used CUDA or threads can hang.
-    pool = ProcessPoolExecutor(
-        num_workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    )
-    with pool:
-        try:
-            # Workers inherit the blocked signal: a terminal sends Ctrl-C to them too, but only this
-            # process handles it.
-            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                futures = [pool.submit(work, item) for item in items]
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise DatasetError(
-                "a process that prepares cases was killed, probably because memory ran out; use "
-                f"fewer than {num_workers} with data.num_workers"
-            ) from error
-        except (Unet3dError, KeyboardInterrupt):
-            pool.shutdown(cancel_futures=True)
-            raise
+def _from_cache(
+    load: Callable[[Item], Result | None],
+    make: Callable[[Item], None],
+    tasks: Sequence[Item],
+    store: Cache,
+    num_workers: int,
+    doing: str,
+) -> list[Result]:
+    """Return an entry of the cache for each task, having made what is missing or damaged."""
+    found = _opened(load, tasks, num_workers)
+    missing = [index for index, entry in enumerate(found) if entry is None]
+    if missing:
+        logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
+        lacking = [tasks[index] for index in missing]
+        map_items(make, lacking, num_workers)
+        for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
+            found[index] = entry
+    entries = [entry for entry in found if entry is not None]
+    if len(entries) < len(tasks):
+        raise CacheError(
+            f"{store.folder} lost what was written to it; leave the folder of data.cache alone "
+            "during a run"
+        )
+    return entries
+
+
+def _opened(
+    load: Callable[[Item], Result], tasks: Sequence[Item], num_workers: int
+) -> list[Result]:
+    """Open entries in threads, because checksums are computed without Python's lock."""
+    with ThreadPoolExecutor(max(1, num_workers)) as pool:
+        return list(pool.map(load, tasks))

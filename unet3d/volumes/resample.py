@@ -3,9 +3,14 @@
 Every interpolation here is linear in the voxels and separable, so it is one small matrix per axis.
 The matrices are SciPy's ``zoom`` of the identity with ``grid_mode=True``: voxels are cells, the
 outer *faces* of the two grids coincide, and values beyond the border repeat it.
+
+Grids are resampled along their own axes, as if these were at right angles. Where they are not (a CT
+of a tilted gantry) anatomy stays as skewed as it is stored, and returns to its place afterwards.
 """
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,11 +19,46 @@ import torch
 from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError
+from unet3d.volumes.files import times
+from unet3d.volumes.grids import rounded_mm
+from unet3d.volumes.memory_limits import refuse_beyond_memory
+
+SpacingSetting = Literal["median", "native"] | Spacing
+"""What data.spacing_mm may be."""
 
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
 
 NEGLIGIBLE_WEIGHT = 1e-12
+
+MAX_AXIS = 2**60
+"""Where the count of voxels along an axis stops; no memory holds so many."""
+
+MAX_LOST_VOXELS = 8
+"""Voxels along an axis of which a whole volume may become a single voxel."""
+
+FLOAT32_BYTES = 4
+WEIGHT_BYTES = 16
+"""An interpolation's weight while it is made: twice in float64."""
+
+
+def median_spacing(spacings_mm: Sequence[Spacing]) -> Spacing:
+    """Return the median of spacings, axis by axis."""
+    x, y, z = (rounded_mm(float(median)) for median in np.median(spacings_mm, axis=0))
+    return (x, y, z)
+
+
+def target_spacing(median_mm: Spacing, setting: SpacingSetting) -> Spacing | None:
+    """Return the spacing that cases are resampled to; None: each keeps its own.
+
+    Args:
+        median_mm: Median spacing of the cases.
+        setting: The value of data.spacing_mm.
+    """
+    if setting == "median":
+        return median_mm
+    return None if setting == "native" else setting
 
 
 def grid_shape(array: npt.NDArray[Any]) -> Shape:
@@ -38,10 +78,47 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     if target_mm is None:
         return shape
     x, y, z = (
-        max(1, round(size * have / want))
+        max(1, round(min(size * have / want, MAX_AXIS)))
         for size, have, want in zip(shape, spacing_mm, target_mm, strict=True)
     )
     return (x, y, z)
+
+
+def affordable_shape(
+    shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int
+) -> Shape:
+    """Return :func:`resampled_shape` once it is known that the memory suffices to get there.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach; None: keep the shape.
+        num_arrays: Arrays of this shape that are kept at a time, such as the channels.
+
+    Raises:
+        VolumeError: It does not, or nothing but a single voxel would be left.
+    """
+    new_shape = resampled_shape(shape, spacing_mm, target_mm)
+    change = (
+        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
+        f"{times(target_mm or spacing_mm)} mm"
+    )
+    remedy = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
+    if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
+        raise VolumeError(f"{change}, and nothing would be left to see; {remedy}")
+    needed = _resampling_bytes(shape, new_shape, num_arrays)
+    refuse_beyond_memory(needed, f"{change}, which", remedy)
+    return new_shape
+
+
+def _resampling_bytes(shape: Shape, new_shape: Shape, num_arrays: int) -> int:
+    """Count what :func:`resample_image` and the preparation before it hold at the same time."""
+    voxels = [math.prod((*new_shape[:axis], *shape[axis:])) for axis in range(4)]
+    # Each multiplication copies its input so that the axis comes last.
+    step = max(2 * have + want for have, want in zip(voxels, voxels[1:], strict=False))
+    weights = sum(size * new for size, new in zip(shape, new_shape, strict=True) if size != new)
+    kept = num_arrays * (2 * voxels[0] + voxels[3])
+    return FLOAT32_BYTES * (kept + (step if shape != new_shape else 0)) + WEIGHT_BYTES * weights
 
 
 def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:

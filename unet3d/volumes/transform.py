@@ -4,29 +4,48 @@ A :class:`Preprocessing` says how. Training keeps it with the network, so that p
 an image exactly as training did.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import ConfigDict, Field, model_validator
 from torch.nn import functional
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
+from unet3d.plain_data import PLAIN, Name, at_most
+from unet3d.volumes.classes import class_indices
+from unet3d.volumes.files import times
+from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
+    affordable_shape,
     grid_shape,
     resample_classes,
     resample_image,
-    resampled_shape,
     thick_axes,
 )
 
 Kind = Literal["ct", "z-score", "none"]
 
-EPSILON = 1e-8
-"""Below this a standard deviation counts as zero, and the channel as constant."""
+CONSTANT_DEVIATION = 1e-8
+"""A channel counts as constant below this deviation, as a part of its largest intensity."""
+
+CLASS_ARRAYS = 2
+"""What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
+
+SAFE_EXPONENT = 60
+"""Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
+
+
+MAX_INTENSITY = 1e38
+"""No image in float32 has a larger one."""
+
+Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
+LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +57,27 @@ class ChannelNormalization:
     own mean and deviation over its non-zero voxels. ``none``: unchanged.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     kind: Kind
-    low: float = 0.0
-    high: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
+    low: Intensity = 0.0
+    high: Intensity = 0.0
+    mean: Intensity = 0.0
+    std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocessing:
     """Everything that is needed to prepare an image at prediction as in training."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
     spacing_mm: Spacing | None
     """Target spacing; None: each image's own."""
-    channels: tuple[ChannelNormalization, ...]
-    channel_names: tuple[str, ...]
-    label_names: tuple[str, ...]
-    label_values: tuple[int, ...]
+    channels: Annotated[tuple[ChannelNormalization, ...], at_most(2**14)]
+    channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
+    label_names: Annotated[tuple[Name, ...], at_most(2**16)]
+    label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -66,21 +89,19 @@ class Preprocessing:
             "label_values": list(self.label_values),
         }
 
-    @classmethod
-    def from_dict(cls, tree: Mapping[str, Any]) -> "Preprocessing":
-        """Return what :meth:`to_dict` described.
-
-        Raises:
-            KeyError, TypeError, ValueError: It described something else.
-        """
-        spacing_mm = tree["spacing_mm"]
-        return cls(
-            spacing_mm=None if spacing_mm is None else as_spacing(spacing_mm),
-            channels=tuple(ChannelNormalization(**channel) for channel in tree["channels"]),
-            channel_names=tuple(tree["channel_names"]),
-            label_names=tuple(tree["label_names"]),
-            label_values=tuple(tree["label_values"]),
-        )
+    @model_validator(mode="after")
+    def _names_agree(self) -> Self:
+        """Refuse what a file says of channels and labels that do not belong together."""
+        if not len(self.channels) == len(self.channel_names) > 0:
+            raise ValueError(
+                f"has {len(self.channels)} channels but {len(self.channel_names)} names of channels"
+            )
+        if not len(self.label_names) == len(set(self.label_values)) == len(self.label_values) > 0:
+            raise ValueError(
+                f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
+                "different values"
+            )
+        return self
 
 
 def prepare_image(
@@ -97,7 +118,8 @@ def prepare_image(
         Shape (C, X', Y', Z').
 
     Raises:
-        VolumeError: It has another number of channels than the plan.
+        VolumeError: It has another number of channels than the plan, at the target spacing it
+            does not fit in memory, or what comes out is not finite.
     """
     num_channels = len(preprocessing.channels)
     if len(array) != num_channels:
@@ -105,16 +127,24 @@ def prepare_image(
             f"the image has {len(array)} channel(s); {num_channels} are needed: "
             f"{', '.join(preprocessing.channel_names)}"
         )
-    normalized = np.stack(
-        [
-            _normalized(channel, how)
-            for channel, how in zip(array, preprocessing.channels, strict=True)
-        ]
-    )
-    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
-    return resample_image(
-        normalized, shape, thick_axes(spacing_mm, preprocessing.spacing_mm or spacing_mm)
-    )
+    target_mm = preprocessing.spacing_mm
+    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
+    with explaining_memory("the image cannot be prepared"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
+            normalized = np.stack(
+                [
+                    _normalized(channel, how)
+                    for channel, how in zip(array, preprocessing.channels, strict=True)
+                ]
+            )
+        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
+        prepared = resample_image(normalized, shape, thick)
+        if not np.isfinite(prepared).all():
+            raise VolumeError(
+                f"intensities up to {np.abs(array).max():.3g} become infinite when they are "
+                "prepared; scale the image, or train with data.normalization=z-score"
+            )
+        return prepared
 
 
 def prepare_label(
@@ -131,22 +161,14 @@ def prepare_label(
         Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 classes.
 
     Raises:
-        VolumeError: A value belongs to no class.
+        VolumeError: A value belongs to no class, or at the target spacing the label map does not
+            fit in memory.
     """
-    values = preprocessing.label_values
-    index_of = np.full(max(values) + 1, len(values))
-    index_of[list(values)] = range(len(values))
-    unknown = array[(array < 0) | (array > max(values))]
-    if not unknown.size:
-        unknown = array[index_of[array] == len(values)]
-    if unknown.size:
-        raise VolumeError(
-            f"the label map holds the value {unknown.flat[0]}, which dataset.json does not name "
-            f"(it names {', '.join(map(str, values))}); correct one of them"
-        )
-    classes = index_of.astype(np.uint8 if len(values) <= 256 else np.uint16)[array]
-    shape = resampled_shape(grid_shape(array), spacing_mm, preprocessing.spacing_mm)
-    return resample_classes(classes, shape)
+    classes = class_indices(array, preprocessing.label_values)
+    target_mm = preprocessing.spacing_mm
+    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
+    with explaining_memory("the label map cannot be prepared"):
+        return resample_classes(classes, shape)
 
 
 def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -160,9 +182,18 @@ def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
 
     Returns:
         Shape (K, *shape), same type and device; the logits themselves if that is their shape.
+
+    Raises:
+        VolumeError: They are on the CPU, and its memory does not suffice.
     """
     if tuple(logits.shape[1:]) == shape:
         return logits
+    if logits.device.type == "cpu":
+        refuse_beyond_memory(
+            (len(logits) + 1) * math.prod(shape) * logits.element_size(),
+            f"the segmentation of {times(shape)} voxels and {len(logits)} classes",
+            "use a machine with more, or cut the scan into pieces",
+        )
     restored = logits.new_empty((len(logits), *shape))
     for source, target in zip(logits, restored, strict=True):
         target.copy_(
@@ -183,10 +214,16 @@ def _normalized(
     inside = array[array != 0]
     if not len(inside):
         return array
+    largest = max(float(inside.max()), -float(inside.min()))
+    exponent = math.frexp(largest)[1]
+    if abs(exponent) > SAFE_EXPONENT:
+        # By a power of two, which changes no digit. Differences of such numbers overflow.
+        array, inside = np.ldexp(array, -exponent), np.ldexp(inside, -exponent)
+        largest = math.ldexp(largest, -exponent)
     # Sums of 10^8 voxels in float32 lose digits.
     mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
-    if std < EPSILON * max(1.0, abs(mean)):
-        std = 1.0
+    if std < CONSTANT_DEVIATION * largest:
+        std = largest
     return (array - np.float32(mean)) / np.float32(std)
 
 

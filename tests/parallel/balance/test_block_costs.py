@@ -205,7 +205,19 @@ def test_a_damaged_memory_of_times_is_replaced(
     model = make_model()
     first = block_seconds(model, CPU, SIZE, 1, None, tmp_path)
     (file,) = tmp_path.iterdir()
-    damages = ("", "{", "[]", '{"seconds": null}', '{"seconds": ["x"]}', '{"seconds": [1, 2]}')
+    count = len(first)
+    damages = (
+        "",
+        "{",
+        "[]",
+        '{"seconds": null}',
+        '{"seconds": ["x"]}',
+        '{"seconds": [1, 2]}',
+        json.dumps({"seconds": [float("nan")] * count}),
+        json.dumps({"seconds": [-1.0] * count}),
+        json.dumps({"seconds": ["1"] * count}),
+        json.dumps({"seconds": [10**400] * count}),
+    )
     for damage in damages:
         file.write_text(damage)
         assert block_seconds(model, CPU, SIZE, 1, None, tmp_path) == first, damage

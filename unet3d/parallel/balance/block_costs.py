@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from unet3d.config import Recompute, Shape
@@ -32,6 +33,7 @@ from unet3d.parallel.balance.stopwatch import (
 )
 from unet3d.parallel.memory_format import laid_out, memory_format
 from unet3d.parallel.precision import lowered_on, lowering
+from unet3d.plain_data import validated
 from unet3d.records import (
     key_of,
     recall,
@@ -39,6 +41,8 @@ from unet3d.records import (
 )
 
 logger = logging.getLogger(__name__)
+
+Times = tuple[Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False, strict=True)], ...]
 
 LOSS = "loss"
 """Name of the last entry: the loss, which follows the last block on its device."""
@@ -236,7 +240,7 @@ def block_seconds(
     path = folder / f"{key_of(description)}.json"
 
     def read(content: Any) -> tuple[float, ...]:
-        known = tuple(float(value) for value in content["seconds"])
+        known = validated(Times, content["seconds"])
         if len(known) != len(model.blocks()) + 1:
             raise ValueError("of another network")
         return known

@@ -1,0 +1,204 @@
+"""Configurations that ask for too much, or that hold what no configuration means."""
+
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import HOSTILE, damaged, mutated, property_test
+from unet3d.config import Config, load_config
+from unet3d.config.bounded_yaml import parse_yaml
+from unet3d.config.reference import commented_yaml
+from unet3d.errors import ConfigError
+from unet3d.plain_data import is_printable
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the dotted keys of all settings."""
+    keys = []
+    for name, value in tree.items():
+        below = isinstance(value, dict)
+        keys += leaves(value, f"{prefix}{name}.") if below else [prefix + name]
+    return keys
+
+
+TREE = Config().model_dump(mode="json")
+KEYS = leaves(TREE)
+
+
+def numbers(value: Any) -> list[float]:
+    """Return every number in a value."""
+    if isinstance(value, dict):
+        return [number for item in value.values() for number in numbers(item)]
+    if isinstance(value, list | tuple):
+        return [number for item in value for number in numbers(item)]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return [value] if is_number else []
+
+
+def accept(make: Any) -> Config | None:
+    """Return a configuration, or None where it is refused in one short printable line, soon."""
+    began = time.monotonic()
+    try:
+        config: Config | None = make()
+    except ConfigError as error:
+        assert is_printable(str(error)), repr(str(error))
+        assert len(str(error)) < 2500, str(error)
+        config = None
+    assert time.monotonic() - began < 5
+    return config
+
+
+def assert_usable(config: Config) -> None:
+    """Check that nothing made from the settings can overflow, and that they can be recorded."""
+    for number in numbers(config.model_dump(mode="json")):
+        assert math.isfinite(number)
+        assert abs(number) <= 2**64
+    assert Config.from_yaml(config.to_yaml()) == config
+    for path in (config.data.dataset, config.data.cache):
+        assert path is None or b"\0" not in os.fsencode(path)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_setting_refuses_or_bounds_hostile_values(key: str) -> None:
+    for value in HOSTILE:
+        config = accept(lambda value=value: Config().with_values({key: value}))
+        if config is not None:
+            for number in numbers(config.model_dump(mode="json")):
+                assert math.isfinite(number), value
+                assert abs(number) < 1e31, value
+            assert Config.from_yaml(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.seed=18446744073709551616", "training.seed is 18446744073709551616; give a wh"),
+        ("training.learning_rate=1e300", "is '1e300'; give a number above 0 and at most 1e+30"),
+        ("training.weight_decay=1.0e+300", "weight_decay is 1e+300; give a number of at least 0 a"),
+        ("training.learning_rate=yes", "training.learning_rate is True; give a number above 0"),
+        ("data.spacing_mm=1,1,yes", "data.spacing_mm is [1, 1, True]; give median, native or"),
+        ("data.spacing_mm=1,1,1e30", "give median, native or three numbers of at least"),
+        ("patches.size=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,934,5"),
+        ("inference.window=65536,65536,65536", "281,474,976,710,656 voxels; give at most 8,589,9"),
+        ("data.phantom.shape=4096,4096,4096", "68,719,476,736 voxels; give at most 1,073,741,824"),
+        ("model.base_channels=1000000", "give a whole number above 0 and at most 65,536"),
+        ("parallel.timeout_seconds=1e12", "give a number above 0 and at most 10,000,000"),
+        ("inference.overlap=0.999999", "give a number of at least 0 and at most 0.95"),
+        ("parallel.devices=[]", "parallel.devices is []; give a list of names or null"),
+        ('parallel.devices=["\\e[2J"]', r"parallel.devices is ['\x1b[2J']; give a list of names"),
+        ("data.dataset=a\0b", r"data.dataset is 'a\x00b'; give a path or null"),
+        ("data.cache=" + "x" * 5000, "data.cache is 'xxxx"),
+        ("training.epochs=0x" + "f" * 5000, "training.epochs is <a number of 20000 bits>; give"),
+        ("training.epochs=" + "9" * 5000, "is not valid YAML"),
+        ("training.epochs=&a 3", "line 1: anchors (&) and aliases (*) are not allowed"),
+        ("training.epochs=!!int 3", "line 1: tags (!) are not allowed"),
+        ("training.epochs=" + "[" * 100_000, "nested more than 16 deep"),
+        ("training.epochs=[" + "1," * 100_000 + "]", "there are more than 10,000 values"),
+        ("training.epochs=" + "1," * 100_000, "a value has more than 8,192 characters"),
+        ("training.epochs=" + "1," * 4_000, "training.epochs is [1, 1, 1, 1, 1, 1, 1, 1, ...]; gi"),
+        ("\x1b[2J=1", r"unknown setting \x1b[2J, known: data, patches"),
+        ("a" * 10**6 + "=1", "unknown setting aaaa"),
+        ("." * 10**5 + "=1", "unknown setting , known"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_a_value_out_of_range(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    said = str(caught.value)
+    assert message in said
+    assert is_printable(said)
+    assert len(said) < 500
+
+
+LAUGHS = "a: &a [x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(20)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (LAUGHS, "line 1: anchors (&) and aliases (*) are not allowed"),
+        ("training:\n  epochs: *other\n", "line 2: anchors (&) and aliases (*) are not allowed"),
+        ("training: &self\n  epochs: 3\n", "line 1: anchors (&) and aliases (*) are not allowed"),
+        ("training:\n  <<: {epochs: 3}\n", "line 2: merged keys (<<) are not allowed"),
+        ("training:\n  epochs: 3\n  epochs: 4\n", "line 3: 'epochs' is named twice"),
+        ("training: {}\nmodel: {}\ntraining: {epochs: 3}\n", "line 3: 'training' is named twice"),
+        ("training: !!python/object/apply:os.system [true]", "line 1: tags (!) are not allowed"),
+        ("training: !!set {a, b}", "line 1: tags (!) are not allowed"),
+        ("a: " + "{b: " * 20 + "}" * 20, "line 1: values are nested more than 16 deep"),
+        ("a: [" + "1, " * 20_000 + "]", "line 1: there are more than 10,000 values"),
+        ("a: " + "x" * 10_000, "line 1: a value has more than 8,192 characters"),
+        ("a: 1\n---\nb: 2\n", "expected a single document"),
+        ("a: \x1b[2J", "special characters are not allowed"),
+        ("? [1, 2]\n: 3\n", "unhashable key"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_yaml_that_is_more_than_settings(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert time.monotonic() - began < 2
+    assert message in str(caught.value)
+    assert is_printable(str(caught.value))
+    with pytest.raises(ConfigError, match="stored settings is not valid YAML"):
+        Config.from_yaml(text)
+
+
+def test_numbers_of_many_parts_take_no_time() -> None:
+    # YAML 1.1 reads 1:1:1 as a number of base 60; the time of a long one grows with its square.
+    with pytest.raises(ValueError, match="more than 8,192 characters"):
+        parse_yaml("a: " + ":".join(["1"] * 300_000))
+
+
+def test_a_file_that_is_none_or_too_large(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo: it is not a regular file"):
+        load_config(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="it is not a regular file"):
+        load_config(Path("/dev/zero"))
+    with (tmp_path / "large.yaml").open("wb") as file:
+        file.truncate(10**12)
+    with pytest.raises(ConfigError, match="larger than the 1,048,576 bytes"):
+        load_config(tmp_path / "large.yaml")
+
+
+def test_many_mistakes_make_a_short_message() -> None:
+    tree = {f"mistake {number}": number for number in range(5000)}
+    with pytest.raises(ConfigError, match="and 4990 more") as caught:
+        Config.from_plain(tree)
+    assert len(str(caught.value)) < 1000
+
+
+@property_test
+@given(mutated(TREE))
+def test_mutations_of_the_values(tree: Any) -> None:
+    if isinstance(tree, dict):
+        config = accept(lambda: Config.from_plain(tree))
+        if config is not None:
+            assert Config.from_yaml(config.to_yaml()) == config
+
+
+@property_test
+@given(damaged(yaml.safe_dump(TREE, sort_keys=False).encode()))
+def test_mutations_of_the_text(content: bytes) -> None:
+    accept(lambda: Config.from_yaml(content.decode(errors="surrogateescape")))
+
+
+@property_test
+@given(st.sampled_from(KEYS), st.text() | st.from_regex(r"[-+0-9eE.,_:\[\]{}&*!\"\\ xn]+"))
+def test_overrides(key: str, value: str) -> None:
+    config = accept(lambda: load_config(None, [f"{key}={value}"]))
+    if config is not None:
+        assert parse_yaml(commented_yaml(config)) == config.model_dump(mode="json")

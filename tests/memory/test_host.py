@@ -1,0 +1,84 @@
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unet3d.memory.host import available_bytes
+
+GIB = 2**30
+
+
+def write(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    proc = tmp_path / "proc"
+    write(proc, meminfo=f"MemTotal: 9 kB\nMemAvailable: {100 * GIB // 1024} kB")
+    write(proc / "self", cgroup="0::/", statm="100 50")
+    return proc
+
+
+def test_the_machine_says_how_much_is_available(proc: Path, tmp_path: Path) -> None:
+    assert available_bytes(proc, tmp_path / "none") == 100 * GIB
+
+
+@pytest.mark.parametrize("limit", [4 * GIB, "max"])
+def test_groups_of_version_2_and_their_parents_count(
+    proc: Path, tmp_path: Path, limit: object
+) -> None:
+    groups = tmp_path / "cgroup"
+    write(proc / "self", cgroup="0::/jobs/mine")
+    usage = {"memory__current": 3 * GIB, "memory__stat": f"anon 5\ninactive_file {GIB}\nfile 7"}
+    write(groups / "jobs/mine", memory__max="max", **usage)
+    write(groups / "jobs", memory__max=limit, **usage)
+    expected = 100 * GIB if limit == "max" else 4 * GIB - 3 * GIB + GIB
+    assert available_bytes(proc, groups) == expected
+
+
+def test_groups_of_version_1_count_where_only_the_root_is_visible(
+    proc: Path, tmp_path: Path
+) -> None:
+    groups = tmp_path / "cgroup"
+    write(proc / "self", cgroup="5:cpu:/x\n4:cpuacct,memory:/docker/abc\n0::/")
+    write(
+        groups / "memory",
+        memory__limit_in_bytes=2 * GIB,
+        memory__usage_in_bytes=3 * GIB,
+        memory__stat=f"cache 1\ntotal_active_file {GIB}\ntotal_inactive_file {GIB // 2}",
+    )
+    assert available_bytes(proc, groups) == GIB // 2
+
+
+def test_more_used_than_allowed_is_nothing_left(proc: Path, tmp_path: Path) -> None:
+    write(tmp_path / "c", memory__max=5, memory__current=9, memory__stat="anon 9")
+    assert available_bytes(proc, tmp_path / "c") == 0
+
+
+def test_a_limit_of_address_space_counts() -> None:
+    code = "from unet3d.memory.host import available_bytes; print(available_bytes())"
+    limit = 2**31
+    output = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert 0 < int(output) < limit
+
+
+def test_this_machine_has_some() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_bytes() <= total
+
+
+def test_what_the_system_does_not_say_limits_nothing(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none", tmp_path / "none") == sys.maxsize

@@ -1,0 +1,56 @@
+import io
+
+from rich.console import Console
+
+from unet3d.reports.scan_progress import ScanProgress
+
+
+def shown(progress: ScanProgress, text: io.StringIO) -> str:
+    """Return what the terminal shows now."""
+    progress._progress.refresh()
+    last = text.getvalue().rpartition("\x1b[2K")[2]
+    return " ".join(last.replace("━", "").split())
+
+
+def make(num_scans: int) -> tuple[ScanProgress, io.StringIO]:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, color_system=None, width=120)
+    return ScanProgress(console, num_scans), text
+
+
+def test_a_terminal_shows_scan_stage_and_windows() -> None:
+    progress, text = make(12)
+    with progress.shown(3, "scan [a].nii.gz"):
+        progress.stage("reading")
+        assert shown(progress, text).startswith("scan [a].nii.gz (3/12): reading")
+        progress.windows_done(0, 40)
+        assert "scan [a].nii.gz (3/12): predicting window 0/40" in shown(progress, text)
+        progress.windows_done(10, 40)
+        assert "predicting window 10/40" in shown(progress, text)
+        progress.windows_done(0, 90)  # the first ones did not fit
+        assert "predicting window 0/90" in shown(progress, text)
+        progress.windows_done(90, 90)
+        assert "finishing window 90/90" in shown(progress, text)
+    before = text.getvalue()
+    assert before.endswith("\x1b[2K")  # the line is gone
+    with progress.shown(4, "other.nii"):
+        progress.stage("reading")
+        assert shown(progress, text).startswith("other.nii (4/12): reading")
+        assert "[a]" not in text.getvalue()[len(before) :]
+
+
+def test_a_single_scan_has_no_number() -> None:
+    progress, text = make(1)
+    with progress.shown(1, "scan.nii"):
+        progress.stage("writing")
+        assert shown(progress, text).startswith("scan.nii: writing")
+
+
+def test_a_log_gets_nothing() -> None:
+    text = io.StringIO()
+    progress = ScanProgress(Console(file=text), 2)
+    with progress.shown(1, "scan.nii"):
+        progress.stage("reading")
+        progress.windows_done(0, 2)
+        progress.windows_done(2, 2)
+    assert text.getvalue() == ""

@@ -1,0 +1,443 @@
+"""Checkpoints that someone else made, or that are damaged: refused in one line, at little cost."""
+
+import io
+import os
+import pickle
+import resource
+import struct
+import tempfile
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.mutations import damaged, mutated, property_test
+from tests.networks import random_checkpoint
+from unet3d.config import TrainingSettings, load_config
+from unet3d.errors import CheckpointError
+from unet3d.model import UNet3d
+from unet3d.model.optimizer import Optimization
+from unet3d.plain_data import is_printable
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.training.state import TrainingState
+
+
+def content_of(optimizer: str = "adamw") -> dict[str, Any]:
+    """Return what a checkpoint of format 1 holds, key by key, after a step of training.
+
+    This is the layout that files have had since the first version: they must stay readable.
+    """
+    checkpoint = random_checkpoint(label_values=(0, 1, 5))
+    model = checkpoint.build_model()
+    settings = TrainingSettings(optimizer=optimizer)  # type: ignore[arg-type]
+    optimization = Optimization(model, settings, "float32")
+    for value in model.parameters():
+        value.grad = torch.ones_like(value)
+    optimization.step(0.01)
+    return {
+        "format": 1,
+        "unet3d": "0.1.0",
+        "topology": {
+            "in_channels": 1,
+            "num_classes": 3,
+            "channels": (4, 8),
+            "strides": ((1, 1, 1), (2, 2, 2)),
+            "encoder": "plain",
+            "norm": "instance",
+            "deep_supervision": False,
+        },
+        "preprocessing": {
+            "spacing_mm": [1.0, 0.7, 2.5],
+            "channels": [{"kind": "ct", "low": -100.0, "high": 300.0, "mean": 40.0, "std": 55.5}],
+            "channel_names": ["CT"],
+            "label_names": ["background", "organ", "lésion"],
+            "label_values": [0, 1, 5],
+        },
+        "patch_size": (16, 16, 8),
+        "config": load_config(None, [f"training.optimizer={optimizer}"]).to_yaml(),
+        "model": {name: value.detach() for name, value in model.state_dict().items()},
+        "training": {
+            "state": {
+                "epoch": 3,
+                "step": 2,
+                "loss": {"total": 1.5, "dice": 0.5, "cross_entropy": 1.0},
+                "num_samples": 4,
+                "seconds": 1.25,
+                "total_seconds": 60.0,
+                "best_dice": 0.75,
+                "last_dice": {"organ": 0.75, "lésion": None},
+            },
+            "random": torch.get_rng_state(),
+            "optimizer": optimization.optimizer.state_dict(),
+            "scaler": {},
+        },
+    }
+
+
+CONTENT = content_of()
+
+
+def saved(content: Any, folder: Path) -> Path:
+    path = folder / "checkpoint.pt"
+    torch.save(content, path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    """Return why a file is refused: one short printable line, soon."""
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    assert time.monotonic() - began < 5
+    message = str(caught.value).replace(str(path), "")
+    assert is_printable(message), repr(message)
+    assert len(message) < 900, message
+    return message
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """Return the content with values below dotted keys replaced."""
+    content = {**CONTENT}
+    for dotted, value in changes.items():
+        *path, last = dotted.split("__")
+        target = content
+        for name in path:
+            key: Any = int(name) if name.isdigit() else name
+            target[key] = type(target[key])(target[key])
+            target = target[key]
+        target[int(last) if last.isdigit() else last] = value
+    return content
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_format_1_is_read(tmp_path: Path, optimizer: str) -> None:
+    content = content_of(optimizer)
+    loaded = load_checkpoint(saved(content, tmp_path))
+    assert loaded.topology.channels == (4, 8)
+    assert loaded.preprocessing.to_dict() == content["preprocessing"]
+    assert loaded.preprocessing.label_names[2] == "lésion"
+    assert loaded.patch_size == (16, 16, 8)
+    assert loaded.config.training.optimizer == optimizer
+    assert TrainingState(**loaded.training["state"]).best_dice == 0.75
+    for name, value in content["model"].items():
+        assert torch.equal(loaded.model[name], value)
+        assert torch.equal(loaded.build_model().state_dict()[name], value)
+    again = Optimization(loaded.build_model(), loaded.config.training, "float32")
+    again.load_state_dict(loaded.training)
+    for index, values in content["training"]["optimizer"]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(again.optimizer.state_dict()["state"][index][key], value)
+
+
+def test_every_field_of_the_training_is_known(tmp_path: Path) -> None:
+    content = changed(training__state=asdict(TrainingState(last_dice={"organ": None})))
+    assert load_checkpoint(saved(content, tmp_path)).training["state"]["epoch"] == 0
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topology__channels": (10**6, 10**6)}, "topology.channels.0 must be at most 65536, but"),
+        ({"topology__channels": (16384, 16384)}, "is 4x1x3x3x3 in float32 instead of 16384x1x3x"),
+        ({"topology__channels": (4,) * 10**5}, "channels has 100,000 entries, and may have 8"),
+        ({"topology__channels": ()}, "should have at least 1 item"),
+        ({"topology__norm": "batch"}, "running_mean is missing"),
+        ({"topology__in_channels": 2}, "its network has 2 channels and 3 classes, but it prepares"),
+        ({"preprocessing__spacing_mm": [1.0, 0.0, 1.0]}, "spacing_mm.1 must be at least 0.000"),
+        ({"preprocessing__spacing_mm": [NAN, 1.0, 1.0]}, "spacing_mm.0 must be a finite number"),
+        ({"preprocessing__spacing_mm": [1e30, 1.0, 1.0]}, "spacing_mm.0 must be at most"),
+        ({"preprocessing__channels": [{"kind": "zscore"}]}, "kind must be 'ct', 'z-score' or 'non"),
+        ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
+        ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
+        ({"preprocessing__label_values": [0, 1, -5]}, "label_values.2 must be at least 0, but is"),
+        ({"preprocessing__label_values": [0, 1, 10**30]}, "label_values.2 must be less than 9223"),
+        ({"preprocessing__label_values": [0, 1, 1]}, "3 names of labels but 2 different values"),
+        (
+            {"preprocessing__label_names": ["a", "b", "\x1b[2J"]},
+            "label_names.2 must hold no con",
+        ),
+        (
+            {"preprocessing__label_names": ["a", "b", 3]},
+            "label_names.2 must be a valid string",
+        ),
+        ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),
+        ({"patch_size": (10**9,) * 3}, "patch_size.0 must be at most 65536"),
+        ({"patch_size": (65536,) * 3}, "patch_size has 281,474,976,710,656 voxels, and may have"),
+        ({"config": 3}, "config must be a valid string, but is 3"),
+        ({"config": "a: &x [1]\nb: *x"}, "line 1: anchors (&) and aliases (*) are not allowed"),
+        ({"config": "training: {seed: -1}"}, "training.seed is -1; give a whole number"),
+        ({"model": [1]}, "model must be a mapping, but is [1]"),
+        ({"model": {"a": 1}}, "model.a must be an instance of Tensor, but is 1"),
+        ({"model": {3: torch.ones(1)}}, "model.3 must be a valid string, but is 3"),
+        ({"model": {}}, "encoder.levels.0.0.conv.weight is missing"),
+        ({"training__state__epoch": -1}, "training.state.epoch must be at least 0, but is -1"),
+        ({"training__state__seconds": NAN}, "training.state.seconds must be a finite number"),
+        ({"training__state__steps": 3}, "training.state.steps is unknown"),
+        ({"training__random": torch.zeros(3, dtype=torch.uint8)}, "random is not a state of PyTor"),
+        ({"training__random": torch.full((5056,), 255, dtype=torch.uint8)}, "random is not a stat"),
+        ({"training__optimizer": 3}, "training.optimizer must be a mapping, but is 3"),
+        ({"training__optimizer__state": {"a": 3}}, "training.optimizer.state.a must be a valid i"),
+        ({"training__optimizer__state__0": {}}, "its optimizer is adamw, but the state of"),
+        ({"training__optimizer__state__0__step": torch.ones(3)}, "has no usable step of encoder"),
+        ({"training__optimizer__state__0__step": torch.tensor(NAN)}, "0 step holds numbers that a"),
+        ({"training__scaler": {"scale": 0.0}}, "training.scaler.scale must be greater than 0"),
+        ({"unet3d": "\x1b]0;title\x07"}, "unet3d must hold no control characters"),
+        ({"another": 1}, "another is unknown"),
+        ({"\ud800": 1}, "must be a valid string, unable to parse"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, str) else next(iter(value)),
+)
+def test_a_field_out_of_range_is_named(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    said = refusal(saved(changed(**change), tmp_path))
+    assert message in said
+    assert "use another checkpoint, or train again" in said
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITY, -INFINITY])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, bad: float) -> None:
+    weight = CONTENT["model"]["decoder.heads.0.weight"].clone()
+    weight.view(-1)[-1] = bad
+    content = {**CONTENT, "model": {**CONTENT["model"], "decoder.heads.0.weight": weight}}
+    said = refusal(saved(content, tmp_path))
+    assert "the weight decoder.heads.0.weight holds numbers that are not finite" in said
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(1).expand(10**6, 10**6),
+        torch.zeros(8)[::2],
+        torch.zeros(3, dtype=torch.complex64),
+        torch.zeros(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+        torch.nn.Parameter(torch.zeros(3)),
+        torch.zeros(0),
+    ],
+    ids=["expanded", "strided", "complex", "sparse", "meta", "parameter", "empty"],
+)
+def test_tensors_that_are_not_plain_numbers(tmp_path: Path, tensor: torch.Tensor) -> None:
+    said = refusal(saved({**CONTENT, "model": {"w": tensor}}, tmp_path))
+    assert "not a checkpoint" in said or "is refused" in said
+
+
+def test_two_tensors_of_the_same_numbers(tmp_path: Path) -> None:
+    tensor = torch.zeros(1000)
+    said = refusal(saved({**CONTENT, "model": {"a": tensor, "b": tensor[:]}}, tmp_path))
+    assert "the numbers of a tensor are missing, or those of two" in said
+
+
+def rezipped(path: Path, change: Callable[[zipfile.ZipInfo, bytes], bytes], deflate: bool) -> None:
+    """Write an archive anew, entry by entry."""
+    with zipfile.ZipFile(path) as old:
+        entries = [(info.filename, change(info, old.read(info))) for info in old.infolist()]
+    kind = zipfile.ZIP_DEFLATED if deflate else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", kind) as new:
+        for name, content in entries:
+            new.writestr(name, content)
+
+
+def test_compressed_entries_are_refused(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "model": {"w": torch.zeros(10**7)}}, tmp_path)
+    rezipped(path, lambda _, content: content, deflate=True)
+    assert path.stat().st_size < 200_000
+    assert "its entries are compressed" in refusal(path)
+
+
+def test_an_archive_written_anew_without_compression_is_read(tmp_path: Path) -> None:
+    path = saved(CONTENT, tmp_path)
+    rezipped(path, lambda _, content: content, deflate=False)
+    assert load_checkpoint(path).patch_size == (16, 16, 8)
+
+
+def test_entries_that_share_their_bytes_are_refused(tmp_path: Path) -> None:
+    path = saved(CONTENT, tmp_path)
+    content = bytearray(path.read_bytes())
+    first = content.index(b"PK\x01\x02")
+    second = content.index(b"PK\x01\x02", first + 4)
+    content[second + 42 : second + 46] = content[first + 42 : first + 46]  # the offset
+    path.write_bytes(content)
+    assert "its entries overlap" in refusal(path)
+
+
+def test_a_list_of_a_million_entries_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "many.pt"
+    numbers = [20, 20, *[0] * 7, len(b"a"), *[0] * 6]
+    entry = struct.pack("<4s6H3L5H2L", b"PK\1\2", *numbers) + b"a"
+    directory = entry * 10**6
+    with path.open("wb") as file:
+        file.write(directory)
+        end = (b"PK\6\6", 44, 45, 45, 0, 0, 10**6, 10**6, len(directory), 0)
+        file.write(struct.pack("<4sQ2H2L4Q", *end))
+        file.write(struct.pack("<4sLQL", b"PK\6\7", 0, len(directory), 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, 2**32 - 1, 2**32 - 1, 0))
+    assert "its list of entries is larger than" in refusal(path)
+
+
+def pickled(folder: Path, *steps: bytes) -> Path:
+    """Write an archive whose pickle has steps of its own."""
+    path = folder / "checkpoint.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"".join(steps) + b".")
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data/0", bytes(4))
+    return path
+
+
+TENSOR = (
+    b"ctorch._utils\n_rebuild_tensor_v2\n(((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000"
+    b"X\x03\0\0\0cpuK\x01tQ%s%s%s\x89ccollections\nOrderedDict\n)RtR"
+)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([b"]" * 500_000, b"a" * 499_999], "too deep"),
+        ([b")" + b"\x85" * 500_000], "too deep"),
+        (
+            [b"](]q\0", *[b"]q%c(" % (i + 1) + b"h%c" % i * 9 + b"e" for i in range(30)], b"e"],
+            "more",
+        ),
+        ([b"]q\x00h\x00a"], "too deep"),
+        ([b"}q\x00X\x01\0\0\0ah\x00s"], "too deep"),
+        ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
+        ([b"}]K\x01s"], "neither text nor numbers"),
+        ([b"0" * 2_000_000], "is refused"),
+        ([b"N0" * 600_000], "is refused"),
+        ([b"N" * 1_100_000], "steps"),
+        ([b"N" * 9_000_000], "has more than"),
+        ([b"\x8a\xff" + b"\xff" * 254 + b"\x7f"], "is not a checkpoint of unet3d"),
+        ([b"\x8b\xff\xff\xff\x7f"], "not a checkpoint"),
+        ([b"\x8e" + b"\xff" * 7 + b"\x7f"], "not a checkpoint"),
+        ([b"X\xff\xff\xff\x7fa"], "not a checkpoint"),
+        ([b"I" + b"9" * 100_000 + b"\n"], "not a checkpoint"),
+        ([b"L" + b"9" * 4_000 + b"L\n"], "is refused"),
+        ([b"cos\nsystem\n(X\x04\0\0\0truetR"], "is refused"),
+        ([b"cos\nsystem\n"], "is refused"),
+        ([b"ccollections\nOrderedDict\nN\x85R"], "is refused"),
+        ([b"(X\x04\0\0\0evil" + b"ios\nsystem\n"], "is refused"),
+        ([b"h\x07"], "parts do not agree"),
+        ([b"e"], "parts do not agree"),
+        ([b""], "not a checkpoint"),
+        ([b"NN"], "not a checkpoint"),
+        ([TENSOR % (b"K\x00", b"K\x02\x85", b"K\x01\x85")], "other numbers than it says"),
+        ([TENSOR % (b"K\x01", b"K\x01\x85", b"K\x01\x85")], "other numbers than it says"),
+        ([TENSOR % (b"J\xff\xff\xff\xff", b"K\x01\x85", b"K\x01\x85")], "no usable shape"),
+        ([TENSOR % (b"K\x00", b"G?\xf0\0\0\0\0\0\0\x85", b"K\x01\x85")], "no usable shape"),
+        ([TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01K\x01\x86")], "not a checkpoint"),
+        ([TENSOR % (b"K\x00", b"(" + b"K\x01" * 100 + b"t", b"(" + b"K\x01" * 100 + b"t")], "us"),
+        ([TENSOR % (b"K\x00", b"N", b"N")], "makes a tensor of something else"),
+        (
+            [TENSOR % (b"K\x00", b"\x8a\xc8" + b"\x7f" * 200 + b"\x85", b"K\x01\x85")],
+            "usable shape",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value[0][:16]),
+)
+def test_pickles_that_ask_for_much_or_make_no_sense(
+    tmp_path: Path, steps: list[bytes], message: str
+) -> None:
+    assert message in refusal(pickled(tmp_path, *steps))
+
+
+def test_the_plain_tensor_of_these_pickles_is_one(tmp_path: Path) -> None:
+    path = pickled(tmp_path, TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85"))
+    assert "is not a checkpoint of unet3d; train one" in refusal(path)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.pt")
+    assert "it is not a regular file" in refusal(tmp_path / "fifo.pt")
+    assert "it is not a regular file" in refusal(Path("/dev/zero"))
+    assert "no file can have such a name" in refusal(tmp_path / "a\0b").replace("\0", "")
+    (tmp_path / "loop.pt").symlink_to(tmp_path / "loop.pt")
+    assert "symbolic links" in refusal(tmp_path / "loop.pt")
+
+
+def test_a_state_dict_of_someone_else(tmp_path: Path) -> None:
+    path = tmp_path / "other.pt"
+    torch.save(UNet3d(random_checkpoint().topology).state_dict(), path)
+    assert "is not a checkpoint of unet3d; train one" in refusal(path)
+    torch.save(OrderedDict(a=1), path)
+    assert "is not a checkpoint of unet3d; train one" in refusal(path)
+    path.write_bytes(pickle.dumps({"a": 1}))
+    assert "is not a checkpoint, or is damaged" in refusal(path)
+
+
+@property_test
+@given(mutated(CONTENT))
+def test_mutations_of_the_values(content: Any) -> None:
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+    except (UnicodeEncodeError, OverflowError):
+        return
+    assert_refused_or_read(file.getvalue())
+
+
+def small_file() -> bytes:
+    """Return a checkpoint whose bytes are mostly archive and pickle, not numbers."""
+    file = io.BytesIO()
+    torch.save({**CONTENT, "training": {}}, file)
+    return file.getvalue()
+
+
+@property_test
+@given(damaged(small_file()))
+def test_mutations_of_the_bytes(content: bytes) -> None:
+    assert_refused_or_read(content)
+
+
+def pickle_of(file: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        return archive.read("archive/data.pkl")
+
+
+@property_test
+@given(damaged(pickle_of(small_file())))
+def test_mutations_of_the_pickle(content: bytes) -> None:
+    with zipfile.ZipFile(io.BytesIO(small_file())) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as new:
+        for name, value in {**entries, "archive/data.pkl": content}.items():
+            new.writestr(name, value)
+    assert_refused_or_read(file.getvalue())
+
+
+def assert_refused_or_read(content: bytes) -> None:
+    """Load a file; if it is taken, its network can be built and its training be continued."""
+    began = time.monotonic()
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+            file.write(content)
+            file.flush()
+            checkpoint = load_checkpoint(Path(file.name))
+    except CheckpointError as error:
+        message = str(error)
+        assert is_printable(message), repr(message)
+        assert len(message) < 2500, message
+    else:
+        model = checkpoint.build_model()
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        if checkpoint.training:
+            TrainingState(**checkpoint.training["state"])
+            optimization = Optimization(model, checkpoint.config.training, "float32")
+            optimization.load_state_dict(checkpoint.training)
+            for value in model.parameters():
+                value.grad = torch.ones_like(value)
+            optimization.step(0.01)
+    assert time.monotonic() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20  # KiB

@@ -1,0 +1,79 @@
+"""Children that end with their parent, and that only the parent's signals reach."""
+
+import multiprocessing
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.process_trees import assert_all_end
+from tests.ranks import environment
+from unet3d.processes import blocked, die_with_parent, end_children
+
+CHILD = """
+import time
+from unet3d.processes import die_with_parent
+die_with_parent()
+print("started", flush=True)
+time.sleep(60)
+"""
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def python(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_a_child_ends_with_its_parent(number: signal.Signals) -> None:
+    parent = python(PARENT)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.send_signal(number)
+    parent.communicate()
+    assert_all_end([child], 5)
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    late = python("from unet3d.processes import die_with_parent; die_with_parent(1_000_000_000)")
+    late.communicate(timeout=20)
+    assert late.returncode == 1
+
+
+def test_blocked_signals_come_when_the_context_ends() -> None:
+    came = []
+    before = signal.signal(signal.SIGHUP, lambda number, _: came.append(number))
+    try:
+        with blocked(signal.SIGHUP):
+            signal.raise_signal(signal.SIGHUP)
+            assert came == []
+        assert came == [signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def be_deaf(ready: "multiprocessing.synchronize.Event") -> None:
+    die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(60)
+
+
+def test_children_that_do_not_listen_are_killed() -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    child = context.Process(target=be_deaf, args=(ready,))
+    child.start()
+    assert ready.wait(30)
+    end_children([child], 0.1)
+    child.join(5)
+    assert child.exitcode == -signal.SIGKILL

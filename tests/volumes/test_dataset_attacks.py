@@ -1,0 +1,162 @@
+"""Descriptions of data sets that anyone may have written: understood, or refused in one line."""
+
+import json
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import damaged, mutated, property_test
+from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
+from unet3d.errors import DatasetError, Unet3dError
+from unet3d.volumes.check import check_headers
+from unet3d.volumes.classes import MAX_LABEL_VALUE
+from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
+
+SHAPE = (4, 5, 6)
+SECONDS = 10.0
+
+
+def nnunet(root: Path) -> None:
+    for name in ("a", "b", "c"):
+        for channel in ("0000", "0001"):
+            write_volume(root / f"imagesTr/{name}_{channel}.nii.gz", np.ones(SHAPE, np.float32))
+        write_volume(root / f"labelsTr/{name}.nii.gz", blob_label(SHAPE))
+    names = {"channel_names": {"0": "CT", "1": "PET"}, "labels": {"background": 0, "a": 1, "b": 2}}
+    write_json(root / "dataset.json", {**names, "file_ending": ".nii.gz", "numTraining": 3})
+
+
+def datalist(root: Path) -> None:
+    entries = []
+    for number, patient in enumerate("abcd"):
+        files = [f"{patient}/{name}.nii.gz" for name in ("t1", "flair", "seg")]
+        for file in files[:2]:
+            write_volume(root / file, np.ones(SHAPE, np.float32))
+        write_volume(root / files[2], blob_label(SHAPE))
+        entries.append({"image": files[:2], "label": files[2], "fold": number % 2})
+    tree = {"training": entries[:3], "validation": entries[3:], "testing": [{"image": "d/t1.nii"}]}
+    write_json(root / "dataset.json", tree)
+
+
+def explicit(root: Path) -> None:
+    nnunet(root)
+    tree = json.loads((root / "dataset.json").read_text())
+    cases = {
+        name: {
+            "images": [f"imagesTr/{name}_{channel}.nii.gz" for channel in ("0000", "0001")],
+            "label": f"labelsTr/{name}.nii.gz",
+        }
+        for name in ("a", "b")
+    }
+    write_json(root / "dataset.json", {**tree, "dataset": cases})
+
+
+def decathlon(root: Path) -> None:
+    write_msd(root, shape=SHAPE)
+
+
+MAKERS = {"decathlon": decathlon, "nnunet": nnunet, "explicit": explicit, "datalist": datalist}
+SPLITS = [
+    {"train": ["case_0", "case_1"], "val": ["case_2"]},
+    {"train": ["case_2"], "val": ["case_1"]},
+]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("data")
+    for name, make in MAKERS.items():
+        make(folder / name)
+    return {name: folder / name for name in MAKERS}
+
+
+def assert_is_usable(dataset: Dataset) -> None:
+    """See that nothing can be lost, or be written elsewhere, because of what things are called."""
+    names = [case.name for case in dataset.cases]
+    assert max(Counter(names).values()) == 1
+    assert max(Counter(dataset.label_names).values()) == 1
+    for name in (*names, *dataset.label_names, *dataset.channel_names):
+        assert name and not set(name) & {"\n", "\x1b", "\0"} and len(name) < 5000
+        name.encode()
+    assert dataset.label_values[0] == 0 and len(dataset.label_values) >= 2
+    assert list(dataset.label_values) == sorted(set(dataset.label_values))
+    assert dataset.label_values[-1] <= MAX_LABEL_VALUE
+    for case in dataset.cases:
+        for file in (*case.images, case.label):
+            assert Path(os.path.realpath(file)).is_relative_to(dataset.root)
+    train, validation = fold_cases(dataset, 0, 2, seed=0)
+    assert train and validation and not {*train} & {*validation}
+    assert {*train, *validation} <= {*dataset.cases}
+
+
+def assert_is_understood_or_refused(root: Path, description: str) -> None:
+    began = time.monotonic()
+    try:
+        dataset = load_dataset(root / description)
+        check_headers(dataset)
+        assert_is_usable(dataset)
+    except Unet3dError as error:
+        line = str(error)
+        assert line.isprintable() and len(line) < 1000, line
+    assert time.monotonic() - began < SECONDS
+
+
+@pytest.mark.parametrize("layout", MAKERS)
+@property_test
+@given(data=st.data())
+def test_a_changed_description(roots: dict[str, Path], layout: str, data: st.DataObject) -> None:
+    root = roots[layout]
+    tree = data.draw(mutated(json.loads((root / "dataset.json").read_text())))
+    (root / "changed.json").write_text(json.dumps(tree, default=repr))
+    assert_is_understood_or_refused(root, "changed.json")
+
+
+@property_test
+@given(data=st.data())
+def test_damaged_text(roots: dict[str, Path], data: st.DataObject) -> None:
+    root = roots["decathlon"]
+    content = data.draw(damaged((root / "dataset.json").read_bytes()))
+    (root / "changed.json").write_bytes(content)
+    assert_is_understood_or_refused(root, "changed.json")
+
+
+@property_test
+@given(splits=mutated(SPLITS))
+def test_changed_splits(roots: dict[str, Path], splits: Any) -> None:
+    path = roots["decathlon"] / "splits_final.json"
+    path.write_text(json.dumps(splits, default=repr))
+    try:
+        assert_is_understood_or_refused(roots["decathlon"], "dataset.json")
+    finally:
+        path.unlink()
+
+
+def test_a_large_data_set_is_read_in_seconds(tmp_path: Path) -> None:
+    entries = [
+        {"image": f"imagesTr/{number}.nii.gz", "label": f"labelsTr/{number}.nii.gz"}
+        for number in range(5_000)
+    ]
+    tree = {"modality": {"0": "CT"}, "labels": {"0": "background", "1": "a"}, "training": entries}
+    began = time.monotonic()
+    write_json(tmp_path / "dataset.json", tree)
+    write_json(
+        tmp_path / "splits_final.json",
+        [{"train": [str(number) for number in range(1, 5_000)], "val": ["0"]}] * 20,
+    )
+    train, validation = fold_cases(load_dataset(tmp_path), 0, 5, seed=0)
+    assert (len(train), len(validation)) == (4_999, 1)
+    assert time.monotonic() - began < SECONDS
+
+
+def test_many_names_that_are_repeated_are_found_at_once(tmp_path: Path) -> None:
+    root = write_msd(tmp_path, shape=SHAPE)
+    names = [*(f"case_{number}" for number in (0, 1)), *["case_1"] * 200_000]
+    write_json(root / "splits_final.json", [{"train": names, "val": ["case_2"]}])
+    with pytest.raises(DatasetError, match="names case_1 twice"):
+        load_dataset(root)

@@ -1,0 +1,135 @@
+"""Entries of the cache, whatever somebody or something has done to them."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import damaged, mutated, property_test
+from unet3d.volumes.cache import Cache, CaseRecord, PreparedCase
+from unet3d.volumes.entries import read_entry
+
+IMAGE = np.arange(2 * 4 * 5 * 6, dtype=np.float32).reshape(2, 4, 5, 6)
+LABEL = (IMAGE[0] % 3).astype(np.uint8)
+FILES = ("image.npy", "label.npy", "foreground.npy", "entry.json")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an entry that is as it was written."""
+    folder = tmp_path_factory.mktemp("cache")
+    save(Cache(folder))
+    return folder / "prepared" / "key"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cache]:
+    """Return a cache for damaged entries, whose disk is not waited for."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", lambda _: None)
+        yield Cache(tmp_path_factory.mktemp("damaged"))
+
+
+def save(cache: Cache) -> None:
+    cache.save_case("key", IMAGE, LABEL, (1.0, 1.5, 2.0), 3)
+
+
+def assert_is_sound(case: PreparedCase | None) -> None:
+    assert case is not None
+    np.testing.assert_array_equal(case.image(), IMAGE)
+    np.testing.assert_array_equal(case.label(), LABEL)
+    assert case.spacing_mm == (1.0, 1.5, 2.0)
+    background, first, second = case.foreground()
+    assert len(background) == 0
+    for value, voxels in ((1, first), (2, second)):
+        np.testing.assert_array_equal(voxels, np.argwhere(LABEL == value))
+
+
+def assert_is_repaired(cache: Cache, sound: Path, damage: Callable[[Path], object]) -> None:
+    """Damage a copy of an entry, and see that nothing else than what was written comes out."""
+    folder = cache.folder / "prepared" / "key"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound, folder)
+    damage(folder)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("unet3d.volumes.cache").addHandler(handler)
+    try:
+        case = cache.load_case("key", "case")
+    finally:
+        logging.getLogger("unet3d.volumes.cache").removeHandler(handler)
+    if case is None:
+        (line,) = said
+        assert "is damaged" in line and line.isprintable() and len(line) < 500
+        save(cache)
+        case = cache.load_case("key", "case")
+    assert_is_sound(case)
+
+
+@property_test
+@given(data=st.data(), name=st.sampled_from(FILES))
+def test_damaged_bytes_are_never_used(
+    cache: Cache, sound: Path, data: st.DataObject, name: str
+) -> None:
+    content = data.draw(damaged((sound / name).read_bytes()))
+    assert_is_repaired(cache, sound, lambda entry: (entry / name).write_bytes(content))
+
+
+@property_test
+@given(data=st.data())
+def test_other_records_are_never_used(cache: Cache, sound: Path, data: st.DataObject) -> None:
+    tree = data.draw(mutated(json.loads((sound / "entry.json").read_text())))
+    text = json.dumps(tree, default=repr)
+    assert_is_repaired(cache, sound, lambda entry: (entry / "entry.json").write_text(text))
+
+
+def swap(entry: Path, name: str, other: str) -> None:
+    content = (entry / name).read_bytes()
+    shutil.copy(entry / other, entry / name)
+    (entry / other).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["gone", "folder", "pipe", "loop", "link", "huge", "swapped"])
+def test_what_is_no_file_of_the_entry_is_not_waited_for(
+    cache: Cache, sound: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    def damage(entry: Path) -> None:
+        path = entry / name
+        if kind == "swapped":
+            swap(entry, name, FILES[FILES.index(name) - 1])
+            return
+        path.unlink()
+        match kind:
+            case "folder":
+                path.mkdir()
+            case "pipe":
+                os.mkfifo(path)
+            case "loop":
+                path.symlink_to(name)
+            case "link":
+                path.symlink_to("/dev/zero")
+            case "huge":
+                path.touch()
+                os.truncate(path, 2**40)
+
+    assert_is_repaired(cache, sound, damage)
+
+
+def test_the_checksum_of_a_record_covers_all_of_it(sound: Path) -> None:
+    record = read_entry(sound, CaseRecord)
+    assert record is not None
+    changed: dict[str, Any] = {"class_counts": (0, 40, 41), "spacing_mm": (1.0, 1.5, 2.1)}
+    changed |= {"key": "other", "files": {}}
+    for field, value in changed.items():
+        other = record.model_copy(update={field: value})
+        assert other.own_checksum() != record.checksum, field

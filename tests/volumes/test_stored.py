@@ -1,0 +1,335 @@
+import gzip
+import io
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from unet3d.errors import VolumeError
+from unet3d.volumes import memory_limits
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import read_image, read_label, write_label
+from unet3d.volumes.stored import MAX_TAIL_BYTES
+
+READERS: tuple[Callable[[Path], Any], ...] = (read_header, read_image, read_label)
+FORMATS = {
+    "one.nii": nib.Nifti1Image,
+    "two.nii": nib.Nifti2Image,
+    "one.nii.gz": nib.Nifti1Image,
+    "two.nii.gz": nib.Nifti2Image,
+    "one.hdr": nib.Nifti1Pair,
+    "two.hdr": nib.Nifti2Pair,
+    "scan.mgh": nib.MGHImage,
+    "scan.mgz": nib.MGHImage,
+}
+MAX_BYTES = 2**22
+"""What reading the small files below may allocate for an array, whatever their headers claim."""
+
+NUMBERS = [0, 1, 2, 3, -1, 7, 255, 32767, -32768, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]
+FLOATS = [*NUMBERS, 0.5, -0.0, np.nan, np.inf, -np.inf, 1e30, 1e-30, 1e300, 1e-300, 3e38, 1e-45]
+
+
+def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
+    with pytest.raises(VolumeError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
+def content_of(name: str, byte_order: str = "<") -> tuple[bytes, bytes]:
+    """Return the header of a small valid volume, and all that follows it, uncompressed."""
+    array = np.arange(60, dtype=np.int16).reshape(3, 4, 5)
+    affine = np.array([[0.8, 0.1, 0, 5], [-0.1, 0.8, 0, 6], [0, 0, 3, 7], [0, 0, 0, 1]])
+    kind = FORMATS[name]
+    image = kind(array, affine)
+    if kind is nib.MGHImage:
+        holder = nib.FileHolder(fileobj=io.BytesIO())
+        image.to_file_map({"image": holder})
+        whole = holder.fileobj.getvalue()
+        return whole[:284], whole[284:]
+    image = kind(array, affine, kind.header_class(endianness=byte_order))
+    image.set_data_dtype(np.int16)
+    image.set_qform(affine, 1)
+    files = {name: nib.FileHolder(fileobj=io.BytesIO()) for name in ("header", "image")}
+    image.to_file_map(files)
+    size = image.header.sizeof_hdr
+    if issubclass(kind, nib.Nifti1Image):
+        whole = files["image"].fileobj.getvalue()
+        return whole[:size], whole[size:]
+    return files["header"].fileobj.getvalue()[:size], files["image"].fileobj.getvalue()
+
+
+def write(folder: Path, name: str, header: bytes, rest: bytes) -> Path:
+    path = folder / name
+    if name.endswith(".hdr"):
+        path.write_bytes(header + bytes(4))
+        path.with_suffix(".img").write_bytes(rest)
+    elif name.endswith(("gz", "mgz")):
+        path.write_bytes(gzip.compress(header + rest, compresslevel=1, mtime=0))
+    else:
+        path.write_bytes(header + rest)
+    return path
+
+
+def read_or_refuse(path: Path) -> None:
+    """Read a volume in every way: that works, with numbers that make sense, or is refused."""
+    began = time.monotonic()
+    for read in READERS:
+        try:
+            volume = read(path)
+        except VolumeError as error:
+            assert "\n" not in str(error) and str(path.parent) in str(error)
+            continue
+        header = volume if read is read_header else volume.header
+        assert np.isfinite(header.affine).all() and min(header.spacing_mm) > 0
+        assert same_grid(header, header) is None
+        if read is not read_header:
+            assert volume.array.shape[-3:] == header.shape
+            assert volume.array.nbytes <= MAX_BYTES and np.isfinite(volume.array).all()
+        if np.prod(header.shape) < 1000:
+            labels = np.zeros(header.shape, np.uint8)
+            labels[-1, 0, 0] = 1
+            write_label(path.parent / "seg.nii", labels, header)
+            written = read_label(path.parent / "seg.nii")
+            assert same_grid(written.header, header) is None
+            assert np.array_equal(written.array, labels)
+    assert time.monotonic() - began < 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("volumes")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
+    for byte_order in "<>":
+        header, rest = content_of(name, byte_order)
+        path = write(tmp_path, name, header, rest)
+        assert sorted(read_image(path).array.ravel()) == list(range(60))
+        read_or_refuse(path)
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(list(FORMATS)),
+    byte_order=st.sampled_from("<>"),
+    changes=st.lists(st.tuples(st.integers(0, 359), st.integers(0, 255)), min_size=1, max_size=6),
+    end=st.one_of(st.none(), st.integers(0, 900)),
+)
+@example(name="scan.mgh", byte_order="<", changes=[(4, 4)], end=None)  # 2^31 bytes and more
+def test_bytes_of_a_header_may_be_anything(
+    folder: Path,
+    name: str,
+    byte_order: str,
+    changes: list[tuple[int, int]],
+    end: int | None,
+) -> None:
+    header, rest = content_of(name, byte_order)
+    content = bytearray(header + rest)
+    for place, value in changes:
+        content[place] = value
+    size = len(header)
+    read_or_refuse(write(folder, name, bytes(content[:size]), bytes(content[size:end])))
+
+
+@st.composite
+def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
+    name = draw(st.sampled_from([name for name in FORMATS if "scan" not in name]))
+    dtype = FORMATS[name].header_class.template_dtype
+    fields: dict[str, list[float]] = {}
+    for field in draw(st.lists(st.sampled_from(dtype.names), min_size=1, max_size=4, unique=True)):
+        base, shape = dtype[field].base, dtype[field].shape
+        if base.kind not in "iuf":
+            continue
+        numbers = st.sampled_from(FLOATS if base.kind == "f" else NUMBERS)
+        count = int(np.prod(shape, dtype=int))
+        fields[field] = draw(st.lists(numbers, min_size=count, max_size=count))
+    return name, draw(st.sampled_from("<>")), fields
+
+
+@settings(deadline=None)
+@given(changed=changed_fields())
+@example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
+def test_fields_of_a_header_may_be_anything(
+    folder: Path, changed: tuple[str, str, dict[str, list[float]]]
+) -> None:
+    name, byte_order, fields = changed
+    header, rest = content_of(name, byte_order)
+    record = np.frombuffer(
+        bytearray(header), FORMATS[name].header_class.template_dtype.newbyteorder(byte_order)
+    ).copy()
+    for field, numbers in fields.items():
+        dtype = record.dtype[field]
+        values = np.array(numbers, np.float64 if dtype.base.kind == "f" else object)
+        if dtype.base.kind != "f":
+            limits = np.iinfo(dtype.base)
+            values = np.clip(values, int(limits.min), int(limits.max))
+        with np.errstate(over="ignore"):
+            record[field][0] = values.astype(dtype.base).reshape(dtype.shape)
+    read_or_refuse(write(folder, name, record.tobytes(), rest))
+
+
+@settings(deadline=None)
+@given(end=st.integers(0, 400), flips=st.lists(st.integers(0, 8 * 400), max_size=4))
+def test_a_compressed_file_may_be_damaged_anywhere(
+    folder: Path, end: int, flips: list[int]
+) -> None:
+    header, rest = content_of("one.nii.gz")
+    content = bytearray(gzip.compress(header + rest, mtime=0))
+    for flip in flips:
+        if flip // 8 < len(content):
+            content[flip // 8] ^= 1 << flip % 8
+    path = folder / "damaged.nii.gz"
+    path.write_bytes(content[:end] if not flips else content)
+    read_or_refuse(path)
+
+
+def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.nii.gz")
+    (tmp_path / "zero.nii").symlink_to("/dev/zero")
+    (tmp_path / "link.nii").symlink_to("pipe.nii.gz")
+    header, rest = content_of("one.hdr")
+    pair = write(tmp_path, "one.hdr", header, rest)
+    pair.with_suffix(".img").unlink()
+    os.mkfifo(pair.with_suffix(".img"))
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(tmp_path)  # the name of a socket may have 107 bytes
+        try:
+            server.bind("socket.nii")
+        finally:
+            os.chdir(here)
+        for read in READERS:
+            assert "is a pipe, not a file" in refusal(tmp_path / "pipe.nii.gz", read)
+            assert "is a pipe, not a file" in refusal(tmp_path / "link.nii", read)
+            assert "is a device, not a file" in refusal(tmp_path / "zero.nii", read)
+            assert "is a socket, not a file" in refusal(tmp_path / "socket.nii", read)
+            with pytest.raises(VolumeError, match="lacks its partner|is a pipe"):
+                read(pair)
+
+
+def test_links_that_lead_to_themselves_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.nii.gz").symlink_to("b.nii.gz")
+    (tmp_path / "b.nii.gz").symlink_to("a.nii.gz")
+    for read in READERS:
+        assert "Too many levels of symbolic links" in refusal(tmp_path / "a.nii.gz", read)
+
+
+def compressed(header: bytes, rest: bytes, tail: int) -> bytes:
+    """Return a file whose zeros at the end are compressed member by member, which is quick."""
+    million = gzip.compress(bytes(2**20), mtime=0)
+    return gzip.compress(header + rest, mtime=0) + million * (tail // 2**20)
+
+
+def test_of_a_compressed_file_no_more_is_unpacked_than_it_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, rest = content_of("one.nii.gz")
+    path = tmp_path / "tail.nii.gz"
+    path.write_bytes(compressed(header, rest, 2**33))
+    unpacked = 0
+    read = gzip.GzipFile.read
+
+    def counted(self: gzip.GzipFile, size: int | None = -1) -> bytes:
+        nonlocal unpacked
+        data = read(self, size)
+        unpacked += len(data)
+        return data
+
+    monkeypatch.setattr(gzip.GzipFile, "read", counted)
+    assert "after the voxels that its header describes" in refusal(path)
+    assert unpacked < 3 * MAX_TAIL_BYTES
+
+
+def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path: Path) -> None:
+    header, rest = content_of("one.nii.gz")
+    path = tmp_path / "tail.nii.gz"
+    content = gzip.compress(header + rest, mtime=0) + gzip.compress(b"note" * 100, mtime=0)
+    path.write_bytes(content)
+    assert read_image(path).array.max() == 59
+    path.write_bytes(content[:-8] + b"1234" + content[-4:])
+    assert "CRC check failed" in refusal(path)
+
+
+def test_a_plain_file_may_not_go_on_either(tmp_path: Path) -> None:
+    header, rest = content_of("one.nii")
+    path = write(tmp_path, "one.nii", header, rest)
+    os.truncate(path, 2**33)  # a hole, which takes no space
+    assert "after the voxels that its header describes" in refusal(path, read_header)
+
+
+@pytest.mark.parametrize("name", ["one.nii.gz", "two.nii.gz", "one.hdr", "one.nii"])
+def test_sizes_of_extensions_may_lie(tmp_path: Path, name: str) -> None:
+    """An extension that claims 2 GB, in a file that unpacks to enough zeros to hold it."""
+    header, rest = content_of(name)
+    extension = b"\1\0\0\0" + struct.pack("<ii", 2**31 - 16, 6)
+    path = write(tmp_path, name, header, extension + rest[12:])
+    if name.endswith(".hdr"):
+        path.write_bytes(header + extension)
+        path.with_suffix(".img").write_bytes(rest)
+    assert read_header(path).shape == (4, 3, 5) or read_header(path).shape == (3, 4, 5)
+
+
+def test_an_offset_beyond_all_extensions_is_refused(tmp_path: Path) -> None:
+    header, rest = content_of("one.nii.gz")
+    changed = bytearray(header)
+    changed[108:112] = struct.pack("<f", 1e9)
+    path = tmp_path / "far.nii.gz"
+    path.write_bytes(compressed(bytes(changed), rest, 2**31))
+    assert "begin at byte 1000000000" in refusal(path, read_header)
+
+
+def test_scaling_by_infinity_is_refused(tmp_path: Path) -> None:
+    for place in (112, 116):
+        header, rest = content_of("one.nii")
+        changed = bytearray(header)
+        changed[112:120] = struct.pack("<ff", 1, 0)
+        changed[place : place + 4] = struct.pack("<f", np.inf)
+        assert "scales its voxels by infinity" in refusal(
+            write(tmp_path, "one.nii", bytes(changed), rest)
+        )
+
+
+@pytest.mark.parametrize("slope", [0.0, np.nan])
+def test_no_scaling_is_none(tmp_path: Path, slope: float) -> None:
+    header, rest = content_of("one.nii")
+    changed = bytearray(header)
+    changed[112:120] = struct.pack("<ff", slope, np.nan)
+    path = write(tmp_path, "one.nii", bytes(changed), rest)
+    assert sorted(read_image(path).array.ravel()) == list(range(60))
+
+
+def test_types_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    words = {128: "colour", 2304: "colour", 32: "complex", 1792: "complex", 1536: "unknown"}
+    for code, word in words.items():
+        header, rest = content_of("one.nii")
+        changed = bytearray(header)
+        changed[70:72] = struct.pack("<h", code)
+        path = write(tmp_path, "one.nii", bytes(changed), rest + bytes(10_000))
+        assert f"holds {word} voxels" in refusal(path) or code == 1536
+
+
+def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header, _ = content_of("two.nii")
+    record = np.frombuffer(bytearray(header), nib.Nifti2Header.template_dtype).copy()
+    record["dim"][0][:4] = 3, 40_000, 40_000, 1_000
+    path = write(tmp_path, "two.nii", record.tobytes(), b"")
+    os.truncate(path, 544 + 2 * 1_600_000_000_000)  # a hole, which takes no space
+    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**34)
+    for read in (read_image, read_label):
+        message = refusal(path, read)
+        assert "reading 40000x40000x1000x1 voxels takes" in message
+        assert "TiB of memory, but this machine has 16 GiB available" in message

@@ -1,0 +1,59 @@
+"""Worker processes: what they give back, and that they end with the process that started them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process_trees import assert_all_end, family_of
+from tests.ranks import environment
+from unet3d.errors import DatasetError
+from unet3d.volumes.workers import map_items
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_results_are_in_the_order_of_the_items(num_workers: int) -> None:
+    assert map_items(abs, [-3, 2, -1], num_workers) == [3, 2, 1]
+
+
+def test_a_killed_worker_is_explained() -> None:
+    with pytest.raises(DatasetError, match="killed.*data.num_workers"):
+        map_items(os._exit, [9, 9], 2)
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group"),
+    [
+        (signal.SIGKILL, False),
+        (signal.SIGTERM, True),  # as launchers do
+        (signal.SIGHUP, True),  # as a terminal that is closed
+    ],
+)
+def test_workers_end_with_their_parent(
+    number: signal.Signals, whole_group: bool, tmp_path: Path
+) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "tests.volumes.unfinished_work", str(tmp_path)],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(list(tmp_path.iterdir())) < 2:
+        assert parent.poll() is None, parent.communicate()[1]
+        time.sleep(0.02)
+    family = family_of(parent.pid)
+    assert len(family) >= 2
+    (os.killpg if whole_group else os.kill)(parent.pid, number)
+    _, errors = parent.communicate(timeout=20)
+    assert_all_end(family, 5)
+    assert errors == ""
+    if number == signal.SIGKILL:
+        assert parent.returncode == -number
+    else:
+        assert parent.returncode == 128 + number
+        assert list(tmp_path.iterdir()) == []  # they have cleaned up

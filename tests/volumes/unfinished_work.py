@@ -1,0 +1,24 @@
+"""What workers do that are interrupted: ``python -m tests.volumes.unfinished_work FOLDER``."""
+
+import sys
+import time
+from pathlib import Path
+
+from unet3d.atomic import replacing
+from unet3d.distributed.interruption import Interrupted, interruptible, stop_on_signals
+from unet3d.volumes.workers import map_items
+
+
+def write_slowly(path: Path) -> None:
+    with replacing(path) as unfinished:
+        unfinished.touch()
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    stop_on_signals(is_rank=False)
+    try:
+        with interruptible():
+            map_items(write_slowly, [Path(sys.argv[1], str(number)) for number in range(6)], 2)
+    except Interrupted as interruption:
+        sys.exit(interruption.exit_status)

@@ -1,0 +1,77 @@
+"""Which label map belongs to which prediction, by their names."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from unet3d.errors import DatasetError, reason_of
+from unet3d.volumes.files import is_volume_file, stands_for_volume, volume_stem
+
+Pair = tuple[Path, Path]
+"""A prediction and its label map."""
+Pairs = Sequence[Pair]
+
+
+def find_pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
+    """Return what to compare, and the names of the label maps that are left out.
+
+    Args:
+        predictions: A label map, or a folder of them.
+        labels: A label map, or a folder of them.
+
+    Raises:
+        DatasetError: A prediction has no partner, or there is nothing to compare.
+    """
+    for path in (predictions, labels):
+        if not path.exists():
+            raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
+    if not predictions.is_dir() and not labels.is_dir():
+        return [(predictions, labels)], []
+    label_of = _by_stem(labels)
+    prediction_of: dict[str, Path] = {}  # by the stem of the label map
+    unknown = []
+    for stem, prediction in _by_stem(predictions).items():
+        partner = next((name for name in _label_stems(stem) if name in label_of), None)
+        if partner is None:
+            unknown.append(prediction)
+            continue
+        if partner in prediction_of:
+            raise DatasetError(
+                f"{prediction_of[partner]} and {prediction} both belong to {label_of[partner]}; "
+                "keep one of them"
+            )
+        prediction_of[partner] = prediction
+    if unknown:
+        more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
+        raise DatasetError(
+            f"{unknown[0]} has no label map in {labels}, looked for "
+            f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
+            "the name of its label map, and keep others elsewhere"
+        )
+    # A user who names one prediction asks for that one only.
+    without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
+    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)], without
+
+
+def _by_stem(path: Path) -> dict[str, Path]:
+    try:
+        files = sorted(filter(stands_for_volume, path.iterdir())) if path.is_dir() else [path]
+    except OSError as error:
+        raise DatasetError(f"cannot list {path}: {reason_of(error)}") from error
+    found: dict[str, Path] = {}
+    for file in files:
+        if file.name.startswith(".") or not is_volume_file(file):
+            continue
+        stem = volume_stem(file)
+        if stem in found:
+            raise DatasetError(f"{found[stem]} and {file} have one name; keep one of them")
+        found[stem] = file
+    if not found:
+        raise DatasetError(f"{path} holds no volume to compare")
+    return found
+
+
+def _label_stems(prediction_stem: str) -> list[str]:
+    """Return the names that the label map of a prediction may have, the likeliest first."""
+    image = prediction_stem.removesuffix("_seg")
+    return list(dict.fromkeys([prediction_stem, image, re.sub(r"_\d{4}$", "", image)]))

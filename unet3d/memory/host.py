@@ -1,0 +1,88 @@
+"""How much memory the host can still give to this process."""
+
+import resource
+import sys
+from pathlib import Path
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+LIMIT_FILES = (
+    ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
+)
+"""Limit, use, and the pages of files among what is used, which the kernel gives back when memory is
+short; in version 2 of control groups and in version 1."""
+
+
+def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return the bytes that this process can still allocate without swapping.
+
+    That is the least of what the machine has available, what each control group of the process
+    (a container, a job of a cluster) leaves, and what its limit of address space leaves. What the
+    system does not say limits nothing.
+
+    Args:
+        proc: Where the system describes processes.
+        cgroups: Where it describes control groups.
+    """
+    rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
+    return max(0, min(rooms, default=sys.maxsize))
+
+
+def _of_machine(proc: Path) -> list[int]:
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemAvailable:"):
+            return [int(line.split()[1]) * 1024]
+    return []  # only kernels before 3.14 do not say
+
+
+def _of_groups(proc: Path, cgroups: Path) -> list[int]:
+    rooms = []
+    for line in _lines(proc / "self" / "cgroup"):
+        _, controllers, name = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = cgroups / "memory" if controllers else cgroups
+        # Inside a container the name may be that of the host, where only the root is visible.
+        group = root / name.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(root):
+                rooms += _of_group(folder)
+    return rooms
+
+
+def _of_group(folder: Path) -> list[int]:
+    for limit_name, used_name, file_names in LIMIT_FILES:
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
+        except OSError:  # this folder has no limit, or is of the other version
+            continue
+        counts = dict(line.split() for line in lines)
+        given_back = sum(int(counts.get(name, 0)) for name in file_names)
+        return [] if limit == "max" else [int(limit) - used + given_back]
+    return []
+
+
+def _of_address_space(proc: Path) -> list[int]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    return [
+        limit - int(line.split()[0]) * resource.getpagesize()
+        for line in _lines(proc / "self" / "statm")
+    ]
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of what the system says; none where it does not say it."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

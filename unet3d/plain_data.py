@@ -1,0 +1,182 @@
+"""Plain data that anyone may have written: validated by a model, and shown safely in messages.
+
+A model is a pydantic model or a dataclass whose fields carry their ranges. What is wrong with a
+value from a file becomes one short line, whatever the file holds: no escape sequences for the
+terminal, no million digits.
+"""
+
+import functools
+import reprlib
+import unicodedata
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+Model = TypeVar("Model")
+
+PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""``__pydantic_config__`` of a dataclass, or ``model_config`` of a model."""
+
+MAX_PROBLEMS = 10
+"""How many mistakes of one file a message names."""
+
+MAX_DESCRIBED = 200
+"""How many are put into words, to find as many different ones."""
+
+_UNPRINTABLE = {"Cc", "Cs", "Zl", "Zp"}
+_TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def is_printable(text: str) -> bool:
+    """Return whether text can be shown: no control characters, no halves of characters.
+
+    Args:
+        text: In any language; joiners within words are allowed.
+    """
+    return not any(
+        unicodedata.category(letter) in _UNPRINTABLE or letter in _TURNS_TEXT for letter in text
+    )
+
+
+def printable(text: object, max_length: int = 80) -> str:
+    """Return text for a message: in one line, of limited length, without escape sequences.
+
+    Args:
+        text: Such as a key of a file.
+        max_length: Of more characters than these only the first are shown.
+    """
+    whole = text if isinstance(text, str) else shown(text)
+    letters = (
+        letter if is_printable(letter) else letter.encode("unicode_escape").decode()
+        for letter in whole[:max_length]
+    )
+    return "".join(letters) + ("..." if len(whole) > max_length else "")
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: a Python literal of limited length.
+
+    Args:
+        value: Of any type and size.
+    """
+    return _LIMITED.repr(value)
+
+
+class _Limited(reprlib.Repr):
+    """Representations that never become long, and that take no time for what they leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring = 3, 60
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"<a number of {x.bit_length()} bits>"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        text = repr(x) if isinstance(x, float | bool | type(None)) else f"<{type(x).__name__}>"
+        return text if len(text) <= self.maxother else f"{text[: self.maxother]}..."
+
+
+_LIMITED = _Limited()
+
+
+def listed(problems: Iterable[str], num_more: int = 0) -> str:
+    """Return a few problems, and how many more there are.
+
+    Args:
+        problems: Phrases; repeated ones count once.
+        num_more: How many there are beside these.
+    """
+    phrases = list(dict.fromkeys(problems))
+    num_more += max(0, len(phrases) - MAX_PROBLEMS)
+    return "; ".join(phrases[:MAX_PROBLEMS]) + (f"; and {num_more} more" if num_more else "")
+
+
+def validated(model: type[Model], values: Any) -> Model:
+    """Return plain values as what they describe.
+
+    Args:
+        model: A pydantic model, or a dataclass with ranges in its annotations.
+        values: What a file holds.
+
+    Raises:
+        ValueError: They describe something else; one line that names the fields.
+    """
+    try:
+        content: Model = _adapter(model).validate_python(values)
+    except ValidationError as error:
+        found = [dict(problem) for problem in error.errors(include_url=False)]
+        phrases = map(_phrase, found[:MAX_DESCRIBED])
+        raise ValueError(listed(phrases, max(0, len(found) - MAX_DESCRIBED))) from error
+    return content
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Return a limit for a collection that holds before its items are looked at.
+
+    Args:
+        count: The most items.
+    """
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple | dict) and len(value) > count:
+            words = f"has {len(value):,} entries, and may have {count:,}"
+            raise PydanticCustomError(TOO_MANY, words)  # type: ignore[arg-type]
+        return value
+
+    return BeforeValidator(check)
+
+
+def _printable_only(text: str) -> str:
+    if not is_printable(text):
+        raise PydanticCustomError("unprintable", "must hold no control characters")
+    return text
+
+
+Name = Annotated[str, Field(max_length=200, strict=True), AfterValidator(_printable_only)]
+"""Text that people read."""
+
+
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
+
+
+TOO_MANY = "too_many"
+"""Kind of the error of :func:`at_most`."""
+
+_WORDS = {
+    "missing": "is missing",
+    "missing_keyword_only": "is missing",
+    "missing_argument": "is missing",
+    "extra_forbidden": "is unknown",
+    "unexpected_keyword_argument": "is unknown",
+    "invalid_key": "is unknown",
+}
+
+
+def _phrase(problem: dict[str, Any]) -> str:
+    """Return what is wrong with one field, in pydantic's words without its jargon."""
+    kind, parts = problem["type"], [part for part in problem["loc"] if part != "[key]"]
+    place = ".".join(printable(part, 40) for part in parts) or "the content"
+    if kind in _WORDS:
+        return f"{place} {_WORDS[kind]}"
+    if kind == "value_error":  # of a validator of ours
+        return f"{place} {problem['ctx']['error']}"
+    if kind == TOO_MANY:
+        return f"{place} {problem['msg']}"
+    if kind in ("dataclass_type", "model_type", "dict_type"):
+        words = "must be a mapping"
+    else:
+        words = problem["msg"].replace("Input should be", "must be")
+        words = words.replace("greater than or equal to", "at least")
+        words = words.replace("less than or equal to", "at most")
+    return f"{place} {words}, but is {shown(problem['input'])}"

@@ -1,0 +1,102 @@
+"""Child processes: none outlives the process that started it, and signals reach the parent alone.
+
+Every child calls :func:`die_with_parent` before it does anything else.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Child(Protocol):
+    """A process of multiprocessing."""
+
+    def is_alive(self) -> bool:
+        """Return whether it has not ended."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have Linux kill this process when its parent dies, whatever the cause.
+
+    To Linux the parent is the *thread* that started this process, so threads that end early must
+    not start processes. What this process starts itself is not covered: it calls this, too.
+
+    Args:
+        parent: Process id of the parent; None: it is unknown, or multiprocessing knows it.
+    """
+    import multiprocessing  # not above: the command line would load it for every --help
+
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died before this was asked for.
+    known = multiprocessing.parent_process()
+    is_orphan = parent is not None and os.getppid() != parent
+    if is_orphan or (known is not None and not known.is_alive()):
+        os._exit(1)
+
+
+@contextmanager
+def blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Keep signals from this thread until the context ends, and from processes that it starts.
+
+    Args:
+        signals: The signals.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def shielded_children(*signals: signal.Signals) -> Iterator[None]:
+    """Start processes with multiprocessing that a terminal's or launcher's signals do not reach.
+
+    Those are sent to all processes; this one receives them when the context ends, and acts. The
+    resource tracker starts here too: it cleans up after a process that was killed, and its warnings
+    about that are silenced.
+
+    Args:
+        signals: The signals.
+    """
+    from multiprocessing import resource_tracker
+
+    sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
+    try:
+        with blocked(*signals):
+            resource_tracker.ensure_running()  # which unblocks some when it starts
+            with blocked(*signals):
+                yield
+    finally:
+        sys.warnoptions.remove("ignore:resource_tracker")
+
+
+def end_children(children: Iterable[Child], within_seconds: float) -> None:
+    """Ask processes to end, and kill those that do not.
+
+    Args:
+        children: The processes.
+        within_seconds: How long they have to clean up.
+    """
+    children = list(children)
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + within_seconds
+    while any(child.is_alive() for child in children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for child in children:
+        child.kill()

@@ -1,0 +1,89 @@
+"""Reading files that anyone may have made: only regular ones, and only so many bytes.
+
+A FIFO is never waited for, a device has no end, and a small file of JSON may unfold into much.
+"""
+
+import errno
+import io
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+MAX_JSON_BYTES = 64 * 2**20
+"""More than the list of any data set's files; as Python's values it takes up to 2 GB."""
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file for reading.
+
+    Args:
+        path: The file, or a link to it.
+
+    Raises:
+        OSError: It cannot be opened, or is a FIFO, a device, a socket or a folder.
+    """
+    try:
+        file = open(path, "rb", opener=_open_without_waiting)
+    except ValueError as error:  # a NUL, or text that no file system can hold
+        raise OSError(errno.EINVAL, "no file can have such a name", str(path)) from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_bytes(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a file.
+
+    Args:
+        path: The file.
+        max_bytes: The most that is read.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        reason = f"it is larger than the {max_bytes:,} bytes that such a file may have"
+        raise OSError(errno.EFBIG, reason, str(path))
+    return content
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the content of a JSON file: plain values, every number finite.
+
+    Args:
+        path: The file; a byte order mark is skipped.
+        max_bytes: The most that is read.
+
+    Raises:
+        OSError: It cannot be read, is no regular file, or is larger.
+        ValueError: It is not JSON, with the reason in one line.
+    """
+    try:
+        text = read_bytes(path, max_bytes).decode("utf-8-sig")
+        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        raise ValueError("it is not text in UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it names {twice[:60]!a} twice")
+    return content

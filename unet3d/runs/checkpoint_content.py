@@ -1,0 +1,233 @@
+"""What a checkpoint may hold: its fields with their ranges, and its tensors against its network.
+
+A field that is added to a checkpoint is added to :class:`Content`, with a default where older
+files lack it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from torch import Tensor
+
+from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
+from unet3d.model import Topology, UNet3d
+from unet3d.model.optimizer import STATES
+from unet3d.plain_data import PLAIN, Name, at_most, listed, printable, validated
+from unet3d.volumes.transform import Preprocessing
+
+FORMAT = 1
+"""Raised whenever a checkpoint is laid out differently."""
+
+MAX_TENSORS = 20_000
+"""Of a network, or of its optimizer; the largest network has a thousand."""
+
+Count = Annotated[int, Field(ge=0, le=10**15, strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Seconds = Annotated[float, Field(ge=0, le=1e12, strict=True)]
+Dice = Annotated[float, Field(ge=-1, le=1 + 1e-6, strict=True)]
+
+
+class Part(BaseModel):
+    """A mapping with known keys."""
+
+    model_config = ConfigDict(**PLAIN, frozen=True, arbitrary_types_allowed=True)
+
+
+class LossSums(Part):
+    """Sums of the terms of the loss."""
+
+    total: Number
+    dice: Number
+    cross_entropy: Number
+
+
+class State(Part):
+    """Fields of :class:`~unet3d.training.state.TrainingState`."""
+
+    epoch: Count = 0
+    step: Count = 0
+    loss: LossSums = LossSums(total=0.0, dice=0.0, cross_entropy=0.0)
+    num_samples: Count = 0
+    seconds: Seconds = 0.0
+    total_seconds: Seconds = 0.0
+    best_dice: Dice = -1.0
+    last_dice: Annotated[dict[Name, Dice | None], at_most(2**16)] = {}
+
+
+class Scaler(Part):
+    """State of the scaler of float16."""
+
+    scale: Annotated[float, Field(gt=0, le=2.0**126, strict=True)]
+    growth_factor: Annotated[float, Field(gt=1, le=1000, strict=True)]
+    backoff_factor: Annotated[float, Field(gt=0, lt=1, strict=True)]
+    growth_interval: Annotated[int, Field(gt=0, le=10**9, strict=True)]
+    growth_tracker: Annotated[int, Field(ge=0, le=10**9, strict=True, alias="_growth_tracker")]
+
+
+OfParameter = Annotated[dict[Name, Tensor | None], at_most(8)]
+Index = Annotated[int, Field(ge=0, strict=True)]
+
+
+class ParameterGroup(BaseModel):
+    """Parameters of the optimizer; what else is stored of them the settings say, too."""
+
+    params: Annotated[list[Index], at_most(MAX_TENSORS)]
+
+
+class Optimizer(Part):
+    """State of the optimizer for each parameter; its settings are those of the run."""
+
+    state: Annotated[dict[Index, OfParameter], at_most(MAX_TENSORS)]
+    param_groups: Annotated[list[ParameterGroup], at_most(8)]
+
+
+class Training(Part):
+    """Where a training stands."""
+
+    state: State
+    random: Tensor
+    optimizer: Optimizer
+    scaler: Annotated[Scaler | None, BeforeValidator(lambda value: value or None)]
+
+    @field_validator("random")
+    @classmethod
+    def _is_of_generator(cls, random: Tensor) -> Tensor:
+        wanted = torch.get_rng_state()
+        if random.shape != wanted.shape or random.dtype != wanted.dtype:
+            raise ValueError(f"is not a state of PyTorch's generator, of {len(wanted)} bytes")
+        return random
+
+
+class Content(Part):
+    """Everything in a checkpoint."""
+
+    format: int
+    unet3d: Name
+    topology: Topology
+    preprocessing: Preprocessing
+    patch_size: Shape | None
+    config: Annotated[str, Field(max_length=2**20, strict=True)]
+    model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
+    training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
+
+    @field_validator("patch_size")
+    @classmethod
+    def _has_few_voxels(cls, size: Shape | None) -> Shape | None:
+        if size is not None and math.prod(size) > MAX_PATCH_VOXELS:
+            raise ValueError(f"has {math.prod(size):,} voxels, and may have {MAX_PATCH_VOXELS:,}")
+        return size
+
+
+def read_content(content: Mapping[str, Any]) -> Content:
+    """Return what a checkpoint says, each field in its range.
+
+    Args:
+        content: As the file holds it; tensors may be on the meta device.
+
+    Raises:
+        ValueError: Fields are missing, unknown, or out of range; one line that names them.
+    """
+    plain = validated(Content, content)
+    classes, labels = plain.topology.num_classes, len(plain.preprocessing.label_values)
+    channels, images = plain.topology.in_channels, len(plain.preprocessing.channels)
+    if classes != labels or channels != images:
+        raise ValueError(
+            f"its network has {channels} channels and {classes} classes, but it prepares {images} "
+            f"channels and {labels} labels"
+        )
+    return plain
+
+
+def described_network(topology: Topology, model: Mapping[str, Tensor]) -> UNet3d:
+    """Return the network of a topology without memory, if stored parameters are those that it has.
+
+    Args:
+        topology: The architecture.
+        model: Parameters and buffers by name.
+
+    Returns:
+        The network on the meta device, in float64 where the parameters are.
+
+    Raises:
+        ValueError: Names, shapes or types differ; one line that names some.
+    """
+    with torch.device("meta"):
+        network = UNet3d(topology)
+    if any(value.dtype == torch.float64 for value in model.values()):
+        network.double()
+    wanted = network.state_dict()
+    problems = [f"{name} is missing" for name in wanted if name not in model]
+    problems += [f"{printable(name)} is unknown" for name in model if name not in wanted]
+    for name, value in wanted.items():
+        if name in model and _kind(model[name]) != _kind(value):
+            problems.append(f"{name} is {_kind(model[name])} instead of {_kind(value)}")
+    if problems:
+        raise ValueError(listed(problems[:3], max(0, len(problems) - 3)))
+    return network
+
+
+def check_optimizer(optimizer: Optimizer, settings: TrainingSettings, network: UNet3d) -> None:
+    """Refuse a state of another optimizer or another network.
+
+    Args:
+        optimizer: The stored state; its tensors may be on the meta device.
+        settings: Of the run that stored it.
+        network: Its network, on any device.
+
+    Raises:
+        ValueError: A name or a shape differs; one line that names it.
+    """
+    is_adamw, known = settings.optimizer == "adamw", STATES[settings.optimizer]
+    parameters = list(network.named_parameters())
+    for index, values in optimizer.state.items():
+        if index >= len(parameters):
+            raise ValueError(f"its optimizer has a state of parameter {printable(index)}")
+        name, parameter = parameters[index]
+        if not known.issuperset(values) or (is_adamw and len(values) < len(known)):
+            raise ValueError(
+                f"its optimizer is {settings.optimizer}, but the state of {name} is of another"
+            )
+        for key, value in values.items():
+            shape = torch.Size() if key == "step" else parameter.shape
+            if value is None and not is_adamw:  # momentum before the first step
+                continue
+            if value is None or value.shape != shape or not value.is_floating_point():
+                raise ValueError(f"its optimizer has no usable {key} of {name}")
+
+
+def check_random(state: Tensor) -> None:
+    """Refuse a state that is of no generator.
+
+    Raises:
+        ValueError: PyTorch does not take it.
+    """
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError as error:
+        raise ValueError(f"training.random is not a state of a generator: {error}") from error
+
+
+def refuse_non_finite(value: Any, what: str) -> None:
+    """Refuse tensors with NaN or infinite numbers.
+
+    Args:
+        value: Tensors and plain values, nested.
+        what: What they are, for the message.
+
+    Raises:
+        ValueError: A number is not finite; one line that names its tensor.
+    """
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and not torch.stack(torch.aminmax(value)).isfinite().all():
+            raise ValueError(f"{what} holds numbers that are not finite: the training had diverged")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            refuse_non_finite(item, f"{what} {printable(key)}")
+
+
+def _kind(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "one number"
+    return f"{shape} in {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,0 +1,63 @@
+"""From the values in a label map to the indices of classes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.errors import VolumeError
+
+MAX_LABEL_VALUE = 2**32 - 1
+"""The largest value of a label: what predictions are written with, uint32, holds no larger one."""
+
+MAX_CLASSES = 2**16
+"""As many as uint16 can tell apart, the background included."""
+
+MAX_SHOWN = 8
+
+
+def class_indices(
+    array: npt.NDArray[np.integer[Any]], values: Sequence[int]
+) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return the class of each voxel: the place of its value in a list.
+
+    Values are searched for, plane by plane, so time and memory do not depend on how large they are.
+
+    Args:
+        array: Label values, shape (X, Y, Z).
+        values: Value of each class, ascending, the first 0; ``MAX_CLASSES`` at most.
+
+    Returns:
+        uint8, or uint16 for more than 256 classes; shape (X, Y, Z).
+
+    Raises:
+        VolumeError: A value belongs to no class.
+    """
+    highest = np.iinfo(array.dtype).max
+    known = np.array([value for value in values if value <= highest], array.dtype)
+    classes = np.empty(array.shape, np.uint8 if len(values) <= 256 else np.uint16)
+    for plane, indices in zip(array, classes, strict=True):
+        found = known.searchsorted(plane)
+        if not np.array_equal(known.take(found, mode="clip"), plane):
+            raise VolumeError(_unknown(array, values))
+        indices[...] = found
+    return classes
+
+
+def listed(values: Sequence[object]) -> str:
+    """Return values as messages list them: the first few, and the number of the others."""
+    text = ", ".join(map(str, values[:MAX_SHOWN]))
+    return text if len(values) <= MAX_SHOWN else f"{text} and {len(values) - MAX_SHOWN} more"
+
+
+def _unknown(array: npt.NDArray[np.integer[Any]], values: Sequence[int]) -> str:
+    known = set(values)
+    found = zip(*(part.tolist() for part in np.unique(array, return_counts=True)), strict=True)
+    unknown = [(value, count) for value, count in found if value not in known]
+    value, count = unknown[0]
+    more = f", and {len(unknown) - 1} more such values" if len(unknown) > 1 else ""
+    return (
+        f"the label map holds the value {value}, in {count} voxel(s), which dataset.json does not "
+        f"name (it names {listed(values)}){more}; correct one of them"
+    )

@@ -1,0 +1,267 @@
+"""Opening volumes, once they look sound, and reading their voxels as they are stored.
+
+A file may be damaged, or made to do harm. So nothing is read but regular files; the header is taken
+from a few bytes, without what follows it; its claims are compared with the size of the file before
+anything is allocated; and of a compressed file no more is unpacked than those claims.
+"""
+
+import gzip
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+from nibabel.arrayproxy import ArrayProxy
+from nibabel.openers import ImageOpener
+
+from unet3d.errors import VolumeError, reason_of
+from unet3d.volumes.files import (
+    PARTNERS,
+    SUFFIXES,
+    is_gzip_file,
+    is_volume_file,
+    members,
+    times,
+    volume_suffix,
+)
+from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
+
+HEADER_BYTES = 540
+"""Size of the larger of the two NIfTI headers."""
+
+MAX_AXES = 7
+"""What the NIfTI format has room for."""
+
+MAX_OFFSET_BYTES = 2**28
+"""Where the voxels begin at the latest: extensions fill a few MB at most."""
+
+MAX_TAIL_BYTES = 2**20
+"""What may follow the voxels, such as the footer of an MGH file."""
+
+MAX_DEFLATE_RATIO = 1040
+"""No gzip file grows more than about 1032 times when it is unpacked."""
+
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StoredVolume:
+    """A volume whose header has been read and whose voxels have not."""
+
+    header: Any
+    """nibabel's, of the format of the file."""
+    proxy: Any
+    """nibabel's, which reads the voxels."""
+    affine: npt.NDArray[np.float64]
+    """(4, 4): from the indices of a stored voxel to the header's unit of length."""
+    pixdim: tuple[float, ...]
+    """The spacing as the header has it, where nibabel replaces 0 by 1; empty in an MGH file."""
+
+
+def open_volume(path: Path) -> StoredVolume:
+    """Read the header of a volume, and not its voxels, once the file looks sound.
+
+    Raises:
+        VolumeError: The file is missing, damaged, or of a kind that cannot be used.
+    """
+    if not is_volume_file(path):
+        raise VolumeError(f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}")
+    files = members(path)
+    if volume_suffix(path) in PARTNERS and len(files) == 1 and path.is_file():
+        partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
+        raise VolumeError(f"{path} lacks its partner {partner}; a pair needs both files")
+    for file in files:
+        refuse_irregular(file)
+        _refuse_unlike_its_name(file)
+    try:
+        with np.errstate(all="ignore"):  # NaN and infinity are refused by what reads the header
+            volume = _load(*files)
+        file_bytes = files[-1].stat().st_size
+    except VolumeError:
+        raise
+    except Exception as error:  # a damaged header can raise anything in nibabel
+        raise _unreadable(path, error) from error
+    stored_axes(path, volume)
+    dtype = volume.proxy.dtype
+    if dtype.kind not in "buif":
+        kind = "complex" if dtype.kind == "c" else "colour" if dtype.names else "unknown"
+        raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
+    _refuse_false_claims(path, files[-1], volume, file_bytes)
+    return volume
+
+
+def refuse_irregular(path: Path) -> None:
+    """Refuse what would block or never end when it is read: pipes, sockets, devices.
+
+    Args:
+        path: The file; links are followed.
+
+    Raises:
+        VolumeError: It is no regular file, or cannot be looked at.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
+    if stat.S_IFMT(mode) in KINDS:
+        raise VolumeError(f"{path} is {KINDS[stat.S_IFMT(mode)]}, not a file; name a volume")
+
+
+def stored_axes(path: Path, volume: StoredVolume) -> tuple[int, int, int, int]:
+    """Return the stored shape in voxels, padded to three axes, and the number of channels.
+
+    Args:
+        path: The file, for messages.
+        volume: From :func:`open_volume`.
+
+    Raises:
+        VolumeError: There are no voxels, or more axes than these.
+    """
+    x, y, z, num_channels, *further = (*(int(size) for size in volume.proxy.shape), 1, 1, 1, 1)
+    if min(x, y, z, num_channels, *further) < 1:
+        raise VolumeError(f"{path} claims the shape {times(volume.proxy.shape)}; it has no voxels")
+    if max(further, default=1) > 1:
+        raise VolumeError(
+            f"{path} has {len(volume.proxy.shape)} axes ({times(volume.proxy.shape)}); "
+            "at most three and one for channels can be used"
+        )
+    return x, y, z, num_channels
+
+
+def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.NDArray[Any]:
+    """Read the voxels as they are stored, with the scaling in the header applied.
+
+    Args:
+        path: The file.
+        volume: From :func:`open_volume`.
+        copied_bytes: What the caller will allocate beside them for each voxel.
+
+    Returns:
+        The shape is that of :func:`stored_axes`.
+
+    Raises:
+        VolumeError: The file is damaged, or too large for the memory.
+    """
+    proxy = volume.proxy
+    axes = stored_axes(path, volume)
+    scaled_bytes = 8 if (proxy.slope, proxy.inter) != (1, 0) else 0
+    refuse_beyond_memory(
+        math.prod(axes) * (proxy.dtype.itemsize + scaled_bytes + copied_bytes),
+        f"{path}: reading {times(axes)} voxels",
+        "use a machine with more, or cut the volume into pieces",
+    )
+    try:
+        # Numbers that overflow become infinite, and are counted as such.
+        with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
+            if not is_gzip_file(path):
+                voxels: npt.NDArray[Any] = np.asanyarray(proxy).reshape(axes)
+                return voxels
+            with gzip.open(path) as stream:
+                unpacked = ArrayProxy(stream, _spec(proxy), order=proxy.order)
+                voxels = np.asanyarray(unpacked).reshape(axes)
+                # gzip checks its checksum only at the end of the file.
+                _refuse_long_tail(path, len(stream.read(MAX_TAIL_BYTES + 1)))
+                return voxels
+    except VolumeError:
+        raise
+    except Exception as error:  # OSError, EOFError, zlib.error, nibabel's own, ...
+        raise _unreadable(path, error) from error
+
+
+def _spec(proxy: Any) -> tuple[Any, ...]:
+    """Return what makes another proxy, its shape in Python's integers, which do not overflow."""
+    shape = tuple(int(size) for size in proxy.shape)
+    return shape, proxy.dtype, int(proxy.offset), proxy.slope, proxy.inter
+
+
+def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
+    """Read the header of one file or of a pair, by the format that it has.
+
+    nibabel's own ``load`` derives the partner from the name, and finds it only where both endings
+    are in lower case or both in upper case. It also reads the extensions of the header.
+    """
+    with ImageOpener(str(header)) as stream:
+        start = stream.read(HEADER_BYTES)
+    if volume_suffix(header) in (".mgz", ".mgh"):
+        return _stored(nib.MGHImage, header, nib.MGHImage.header_class(start), ())
+    single = voxels is None
+    formats = (nib.Nifti1Image, nib.Nifti2Image) if single else (nib.Nifti1Pair, nib.Nifti2Pair)
+    for format_ in formats:
+        if format_.header_class.may_contain_header(start):
+            raw = start[: format_.header_class.template_dtype.itemsize]
+            unchanged = format_.header_class(raw, check=False)
+            if not 1 <= unchanged["dim"][0] <= MAX_AXES:
+                num_axes = unchanged["dim"][0]
+                raise VolumeError(f"{header} claims to have {num_axes} axes; it is damaged")
+            if np.isinf([unchanged["scl_slope"], unchanged["scl_inter"]]).any():
+                raise VolumeError(f"{header} scales its voxels by infinity; fix its header")
+            pixdim = tuple(unchanged["pixdim"][1:4].tolist())
+            return _stored(format_, voxels or header, format_.header_class(raw), pixdim)
+    if not single and nib.AnalyzeImage.header_class.may_contain_header(start):
+        raise VolumeError(
+            f"{header} is in the Analyze 7.5 format, which has no orientation; convert it to NIfTI"
+        )
+    raise VolumeError(f"cannot read {header}: it does not begin with a NIfTI header")
+
+
+def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
+    proxy = format_.ImageArrayProxy(str(voxels), header)
+    return StoredVolume(
+        header=header,
+        proxy=ArrayProxy(str(voxels), _spec(proxy), order=proxy.order),
+        affine=np.array(header.get_best_affine(), np.float64),
+        pixdim=pixdim,
+    )
+
+
+def _refuse_false_claims(path: Path, file: Path, volume: StoredVolume, file_bytes: int) -> None:
+    """Refuse a header that does not describe the file with the voxels."""
+    proxy = volume.proxy
+    offset, voxel_bytes = proxy.offset, math.prod(proxy.shape) * proxy.dtype.itemsize
+    if not 0 <= offset <= MAX_OFFSET_BYTES:
+        raise VolumeError(f"{path} claims that its voxels begin at byte {offset}; it is damaged")
+    num_bytes = offset + voxel_bytes
+    if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if is_gzip_file(file) else 1):
+        raise VolumeError(
+            f"{path} claims the shape {times(volume.proxy.shape)}, {num_bytes} bytes, but "
+            f"{file.name} has only {file_bytes}; it is damaged or incomplete"
+        )
+    if not is_gzip_file(file):
+        _refuse_long_tail(path, file_bytes - num_bytes)
+
+
+def _refuse_long_tail(path: Path, tail_bytes: int) -> None:
+    if tail_bytes > MAX_TAIL_BYTES:
+        raise VolumeError(
+            f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its header "
+            "describes; it is damaged, or the shape in its header is wrong"
+        )
+
+
+def _refuse_unlike_its_name(file: Path) -> None:
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(2)
+    except OSError as error:
+        raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
+    if not start:
+        raise VolumeError(f"{file} is empty (0 bytes)")
+    if is_gzip_file(file) and start != b"\x1f\x8b":
+        raise VolumeError(f"{file} is not gzip-compressed, though its name says so; rename it")
+    if not is_gzip_file(file) and start == b"\x1f\x8b":
+        raise VolumeError(f"{file} is gzip-compressed, though its name does not say so; rename it")
+
+
+def _unreadable(path: Path, error: Exception) -> VolumeError:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return VolumeError(f"cannot read {path}: {reason or type(error).__name__}")
