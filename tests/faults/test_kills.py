@@ -19,7 +19,7 @@ import pytest
 from tests.command_line import process_environment
 from tests.faults.amounts import chance, seeds
 from tests.networks import write_checkpoint
-from tests.processes import assert_all_end, family_of
+from tests.process_trees import assert_all_end, family_of
 from tests.trainings import SMALL, assert_same_weights, losses
 from tests.volumes.samples import noise, write_msd, write_volume
 from unet3d.runs.checkpoint import load_checkpoint
