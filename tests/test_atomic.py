@@ -374,3 +374,12 @@ def test_hidden_files_of_others_are_no_leftovers(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_one(tmp_path / "missing" / "file")
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    """Nor is /dev/null, which only root could replace."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_atomically(pipe, lambda file: file.write(b"new"))
+    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]

@@ -18,7 +18,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -56,10 +56,10 @@ def replacing(path: Path) -> Iterator[Path]:
         The name to write to, in the same folder and with the same ending.
 
     Raises:
-        OSError: The file cannot be written. Only if the folder cannot be flushed, which comes
-            last, is the new file in its place.
+        OSError: The file cannot be written, or a device or a pipe has its name. Only if the folder
+            cannot be flushed, which comes last, is the new file in its place.
     """
-    with _publishing(path, lambda unfinished: os.replace(unfinished, path)) as unfinished:
+    with _publishing(path, lambda unfinished: _replace(unfinished, path)) as unfinished:
         yield unfinished
 
 
@@ -216,6 +216,15 @@ def _publishing(path: Path, publish: Callable[[Path], object]) -> Iterator[Path]
     finally:
         unfinished.unlink(missing_ok=True)  # an interruption may come after the rename
     _flush(path.parent)
+
+
+def _replace(unfinished: Path, path: Path) -> None:
+    """Give a file its final name, unless a device or a pipe has it, which root could replace."""
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    os.replace(unfinished, path)
 
 
 def _link(unfinished: Path, path: Path) -> None:

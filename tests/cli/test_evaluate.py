@@ -1,6 +1,7 @@
 """``unet3d evaluate`` and ``unet3d check`` as a user meets them."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,14 @@ def test_results_that_fail_without_a_reason_of_the_system_have_one(
     monkeypatch.setattr("unet3d.cli.output.write_atomically", fail)
     line = refusal(capsys, "check", "data", "--json", "findings.json")
     assert "cannot write findings.json: encoder error -2" in line
+
+
+def test_results_replace_no_pipe_and_no_link(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("other.json")
+    for name in ("pipe", "link"):
+        line = refusal(capsys, "check", "absent", "--json", name)
+        assert f"cannot write {name}: it is not a regular file" in line
+    assert Path("pipe").is_fifo() and Path("link").is_symlink()

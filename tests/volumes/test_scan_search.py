@@ -223,8 +223,9 @@ def test_whatever_has_the_name_counts_as_a_result(tmp_path: Path, kind: str) -> 
         output.symlink_to("a_seg.nii.gz" if kind == "loop" else "absent")
     with pytest.raises(ResultExistsError):
         find_scans([a], None, 1, overwrite=False)
-    if kind == "folder":
-        with pytest.raises(ConfigError, match="is a folder; choose another --output"):
+    refused = {"folder": "is a folder", "FIFO": "is not a regular file"}
+    if kind in refused:
+        with pytest.raises(ConfigError, match=f"{refused[kind]}; choose another --output"):
             find_scans([a], None, 1, overwrite=True)
     else:
         assert find_scans([a], None, 1, overwrite=True).to_segment

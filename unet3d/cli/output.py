@@ -3,11 +3,12 @@
 import json
 import logging
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from errno import EISDIR
+from errno import EINVAL, EISDIR
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,8 @@ def check_writable(*paths: Path | None) -> None:
             if path.is_dir():
                 raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
             with tempfile.TemporaryFile(dir=path.parent), suppress(FileNotFoundError):
-                path.lstat()  # its name may be too long
+                if not stat.S_ISREG(path.lstat().st_mode):  # such as /dev/stdout, a link
+                    raise OSError(EINVAL, "it is not a regular file", str(path))
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {reason_of(error)}") from error
 

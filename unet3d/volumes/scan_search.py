@@ -136,8 +136,10 @@ def _refuse_unwritable(path: Path) -> None:
     """Refuse what would fail only once everything has been computed."""
     folder = path.parent
     try:
-        if stat.S_ISDIR(path.lstat().st_mode):
-            raise ConfigError(f"{path} is a folder; choose another --output")
+        mode = path.lstat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise ConfigError(f"{path} is {kind}; choose another --output")
     except (FileNotFoundError, NotADirectoryError):
         folder = next((above for above in path.parents if os.path.lexists(above)), folder)
     except OSError as error:
