@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,16 @@ def remember(path: Path, content: Mapping[str, object]) -> None:
     text = json.dumps(content, indent=2) + "\n"
     with writing_cache(path.parent):
         make_folder(path.parent)
+        _make_way(path)
         write_atomically(path, lambda file: file.write(text.encode()))
+
+
+def _make_way(path: Path) -> None:
+    """Delete what has the name of a record and is none, such as a folder or a pipe."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)  # another process may be faster
+    elif not path.is_file():
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
