@@ -17,6 +17,7 @@ The message is one line: what is wrong, which value, what to do. The command lin
 """
 
 import reprlib
+from collections.abc import Sequence
 
 _brief = reprlib.Repr()
 _brief.maxlevel = 3
@@ -77,3 +78,14 @@ def reason_of(error: OSError) -> str:
         if line:
             return line
     return type(error).__name__
+
+
+def some(names: Sequence[object], most: int = 8) -> str:
+    """Return names or values as messages list them: the first few, and how many more there are.
+
+    Args:
+        names: In the order in which they are named.
+        most: How many are named.
+    """
+    text = ", ".join(map(str, names[:most]))
+    return text if len(names) <= most else f"{text} and {len(names) - most} more"

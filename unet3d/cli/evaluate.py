@@ -6,8 +6,8 @@ from pathlib import Path
 import click
 
 from unet3d.cli.options import FILE
-from unet3d.cli.output import check_writable, files_of, refuse_input, some, working, write_json
-from unet3d.errors import DatasetError
+from unet3d.cli.output import check_writable, files_of, refuse_input, working, write_json
+from unet3d.errors import DatasetError, some
 
 
 @click.command()

@@ -6,7 +6,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL, EISDIR
 from pathlib import Path
@@ -16,9 +16,6 @@ import click
 
 from unet3d.atomic import write_atomically
 from unet3d.errors import ConfigError, Unet3dError, reason_of
-
-MAX_NAMES = 10
-"""Names that one line lists."""
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:
@@ -32,17 +29,6 @@ def show_error(error: Unet3dError, what: str = "Error") -> None:
 
     line = f"{what}: {' '.join(str(error).split())}"
     click.echo(printable(line, max_length=len(line)), err=True)
-
-
-def some(names: Sequence[object]) -> str:
-    """Return the first names, and how many more there are.
-
-    Args:
-        names: At least one.
-    """
-    more = len(names) - MAX_NAMES
-    listed = ", ".join(map(str, names[:MAX_NAMES]))
-    return f"{listed} and {more} more" if more > 0 else listed
 
 
 def show_line(content: Any) -> None:

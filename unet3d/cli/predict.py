@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.options import CHECKPOINT, FILE, changes_of, mode_for, placement_options
-from unet3d.cli.output import show_error, some
+from unet3d.cli.output import show_error
 from unet3d.errors import (
     ConfigError,
     DatasetError,
@@ -18,6 +18,7 @@ from unet3d.errors import (
     Unet3dError,
     VolumeError,
     reason_of,
+    some,
 )
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.errors import some
 from unet3d.parallel import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,8 @@ def load_settings(
     ]
     if not taken:
         return config
-    more = f" and {len(taken) - NUM_SHOWN} more" if len(taken) > NUM_SHOWN else ""
     say(
-        f"for a CPU, without --config: {', '.join(taken[:NUM_SHOWN])}{more}; the full defaults: "
+        f"for a CPU, without --config: {some(taken, NUM_SHOWN)}; the full defaults: "
         "unet3d config > full.yaml, then --config full.yaml"
     )
     return load_config(None, [*changes, *taken])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from unet3d.errors import some
 from unet3d.inputs.plain_data import printable
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache
@@ -118,6 +119,4 @@ def content_of(case: Case, cache: Cache) -> str:
 
 
 def _phrase(names: set[str], words: str) -> str:
-    named = ", ".join(map(printable, sorted(names)[:MAX_NAMED]))
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return f"{len(names)} case(s) {words} ({named}{more})"
+    return f"{len(names)} case(s) {words} ({some([*map(printable, sorted(names))], MAX_NAMED)})"

@@ -9,8 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from unet3d.errors import VolumeError
-from unet3d.volumes.classes import listed
+from unet3d.errors import VolumeError, some
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.files import is_volume_file, members, times
 from unet3d.volumes.header import VolumeHeader, read_header, same_grid, shear_warning
@@ -216,8 +215,8 @@ def _voxel_findings(
         yield Finding(
             case=case.name,
             severity="error",
-            message=f"{case.label} holds the value(s) {listed(unknown)}, but dataset.json names "
-            f"{listed(dataset.label_values)}; correct one of them",
+            message=f"{case.label} holds the value(s) {some(unknown)}, but dataset.json names "
+            f"{some(dataset.label_values)}; correct one of them",
         )
     elif values == [0]:
         yield Finding(

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.errors import VolumeError
+from unet3d.errors import VolumeError, some
 
 MAX_LABEL_VALUE = 2**32 - 1
 """The largest value of a label: what predictions are written with, uint32, holds no larger one."""
 
 MAX_CLASSES = 2**16
 """As many as uint16 can tell apart, the background included."""
-
-MAX_SHOWN = 8
 
 
 def class_indices(
@@ -45,12 +43,6 @@ def class_indices(
     return classes
 
 
-def listed(values: Sequence[object]) -> str:
-    """Return values as messages list them: the first few, and the number of the others."""
-    text = ", ".join(map(str, values[:MAX_SHOWN]))
-    return text if len(values) <= MAX_SHOWN else f"{text} and {len(values) - MAX_SHOWN} more"
-
-
 def _unknown(array: npt.NDArray[np.integer[Any]], values: Sequence[int]) -> str:
     known = set(values)
     found = zip(*(part.tolist() for part in np.unique(array, return_counts=True)), strict=True)
@@ -59,5 +51,5 @@ def _unknown(array: npt.NDArray[np.integer[Any]], values: Sequence[int]) -> str:
     more = f", and {len(unknown) - 1} more such values" if len(unknown) > 1 else ""
     return (
         f"the label map holds the value {value}, in {count} voxel(s), which dataset.json does not "
-        f"name (it names {listed(values)}){more}; correct one of them"
+        f"name (it names {some(values)}){more}; correct one of them"
     )

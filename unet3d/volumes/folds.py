@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.errors import DatasetError, reason_of
+from unet3d.errors import DatasetError, reason_of, some
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_json
-from unet3d.volumes.classes import listed
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ def folds_from_numbers(number_of: Mapping[str, int], source: str) -> tuple[Fold,
     numbers = sorted(set(number_of.values()))
     if numbers != list(range(len(numbers))) or len(numbers) < 2:
         raise DatasetError(
-            f"{source}: the folds are {listed([printable(str(number)) for number in numbers])}; "
+            f"{source}: the folds are {some([printable(str(number)) for number in numbers])}; "
             "number them 0, 1, ... and use at least two"
         )
     validated: list[list[str]] = [[] for _ in numbers]

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from unet3d.errors import DatasetError
+from unet3d.errors import DatasetError, some
 from unet3d.inputs.plain_data import is_printable, printable, shown
-from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE, listed
+from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import read_label
 
@@ -50,7 +50,7 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
     if isinstance(names, dict):
         numbers = [str(number) for number in range(len(names))]
         if set(numbers) != names.keys():
-            keys = listed([printable(key) for key in names])
+            keys = some([printable(key) for key in names])
             raise DatasetError(f"{path}: the channels are numbered {keys}; use 0, 1, ...")
         names = [names[number] for number in numbers]
     return tuple(clean_name(path, f"channel {number}", name) for number, name in enumerate(names))
@@ -168,7 +168,7 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
     labels = sorted(found)
     if labels[0] < 0 or not 2 <= len(labels) <= MAX_CLASSES or labels[-1] > MAX_LABEL_VALUE:
         raise DatasetError(
-            f"{path}: the label maps hold {len(labels)} values, {listed(labels)}; the background "
+            f"{path}: the label maps hold {len(labels)} values, {some(labels)}; the background "
             f"is 0, labels are above it, up to {MAX_LABEL_VALUE}, and {MAX_CLASSES} at most"
         )
     return {value: f"label {value}" if value else "background" for value in labels}
