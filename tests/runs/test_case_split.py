@@ -76,3 +76,9 @@ def test_what_is_no_split_is_refused(tree: object) -> None:
 )
 def test_every_change_is_named(now: CaseSplit, changes: list[str]) -> None:
     assert now.changes_since(BEFORE) == changes
+
+
+def test_copies_of_training_cases_in_validation_are_found() -> None:
+    """Of them the Dice says nothing about cases that the network has not seen."""
+    assert BEFORE.twins == []
+    assert split({"a": "1", "b": "2"}, {"c": "3", "d": "2"}).twins == ["d"]

@@ -65,3 +65,10 @@ def test_who_trains_and_who_validates_is_said_in_two_lines_of_80_columns(
     made = data_lines(experiment(training, validation))
     assert made == lines
     assert all(len(line) <= 80 for line in made)
+
+
+def test_copies_of_training_cases_in_validation_are_named() -> None:
+    made = experiment(["a", "b"], ["c", "d"])
+    made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
+    *_, last = data_lines(made)
+    assert last == "1 of these are trained on too, under other names: d"

@@ -53,6 +53,12 @@ class CaseSplit:
         """What tells these cases from others: one digest of all names and contents."""
         return key_of(self.to_dict())
 
+    @property
+    def twins(self) -> list[str]:
+        """Cases that are validated on, and trained on under another name: copies, or links."""
+        trained = set(self.training.values())
+        return [name for name, content in self.validation.items() if content in trained]
+
     def to_dict(self) -> dict[str, dict[str, str]]:
         """Return plain values, for a checkpoint or JSON."""
         return {"training": dict(self.training), "validation": dict(self.validation)}

@@ -25,16 +25,22 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
 
 
 def data_lines(experiment: Experiment) -> list[str]:
-    """Return which cases train and which validate, in two lines of at most 80 columns.
+    """Return which cases train and which validate, in lines of at most 80 columns.
+
+    A third one names those that validate although they train, under another name.
 
     Args:
         experiment: The cases.
     """
     split, fold = experiment.split, experiment.config.data.fold
-    return [
+    lines = [
         _line(f"training on {len(split.training)} case(s)", split.training),
         _line(f"validating on {len(split.validation)} case(s) (fold {fold})", split.validation),
     ]
+    if split.twins:
+        head = f"{len(split.twins)} of these are trained on too, under other names"
+        lines.append(_line(head, split.twins))
+    return lines
 
 
 def _line(head: str, names: Iterable[str]) -> str:
