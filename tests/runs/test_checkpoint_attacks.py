@@ -318,7 +318,15 @@ TENSOR = (
         ([b"]q\x00h\x00a"], "too deep"),
         ([b"}q\x00X\x01\0\0\0ah\x00s"], "too deep"),
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
-        ([b"}]K\x01s"], "neither text nor numbers"),
+        ([b"}]K\x01s"], "neither text nor small numbers"),
+        (  # all of one hash
+            [
+                b"}(",
+                *(b"\x8a\x0b%bN" % (i * (2**61 - 1)).to_bytes(11, "little") for i in range(99_999)),
+                b"u",
+            ],
+            "neither text nor small numbers",
+        ),
         ([b"0" * 2_000_000], "is refused"),
         ([b"N0" * 600_000], "is refused"),
         ([b"N" * 1_100_000], "steps"),
