@@ -23,6 +23,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology
 from unet3d.parallel import Executor
 
@@ -110,17 +111,6 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     # If the lowest level were one voxel, instance norm would not be defined.
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an allocation failed, on a GPU or on the host.
-
-    Args:
-        error: Any error; PyTorch has no class of its own for those of a CPU.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:
