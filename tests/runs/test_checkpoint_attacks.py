@@ -376,6 +376,16 @@ def test_a_file_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert "its tensors take" in said and "but 1,000 of this machine's memory are avail" in said
 
 
+def test_memory_that_runs_out_while_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "from_numpy", fail)
+    assert "too little memory; use a machine with more" in refusal(saved(CONTENT, tmp_path))
+
+
 def test_files_that_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo.pt")
     assert "it is not a regular file" in refusal(tmp_path / "fifo.pt")
