@@ -82,6 +82,7 @@ def test_unpacks_beside_the_archive_by_default(script: ModuleType, tmp_path: Pat
         (member("Task00_Sample/link", tarfile.LNKTYPE, "../../escaped.txt"), "link or a device"),
         (member("Task00_Sample/pipe", tarfile.FIFOTYPE), "link or a device"),
         (member("Task00_Sample/device", tarfile.CHRTYPE), "link or a device"),
+        (member("../escaped.txt\n\x1b[2J"), r"escaped.txt\n\x1b[2J lies outside"),
         (member("Task00_Sample/dataset.json"), "File exists"),
     ],
     ids=lambda value: value.name if isinstance(value, tarfile.TarInfo) else None,

@@ -19,6 +19,7 @@ import click
 
 from unet3d.atomic import publish_folder, unfinished_folder
 from unet3d.errors import DatasetError, Unet3dError, reason_of
+from unet3d.inputs.plain_data import printable
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.dataset import load_dataset
 from unet3d.volumes.memory_limits import readable
@@ -172,13 +173,13 @@ def _refuse_unsafe(archive: Path, member: tarfile.TarInfo) -> None:
     name = PurePosixPath(member.name)
     if name.is_absolute() or ".." in name.parts:
         raise DatasetError(
-            f"{archive} is unsafe: {member.name} lies outside it; nothing was kept, download the "
-            "archive from its owner"
+            f"{archive} is unsafe: {printable(member.name)} lies outside it; nothing was kept, "
+            "download the archive from its owner"
         )
     if not (member.isdir() or member.isreg() or _is_hidden(member)):
         raise DatasetError(
-            f"{archive} is unsafe: {member.name} is a link or a device; nothing was kept, download "
-            "the archive from its owner"
+            f"{archive} is unsafe: {printable(member.name)} is a link or a device; nothing was "
+            "kept, download the archive from its owner"
         )
 
 

@@ -86,6 +86,18 @@ def test_a_file_that_is_there_is_kept_until_the_new_one_is_whole(
     assert (folder / "plan.json").read_text() == "an older one"
 
 
+@pytest.mark.parametrize("options", [(), ("--measure",)], ids=str)
+def test_a_network_that_the_host_cannot_hold_is_refused(
+    options: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(
+        capsys,
+        *("plan", "--devices", "cpu", "--shape", "8,8,8", "--set", "model.base_channels=65536"),
+        *("--set", "model.max_channels=65536", *options),
+    )
+    assert "a network with 65536, 65536 channels takes" in said
+
+
 def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,7 +278,7 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
     write_volume(scan, scan_array((40, 30, 20)))
     for module, available, words in (
         ("unet3d.volumes.memory_limits", 200_000, "40x30x20 voxels and 3 classes takes 281.2 KiB"),
-        ("unet3d.inference.predictor", 10_000, "a window of 8x8x8 voxels takes at least 12 KiB"),
+        ("unet3d.inference.predictor", 10_000, "a window of 8x8x8 voxels takes at least 18 KiB"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr(f"{module}.available_bytes", lambda available=available: available)

@@ -18,6 +18,7 @@ from unet3d.config import InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import predictor as prediction
 from unet3d.inference.predictor import Predictor
+from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.scan_search import find_scans
@@ -344,6 +345,21 @@ def test_memory_too_small_for_any_window_is_explained(
     limit_memory(monkeypatch, predictor, 0)
     with pytest.raises(DoesNotFitError, match="do not fit on cpu .*inference.window"):
         predictor.segment(volume_of(noise(), tmp_path))
+
+
+def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = volume_of(noise(), tmp_path)
+    small = random_checkpoint(patch_size=None)
+    # A stride that is large makes the window so, whatever is asked for.
+    strides = ((1, 1, 1), *[(4, 4, 4)] * 4)
+    topology = replace(small.topology, channels=(1,) * 5, strides=strides)
+    strided = replace(small, topology=topology, model=UNet3d(topology).state_dict())
+    monkeypatch.setattr(prediction, "available_bytes", lambda: 2**29)
+    for checkpoint in (random_checkpoint(patch_size=(512, 512, 512)), strided):
+        with pytest.raises(DoesNotFitError, match=r"window of 512x512x512 voxels takes at least"):
+            place(checkpoint).segment(image)
 
 
 def test_whole_volumes_that_were_asked_for_are_not_cut_up(

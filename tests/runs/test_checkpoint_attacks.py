@@ -318,7 +318,15 @@ TENSOR = (
         ([b"]q\x00h\x00a"], "too deep"),
         ([b"}q\x00X\x01\0\0\0ah\x00s"], "too deep"),
         ([b"]r\xff\xff\xff\x7f"], "is not a checkpoint of unet3d"),
-        ([b"}]K\x01s"], "neither text nor numbers"),
+        ([b"}]K\x01s"], "neither text nor small numbers"),
+        (  # all of one hash
+            [
+                b"}(",
+                *(b"\x8a\x0b%bN" % (i * (2**61 - 1)).to_bytes(11, "little") for i in range(99_999)),
+                b"u",
+            ],
+            "neither text nor small numbers",
+        ),
         ([b"0" * 2_000_000], "is refused"),
         ([b"N0" * 600_000], "is refused"),
         ([b"N" * 1_100_000], "steps"),
@@ -366,6 +374,16 @@ def test_a_file_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(checkpoint_module, "available_bytes", lambda: 1000)
     said = refusal(saved(CONTENT, tmp_path))
     assert "its tensors take" in said and "but 1,000 of this machine's memory are avail" in said
+
+
+def test_memory_that_runs_out_while_tensors_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "from_numpy", fail)
+    assert "too little memory; use a machine with more" in refusal(saved(CONTENT, tmp_path))
 
 
 def test_files_that_are_no_files(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
         {"loss": {}},
         {"loss": {"total": 1.0, "dice": 1.0, "cross_entropy": math.inf}},
         {"last_dice": {"a": "0.5"}},
+        {"last_dice": {"a": 5.0}},
+        {"best_labels": {"a": -0.5}},
+        {"best_dice": 1e30},
+        {"best_dice": -2.0},
     ],
 )
 def test_what_is_no_state_is_refused(values: object) -> None:

@@ -357,6 +357,18 @@ def test_labels_far_from_integers_are_refused_by_value(tmp_path, value):
     )
 
 
+def test_labels_that_would_all_be_rounded_away_are_refused(tmp_path):
+    """As of an image in units of m^2/s; noise beside labels is no fault."""
+    stored = np.full((3, 4, 5), 7e-4)
+    nib.save(nib.Nifti1Image(stored, np.eye(4)), tmp_path / "label.nii")
+    assert "no integer labels but values up to 0.0007" in refusal(
+        tmp_path / "label.nii", read_label
+    )
+    stored[1, 1, 1] = 3
+    nib.save(nib.Nifti1Image(stored, np.eye(4)), tmp_path / "label.nii")
+    assert read_label(tmp_path / "label.nii").array.sum() == 3
+
+
 def test_writing_refuses_what_are_no_labels_of_the_image(tmp_path, plain):
     header = read_header(plain)
     with pytest.raises(ValueError, match="shape"):
@@ -483,6 +495,7 @@ def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
         ({"sform_code": 2, "srow_x": [1, 1, 0, 5], "srow_y": [1, 1, 0, 0]}, "cannot be inverted"),
         ({"sform_code": 2, "srow_x": [0, 0, 0, 5]}, "spacing 0x0.8x3.3 mm"),
         ({"sform_code": 2, "srow_x": [np.nan, 0, 0, 5]}, "spacing nanx0.8x3.3 mm"),
+        ({"sform_code": 2, "srow_x": [0.7, 0, 0, np.inf]}, "begins at infx"),
         ({"sform_code": 2, "srow_y": [0, 0, 0, 5]}, "spacing 0.976562x0x3.3 mm"),
         ({"sform_code": 0, "qform_code": 1, "pixdim": [1, 1, 0, 1, 1, 1, 1, 1]}, "1x0x1 mm"),
         ({"sform_code": 0, "qform_code": 1, "pixdim": [1, 1, np.nan, 1, 1, 1, 1, 1]}, "1xnanx1"),

@@ -1,6 +1,7 @@
 import gzip
 import io
 import os
+import re
 import socket
 import struct
 import time
@@ -342,7 +343,25 @@ def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path: Path, 
     name = b"name\0" if flags == 8 + 16 else b""
     start = b"\x1f\x8b\x08" + bytes([flags]) + bytes(6) + extra + name
     (tmp_path / "endless.nii.gz").write_bytes(start + b"a" * 2**24)
-    assert "gzip header does not end" in refusal(tmp_path / "endless.nii.gz")
+    assert "bytes hold no header of a volume" in refusal(tmp_path / "endless.nii.gz")
+
+
+NO_END = b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 2**24
+"""A part of a gzip file with a name that goes on, which Python reads byte by byte."""
+
+
+@pytest.mark.parametrize("filler", [NO_END, gzip.compress(b"", mtime=0) * 800_000, bytes(2**24)])
+def test_a_compressed_file_that_is_much_longer_than_its_content(
+    tmp_path: Path, filler: bytes
+) -> None:
+    header, rest = content_of("one.nii.gz")
+    path = tmp_path / "long.nii.gz"
+    start = time.monotonic()
+    path.write_bytes(gzip.compress(header + rest + bytes(540), mtime=0) + filler)
+    assert "goes on for more than" in refusal(path)
+    path.write_bytes(gzip.compress(header[:9], mtime=0) + filler)
+    assert re.search("hold no header of|not begin with a NIfTI header", refusal(path))
+    assert time.monotonic() - start < 1  # it took ten
 
 
 def test_a_name_in_a_compressed_file_is_no_fault(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,7 @@ from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
+    computed_window,
     predict_logits,
 )
 from unet3d.kernels import strongest_class
@@ -247,8 +249,7 @@ class Predictor:
         alone: bool = False,
     ) -> torch.Tensor:
         settings = self._inference
-        x, y, z = image.shape[1:]
-        self._refuse_beyond_host((x, y, z) if window == "whole" else window)
+        self._refuse_beyond_host(image, image.shape[1:] if window == "whole" else window)
         batch_size = 1 if alone and settings.batch_size == "auto" else settings.batch_size
         return predict_logits(
             self.executor,
@@ -260,15 +261,22 @@ class Predictor:
             windows_done=windows_done,
         )
 
-    def _refuse_beyond_host(self, window: Shape) -> None:
-        """Refuse a window of which a CPU could not even hold the finest level.
+    def _refuse_beyond_host(self, image: torch.Tensor, wanted: Sequence[int]) -> None:
+        """Refuse a window that the host cannot hold: the image padded to it, and on a CPU the rest.
 
         Linux would promise the memory, and end this process once it is used.
         """
-        if any(slot.device.type == "cuda" for slot in self.executor.slots):
-            return
-        maps = MAPS_OF_FINEST_LEVEL * self._topology.channels[0] * math.prod(window)
-        needed, available = BFLOAT16_BYTES * maps, available_bytes()
+        topology = self._topology
+        window = computed_window(wanted, topology.total_stride)
+        padded = tuple(max(w, n) for w, n in zip(window, image.shape[1:], strict=True))
+        needed = 0
+        if padded != image.shape[1:]:
+            needed += topology.in_channels * math.prod(padded) * image.element_size()
+        if not any(slot.device.type == "cuda" for slot in self.executor.slots):
+            maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+            logits = topology.num_classes * image.element_size()
+            needed += (maps + logits) * math.prod(window)
+        available = available_bytes()
         if needed > available:
             raise DoesNotFitError(
                 f"a window of {times(window)} voxels takes at least {readable(needed)} of memory, "

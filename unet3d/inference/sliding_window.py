@@ -74,13 +74,8 @@ def predict_logits(
         DoesNotFitError: A device has too little memory for windows of this size.
         NonFiniteLogitsError: A logit is NaN or infinite.
     """
-    strides = topology.total_stride
     size = tuple(image.shape[1:])
-    wanted = size if window == "whole" else window
-    x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
-    if (x, y, z) == strides:
-        # The lowest level would be one voxel, for which instance norm is not defined.
-        x, y, z = 2 * x, 2 * y, 2 * z
+    x, y, z = computed_window(size if window == "whole" else window, topology.total_stride)
     if batch_size == "auto":
         batch_size = windows_at_a_time((x, y, z), [slot.device for slot in executor.slots])
     padded, corner = _pad_to(image, (x, y, z))
@@ -104,6 +99,18 @@ def predict_logits(
         ) from error
     inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
     return logits[(slice(None), *inside)]
+
+
+def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
+    """Return the voxels of a window that a network can halve.
+
+    Args:
+        wanted: Voxels along X, Y, Z.
+        strides: The network's total stride.
+    """
+    x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
+    # If the lowest level were one voxel, instance norm would not be defined.
+    return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
 
 
 def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:

@@ -16,6 +16,7 @@ from unet3d.config import Balance
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization, num_states
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Executor, Layout, choose_cuts, image_dtype, parallelize
 from unet3d.parallel.balance.cuts import time_cost
 from unet3d.parallel.balance.stopwatch import median_seconds
@@ -93,6 +94,7 @@ class Bench:
         size = tuning_key.size
         self.settings = config.training
         self.timings = Cache(config.data.cache).folder / "timings"
+        refuse_beyond_memory(topology)
         self.model = UNet3d(topology)
         to_parameter_dtype(self.model, tuning_key.precision)
         generator = torch.Generator().manual_seed(config.training.seed)

@@ -13,6 +13,7 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
 )
+from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import NetworkPlan, check_stages
@@ -124,9 +125,11 @@ def compare(
     Raises:
         DeviceError: A device's name is unknown, or the devices do not suit the mode.
         ConfigError: The memory of a device that is not here is not given.
+        DoesNotFitError: The host cannot hold the weights.
     """
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
+    refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
     options = _options(asked)
     several = tuple(dict.fromkeys(_joined(dims.replicas for dims in options)))
     precision = resolve_precision(config.training.precision, several)

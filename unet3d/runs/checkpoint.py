@@ -21,7 +21,7 @@ from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
-from unet3d.memory.host import available_bytes
+from unet3d.memory.host import available_bytes, is_out_of_memory
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
@@ -180,6 +180,12 @@ def _explained(path: Path) -> Iterator[None]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"cannot read the checkpoint {path}: too little memory; use a machine with more"
+        ) from error
 
 
 def _to_cpu(value: Any, written: set[int]) -> Any:

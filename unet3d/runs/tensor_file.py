@@ -36,6 +36,7 @@ MAX_PICKLE_BYTES = 8 * 2**20
 MAX_STEPS = 1_000_000
 """Of the pickle, and of the values that it makes; a network of a hundred layers has 30,000."""
 MAX_DEPTH = 32
+MAX_NUMBER_AS_KEY = 2**32
 MAX_AXES = 8
 
 DTYPES = {
@@ -290,8 +291,10 @@ def _last(stack: list[Any], kind: type[Any]) -> Any:
 
 def _put(target: dict[Any, Any], items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if type(key) not in (str, int):
-            raise ValueError("its pickle has keys that are neither text nor numbers")
+        # Numbers that differ by multiples of 2^61 - 1 have one hash, and a dictionary of them takes
+        # hours; those of parameters are small.
+        if type(key) is not str and (type(key) is not int or not 0 <= key < MAX_NUMBER_AS_KEY):
+            raise ValueError("its pickle has keys that are neither text nor small numbers")
         target[key] = value
 
 

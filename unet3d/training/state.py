@@ -13,6 +13,7 @@ from unet3d.inputs.plain_data import explained, printable
 from unet3d.model import LossTerms
 
 Count = Annotated[int, Field(ge=0, le=10**15)]
+Dice = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=1e12)]
 
 
@@ -38,13 +39,13 @@ class TrainingState:
     """Time spent in the validations of the complete epochs."""
     last_validation_seconds: Seconds = 0.0
     """Time that the last validation took; 0 before the first one."""
-    best_dice: float = -1.0
+    best_dice: Annotated[float, Field(ge=-1, le=1)] = -1.0
     """Largest mean Dice of all validations; -1 before the first one."""
     best_epoch: Count = 0
     """Epoch, from 1, after which it was reached; 0 where that is not known."""
-    best_labels: dict[str, float | None] = field(default_factory=dict)
+    best_labels: dict[str, Dice | None] = field(default_factory=dict)
     """Dice of each label in that validation."""
-    last_dice: dict[str, float | None] = field(default_factory=dict)
+    last_dice: dict[str, Dice | None] = field(default_factory=dict)
     """Dice of each label in the last validation."""
 
     def add_losses(self, losses: Sequence[tuple[int, LossTerms]], group: Group) -> None:

@@ -127,6 +127,8 @@ def header_of(path: Path, stored: StoredVolume) -> VolumeHeader:
     affine = np.array(stored.affine, dtype=np.float64)
     affine[:3] *= unit_mm
     lengths = column_lengths(affine)
+    if not np.isfinite(affine[:3, 3]).all():
+        raise VolumeError(f"{path} begins at {times(affine[:3, 3])} mm; fix its header")
     if not np.isfinite(affine).all() or not (lengths > 0).all():
         raise VolumeError(f"{path} has the spacing {times(lengths)} mm; fix its header")
     if lengths.min() < MIN_SPACING_MM or lengths.max() > MAX_SPACING_MM:

@@ -213,6 +213,11 @@ def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
             f"{path} has {np.count_nonzero(wrong)} voxels that are no integer labels, such as "
             f"{stored[wrong][0]:.7g}; is it an image? a label map holds whole numbers"
         )
+    if stored.any() and not rounded.any():  # noise beside labels is rounded away, but not all
+        raise VolumeError(
+            f"{path} has no integer labels but values up to {np.abs(stored).max():.7g}, such as an "
+            "image in small units; a label map holds whole numbers"
+        )
     return rounded
 
 

@@ -6,6 +6,7 @@ anything is allocated; and of a compressed file no more is unpacked than those c
 """
 
 import gzip
+import io
 import math
 import os
 import stat
@@ -17,7 +18,6 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 from nibabel.arrayproxy import ArrayProxy
-from nibabel.openers import ImageOpener
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import (
@@ -46,12 +46,12 @@ MAX_TAIL_BYTES = 2**20
 MAX_DEFLATE_RATIO = 1040
 """No gzip file grows more than about 1032 times when it is unpacked."""
 
-GZIP_HEADER_BYTES = 2**17
-"""What the header of a gzip file may have: 64 KiB of extras, a name and a comment."""
+GZIP_START_BYTES = 2**17
+"""In so many bytes of a gzip file its own header ends, and the volume's is complete. What comes
+before these may have any length in the format: names, empty parts."""
 
-GZIP_EXTRA = 4
-GZIP_NAMES = (8, 16)
-"""Flags of a gzip header: there are extras; there are a name and a comment."""
+GZIP_OVERHEAD = 1 / 8
+"""A gzip file is no larger than its content by more than this part, whatever it is made of."""
 
 KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -197,8 +197,7 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
     nibabel's own ``load`` derives the partner from the name, and finds it only where both endings
     are in lower case or both in upper case. It also reads the extensions of the header.
     """
-    with ImageOpener(str(header)) as stream:
-        start = stream.read(HEADER_BYTES)
+    start = _start(header)
     if volume_suffix(header) in (".mgz", ".mgh"):
         return _stored(nib.MGHImage, header, nib.MGHImage.header_class(start), ())
     single = voxels is None
@@ -219,6 +218,24 @@ def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
             f"{header} is in the Analyze 7.5 format, which has no orientation; convert it to NIfTI"
         )
     raise VolumeError(f"cannot read {header}: it does not begin with a NIfTI header")
+
+
+def _start(file: Path) -> bytes:
+    """Return as many bytes as the header of a volume has, or fewer at the end of a file."""
+    if not is_gzip_file(file):
+        with file.open("rb") as stream:
+            return stream.read(HEADER_BYTES)
+    with file.open("rb") as stream:
+        compressed = io.BytesIO(stream.read(GZIP_START_BYTES))
+    try:
+        with gzip.GzipFile(fileobj=compressed) as unpacked:
+            return unpacked.read(HEADER_BYTES)
+    except EOFError as error:
+        if len(compressed.getvalue()) < GZIP_START_BYTES:
+            raise
+        raise VolumeError(
+            f"cannot read {file}: its first {GZIP_START_BYTES} bytes hold no header of a volume"
+        ) from error
 
 
 def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
@@ -243,8 +260,13 @@ def _refuse_false_claims(path: Path, file: Path, volume: StoredVolume, file_byte
             f"{path} claims the shape {times(volume.proxy.shape)}, {num_bytes} bytes, but "
             f"{file.name} has only {file_bytes}; it is damaged or incomplete"
         )
-    if not is_gzip_file(file):
-        _refuse_long_tail(path, file_bytes - num_bytes)
+    # Of a compressed file the tail is known once it is unpacked; but the file may not be so long
+    # that it holds more, however little that unpacks to.
+    is_gzip = is_gzip_file(file)
+    largest = (
+        num_bytes + int(num_bytes * GZIP_OVERHEAD) + GZIP_START_BYTES if is_gzip else num_bytes
+    )
+    _refuse_long_tail(path, file_bytes - largest)
 
 
 def _refuse_long_tail(path: Path, tail_bytes: int) -> None:
@@ -258,33 +280,16 @@ def _refuse_long_tail(path: Path, tail_bytes: int) -> None:
 def _refuse_unlike_its_name(file: Path) -> None:
     try:
         with file.open("rb") as stream:
-            start = stream.read(GZIP_HEADER_BYTES)
+            start = stream.read(2)
     except OSError as error:
         raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
     if not start:
         raise VolumeError(f"{file} is empty (0 bytes)")
-    is_gzip = start.startswith(b"\x1f\x8b")
+    is_gzip = start == b"\x1f\x8b"
     if is_gzip_file(file) and not is_gzip:
         raise VolumeError(f"{file} is not gzip-compressed, though its name says so; rename it")
     if not is_gzip_file(file) and is_gzip:
         raise VolumeError(f"{file} is gzip-compressed, though its name does not say so; rename it")
-    if is_gzip and not _ends(start):
-        raise VolumeError(f"cannot read {file}: its gzip header does not end")
-
-
-def _ends(start: bytes) -> bool:
-    """Tell whether a gzip header ends: Python looks for the end of its names byte by byte."""
-    flags = start[3] if len(start) > 3 else 0
-    position = 10
-    if flags & GZIP_EXTRA:
-        position += 2 + int.from_bytes(start[10:12], "little")
-    for flag in GZIP_NAMES:
-        if flags & flag:
-            end = start.find(b"\0", position)
-            if end < 0 and len(start) == GZIP_HEADER_BYTES:
-                return False
-            position = end + 1
-    return True
 
 
 def _unreadable(path: Path, error: Exception) -> VolumeError:
