@@ -1,13 +1,14 @@
 # make demo: install into .venv, then train, predict and evaluate on the built-in phantom data.
 # make test: install into .venv, then everything that CI checks.
 # make check: the same without slow tests and without trainings: what to run while working.
+# make faults: kills, full disks and damaged files, many of each (FAULTS=50 kills); about a quarter of an hour.
 # make docs: build the site in site/; look at it with python -m http.server --directory site.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint docs clean
+.PHONY: demo test check faults lint docs clean
 
 demo: .venv/installed
 	PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
@@ -17,6 +18,11 @@ test: lint
 
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not slow and not trains"
+
+FAULTS ?= 50
+
+faults: .venv/installed
+	UNET3D_FAULTS=$(FAULTS) OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m slow tests/faults
 
 lint: .venv/installed
 	$(BIN)/ruff check

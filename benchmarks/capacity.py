@@ -32,6 +32,7 @@ from common import devices_named, synchronize, tuning_key
 from peers import Problem, Trainee, Variant, find_variants
 
 from unet3d.config import TrainingSettings
+from unet3d.memory.host import is_out_of_memory
 from unet3d.parallel import Layout, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
@@ -130,7 +131,9 @@ def try_here(variant: Variant, problem: Problem, devices: list[torch.device]) ->
             seconds.append(time.perf_counter() - began)
     except RuntimeError as error:
         text = " ".join(str(error).split())
-        if any(words in text for words in ("out of memory", "t allocate memory")):
+        # On a CPU with little memory oneDNN says only that it could not create something.
+        is_cut_off = "could not create a primitive" in text and devices[0].type == "cpu"
+        if is_out_of_memory(error) or is_cut_off:
             return {"trains": False, "reason": OUT_OF_MEMORY}
         return {"trains": False, "reason": f"{type(error).__name__}: {text[:300]}"}
     gpus = sorted({device.index for device in devices if device.type == "cuda"})

@@ -353,9 +353,8 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     os.utime(tmp_path / f"{PREFIX}{'b' * 32}-folder", (old, old))
     remove_leftovers(tmp_path, older_than_s=3600)
     assert len(list(tmp_path.iterdir())) == 2
-    (tmp_path / f"{PREFIX}link").symlink_to("file.txt")
-    (tmp_path / f"{PREFIX}links").symlink_to(tmp_path)
-    (tmp_path / f"{PREFIX}lost").symlink_to("nowhere")
+    for letter, target in (("c", "file.txt"), ("d", str(tmp_path)), ("e", "nowhere")):
+        (tmp_path / f"{PREFIX}{letter * 32}-link").symlink_to(target)
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
 

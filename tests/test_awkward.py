@@ -93,12 +93,12 @@ def test_a_file_is_segmented_or_refused(
         assert status == 1
         line = error_line(captured.err)
         assert str(path) in line and REFUSED[name] in line
-        assert captured.out == ""
+        assert captured.out.splitlines() == [f"using {predicting[2]}"]
         assert not output.exists()
         return
     assert status == 0, captured.err
     assert captured.err == ""
-    assert captured.out.startswith(f"{path} -> {output}")
+    assert captured.out.startswith(f"using {predicting[2]}\n{path} -> {output}")
     scan, segmentation = nib.load(path), nib.load(output)
     assert segmentation.shape == scan.shape[:3]
     np.testing.assert_allclose(segmentation.affine, scan.affine, atol=1e-5)
@@ -146,7 +146,8 @@ def test_bad_files_do_not_keep_the_good_ones_of_a_folder_from_being_segmented(
     first, second, last = captured.err.splitlines()
     assert first.startswith("Skipped: ") and "empty_file.nii.gz is empty" in first
     assert second.startswith("Skipped: ") and "truncated_image.nii.gz" in second
-    assert last == "Error: 2 of 4 scans could not be segmented"
+    assert last.startswith("Error: 2 of 4 scans could not be segmented: ")
+    assert "empty_file.nii.gz" in last and "truncated_image.nii.gz" in last
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "ref_image_seg.nii.gz",
         "tiny_image_seg.nii.gz",

@@ -23,6 +23,7 @@ SMALL = (
     "data.num_workers=0",
     "patches.size=16,16,16",
     "patches.per_case=2",
+    "patches.augmentation.enabled=true",  # also where a CPU would leave it out
     "model.base_channels=4",
     "model.num_levels=2",
     "training.epochs=3",

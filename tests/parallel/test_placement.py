@@ -59,9 +59,7 @@ def test_defaults_follow_the_machine(
     assert resolve(num_gpus, mode, None) == devices
 
 
-@pytest.mark.parametrize(
-    "name", ["gpu0", "cuda:", "cuda:x", "-1", "CPU", "cpu:0", "mps", "", "1.5"]
-)
+@pytest.mark.parametrize("name", ["gpu0", "cuda:", "cuda:x", "-1", "CPU", "cpu:0", "mps", "1.5"])
 def test_an_unknown_name_is_refused(name: str) -> None:
     message = refusal(2, "none", name)
     assert message == f"device {name!r} is unknown; write 0, cuda:0 or cpu"

@@ -5,9 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.steps import GPUS, WIDE, make_step
+from tests.steps import CPU, GPUS, WIDE, make_step
+from unet3d.errors import DoesNotFitError
+from unet3d.memory import host
 from unet3d.planning.memory_estimate import predict_memory
-from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
+from unet3d.planning.out_of_memory import (
+    explain_out_of_memory,
+    refuse_beyond_host,
+    warn_if_too_large,
+)
 
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 1 has a total capacity of 79.18 GiB of "
@@ -70,3 +76,30 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
     warn_if_too_large(replace(fitting, memory=fitting.memory | {1: much}))
     (record,) = caplog.records
     assert record.getMessage().startswith("cuda:1: predicted need 21.0 GiB, available 20.0 GiB")
+
+
+def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step((CPU,), (64, 64, 64), 2, 1, "float32", WIDE)
+    prediction = predict_memory(step)
+    (needed,) = prediction.needed_bytes().values()
+    monkeypatch.setattr(host, "available_bytes", lambda: needed)
+    refuse_beyond_host(prediction)
+    monkeypatch.setattr(host, "available_bytes", lambda: needed - 1)
+    with pytest.raises(DoesNotFitError, match="GiB are needed at least") as caught:
+        refuse_beyond_host(prediction)
+    _, *advice = str(caught.value).split("what would fit: ")[1].split("--")
+    assert advice[0].startswith("micro-batches 2 (predicted peak ")
+    assert all(peak < needed / 2**30 for peak in peaks_of(advice[0]))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 3 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
+    ],
+)
+def test_memory_of_the_host_that_runs_out_is_explained(error: Exception) -> None:
+    message = explain_out_of_memory(error, make_step((CPU,), (32, 32, 32), 1, 1, "float32", WIDE))
+    assert message.startswith("cpu ran out of memory")
+    assert "slot 0" in message and "what would fit: " in message

@@ -21,7 +21,7 @@ from tests.trainings import (
     weights,
 )
 from unet3d.config import load_config
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import CheckpointError, ConfigError, DoesNotFitError
 from unet3d.model import LossTerms
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.loop import TrainingLoop
@@ -184,7 +184,7 @@ def test_a_resumed_run_is_bit_identical(
 ) -> None:
     folder = tmp_path / "run"
     config = settings(cache, "training.save_every_seconds=0")
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):
         interrupt_after(patch, num_steps, MemoryError)
         run(config, folder)
     run(config, folder, resume=True)
@@ -226,7 +226,7 @@ def test_a_run_with_a_patch_size_of_its_own_choice_resumes(
     chosen = ("patches.size=auto", "patches.per_case=1", "training.save_every_seconds=0")
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     run(settings(cache, *chosen), undisturbed)
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):
         interrupt_after(patch, 3, MemoryError)
         run(settings(cache, *chosen), folder)
     before = load_checkpoint(folder / "checkpoint-latest.pt")

@@ -23,6 +23,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.fake_devices import is_gpu
+from unet3d.memory.host import is_out_of_memory
 from unet3d.model import Topology
 from unet3d.parallel import Executor
 
@@ -103,17 +104,6 @@ def predict_logits(
         ) from error
     inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
     return logits[(slice(None), *inside)]
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether an allocation failed, on a GPU or on the host.
-
-    Args:
-        error: Any error; PyTorch has no class of its own for those of a CPU.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:

@@ -1,8 +1,10 @@
-"""How much memory the host can still give to this process."""
+"""How much memory the host can still give to this process, and what says that there was none."""
 
 import resource
 import sys
 from pathlib import Path
+
+import torch
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -32,6 +34,17 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """
     rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
     return max(0, min(rooms, default=sys.maxsize))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation failed, on a GPU or on the host.
+
+    Args:
+        error: Any error; PyTorch has no class of its own for those of a CPU.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _of_machine(proc: Path) -> list[int]:

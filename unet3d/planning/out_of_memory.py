@@ -7,12 +7,17 @@ from dataclasses import replace
 
 import torch
 
+from unet3d.errors import DoesNotFitError
+from unet3d.memory import host
 from unet3d.memory.record import device_bytes
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
 
 logger = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 GIB = 1024**3
+SMALL_BYTES = 2**26
+"""So much is tried even where nothing seems to be left: other programs may be about to end."""
 HEADROOM = 0.9
 """Where a prediction was too low, the prediction of an advised option must be lower by this."""
 
@@ -34,36 +39,64 @@ def warn_if_too_large(prediction: MemoryEstimate) -> None:
             )
 
 
-def explain_out_of_memory(error: torch.OutOfMemoryError, step: Step) -> str:
+def refuse_beyond_host(prediction: MemoryEstimate) -> None:
+    """Refuse a training whose slots on the CPU need more than the host has available.
+
+    What is predicted of a CPU is a lower bound, so such a training cannot fit, and Linux would
+    kill it without a word.
+
+    Args:
+        prediction: The prediction for that training.
+
+    Raises:
+        DoesNotFitError: It needs more.
+    """
+    needed = prediction.needed_bytes().get(CPU, 0)
+    available = available_bytes(CPU)
+    if needed > max(available, SMALL_BYTES):
+        raise DoesNotFitError(
+            f"the CPU's memory does not suffice: {needed / GIB:.1f} GiB are needed at least, "
+            f"{available / GIB:.1f} GiB are available; {_what_would_fit(prediction)}"
+        )
+
+
+def explain_out_of_memory(error: BaseException, step: Step) -> str:
     """Return one line: which slots' device, what was asked and free, and what would fit.
 
     Args:
-        error: The allocator's error.
+        error: The allocator's error, of a GPU or of the host.
         step: The step of the training that failed.
     """
     prediction = predict_memory(step, counts_reserved=False)
     asked, index, free = _numbers(str(error))
-    device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device
+    if not isinstance(error, torch.OutOfMemoryError):
+        device = CPU
+    else:
+        device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device
     slots = [slot for slot in prediction.slots if slot.device == device]
     names = ", ".join(
         f"slot {slot.index} ({slot.blocks[0]} to {slot.blocks[-1]})" for slot in slots
     )
     amounts = f": {asked} asked, {free} free" if asked and free else ""
-    way_out = "; ".join(_alternatives(prediction)) or (
-        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
-        "with --parallel model"
-    )
     return (
         f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with patches of "
         f"{_times(step.size)} voxels and a batch of {step.batch_size} in "
-        f"{step.layout.num_micro_batches} micro-batch(es); what would fit: {way_out}"
+        f"{step.layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
     )
+
+
+def _what_would_fit(prediction: MemoryEstimate) -> str:
+    options = "; ".join(_alternatives(prediction)) or (
+        "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
+        "with --parallel model"
+    )
+    return f"what would fit: {options}"
 
 
 def available_bytes(device: torch.device) -> int:
     """Return the memory that this process can have on a device, with what it has already."""
     if device.type != "cuda":
-        return device_bytes(device)
+        return host.available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device)
 

@@ -99,7 +99,8 @@ def _draw_dice(axes: Axes, validations: Sequence[Mapping[str, Any]]) -> None:
 
 def _with_last(name: str, values: Sequence[float]) -> str:
     last = NOTHING if math.isnan(values[-1]) else f"{values[-1]:.3f}"
-    text = f"{name}  {last}".replace("$", r"\$")  # matplotlib would read a formula
+    text = f"{name}  {last}".encode(errors="replace").decode()  # no halves of characters
+    text = text.replace("$", r"\$")  # matplotlib would read a formula
     return f" {text}" if text.startswith("_") else text  # which it would leave out
 
 

@@ -12,6 +12,7 @@ from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError
+from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
     num_states,
@@ -29,7 +30,11 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import precision_on, to_parameter_dtype
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
-from unet3d.planning.out_of_memory import explain_out_of_memory, warn_if_too_large
+from unet3d.planning.out_of_memory import (
+    explain_out_of_memory,
+    refuse_beyond_host,
+    warn_if_too_large,
+)
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.reports.slots import slot_line
 from unet3d.runs.run_folder import RunFolder
@@ -164,11 +169,14 @@ def _train(
     try:
         cuts = group.from_first(lambda: _balanced(layout, model, experiment).cuts)
         step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise DoesNotFitError(explain_out_of_memory(error, step)) from error
     prediction = None
     if dims.predicts_memory:
         prediction = predict_memory(step)
+        refuse_beyond_host(prediction)
         warn_if_too_large(prediction)
     leave_cores(num_workers, dims.devices, num_ranks)
     executor = _executor(dims, model, step.layout, group)
@@ -188,7 +196,9 @@ def _train(
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
     try:
         return loop.run(console, quiet)
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         reason = (
             "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
             f"{config.training.batch_size}; use parallel.engine=ddp, which takes less of the "

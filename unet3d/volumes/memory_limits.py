@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unet3d.errors import VolumeError
-from unet3d.memory.host import available_bytes
+from unet3d.memory.host import available_bytes, is_out_of_memory
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -44,8 +44,7 @@ def explaining_memory(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # PyTorch has no class of its own for it on a CPU.
-        if not isinstance(error, MemoryError) and "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise VolumeError(
             f"{what}: too little memory, {readable(available_bytes())} are available; close other "

@@ -1,0 +1,155 @@
+"""Disks that fill up or cannot be written: one line, nothing half-written, and space helps."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.command_line import process_environment
+from tests.faults.amounts import chance, seeds
+from tests.networks import write_checkpoint
+from tests.trainings import SMALL
+from tests.volumes.samples import noise, write_msd, write_volume
+from unet3d.runs.checkpoint import load_checkpoint
+
+pytestmark = [pytest.mark.slow, pytest.mark.trains]
+
+IN_A_SMALL_DISK = """
+set -e
+disk=$1 size=$2 options=$3 after=$4; shift 4
+before=$(mktemp -d); cp -a "$disk/." "$before"
+mount -t tmpfs -o "size=$size" none "$disk"
+cp -a "$before/." "$disk"; rm -r "$before"
+mount -o "remount,$options" "$disk"
+cd "$disk"
+status=0; "$@" || status=$?
+cp -a "$disk/." "$after"
+exit $status
+"""
+"""Run a command in a file system of its own, which is copied to another folder in the end."""
+
+COMMANDS = {
+    "train": (
+        "train",
+        "data",
+        *("--output", "run"),
+        *(
+            word
+            for one in (*SMALL, "data.cache=cache", "training.epochs=2")
+            for word in ("--set", one)
+        ),
+    ),
+    "predict": (
+        *("predict", "scans", "-o", "out", "--checkpoint", "network.pt"),
+        *("--devices", "cpu", "--statistics"),
+    ),
+    "evaluate": ("evaluate", "data/labelsTr", "data/labelsTr", "--json", "scores.json"),
+    "plan": (
+        *("plan", "--shape", "16,16,16", "--devices", "cpu", "--json", "plan.json"),
+        *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
+    ),
+}
+NEEDED_KIB = {"train": 900, "predict": 400, "evaluate": 16, "plan": 16}
+"""About how much each writes."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_namespaces() -> None:
+    """Skip where a process may not mount file systems of its own."""
+    try:
+        trial = ["unshare", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"]
+        subprocess.run(trial, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk needs user and mount namespaces: {error}")
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    folder = tmp_path / "disk"
+    write_msd(folder / "data", num_cases=5, shape=(24, 24, 24))
+    write_checkpoint(folder / "network.pt", patch_size=(16, 16, 16))
+    for number in range(3):
+        write_volume(folder / f"scans/scan_{number}.nii.gz", noise((20, 19, 18), seed=number))
+    return folder
+
+
+def run(
+    words: tuple[str, ...], disk: Path, *, size_kib: int, read_only: bool = False
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run ``unet3d`` in a disk of some size; return how it ended, and what the disk then held."""
+    after = disk.parent / "after"
+    shutil.rmtree(after, ignore_errors=True)
+    after.mkdir()
+    ended = subprocess.run(
+        [
+            *("unshare", "--map-root-user", "--mount", "bash", "-c", IN_A_SMALL_DISK, "bash"),
+            *(str(disk), f"{size_kib}k", "ro" if read_only else "rw", str(after)),
+            *(sys.executable, "-m", "unet3d", *words),
+        ],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        timeout=120,
+    )
+    return ended, after
+
+
+def size_in_kib(folder: Path) -> int:
+    """Return what a folder takes of a file system with pages of 4 KiB."""
+    return sum(4 + (path.lstat().st_size + 4095) // 4096 * 4 for path in folder.rglob("*")) + 8
+
+
+def assert_whole(folder: Path) -> None:
+    """See that all files are whole, and none is left of what could not be written."""
+    for path in folder.rglob("*"):
+        assert not path.name.startswith(".unfinished"), path
+        if path.suffix == ".pt":
+            load_checkpoint(path)
+        elif path.suffix == ".json":
+            json.loads(path.read_text())
+        elif path.suffix == ".npy":
+            np.load(path)
+        elif path.name.endswith(".nii.gz"):
+            np.asanyarray(nib.load(path).dataobj)
+
+
+@pytest.mark.parametrize("seed", seeds(share=0.5))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_is_one_line_and_leaves_nothing_half(
+    command: str, seed: int, inputs: Path
+) -> None:
+    words = COMMANDS[command]
+    free_kib = 4 * chance(seed).randint(0, NEEDED_KIB[command] // 4)
+    ended, after = run(words, inputs, size_kib=size_in_kib(inputs) + free_kib)
+    assert_whole(after)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    if ended.returncode == 0:
+        return
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, ended.stderr
+    assert "No space left" in ended.stderr
+    roomy = after.rename(after.with_name("roomy"))
+    if (roomy / "run/checkpoint-latest.pt").exists():
+        words = (*words, "--resume")
+    elif (roomy / "run/checkpoint-best.pt").exists():  # written first; it is never replaced
+        words = (*words, "--output", "elsewhere")
+    again, _ = run(words, roomy, size_kib=100_000)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_disk_that_cannot_be_written_is_one_line(command: str, inputs: Path) -> None:
+    ended, after = run(COMMANDS[command], inputs, size_kib=100_000, read_only=True)
+    assert ended.returncode == 1
+    errors = [line for line in ended.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1, ended.stderr
+    assert any(words in ended.stderr for words in ("Read-only file system", "that you can write"))
+    assert {path.relative_to(after) for path in after.rglob("*")} == {
+        path.relative_to(inputs) for path in inputs.rglob("*")
+    }
