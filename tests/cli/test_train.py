@@ -25,6 +25,7 @@ from tests.command_line import (
 from tests.process_trees import assert_all_end, family_of
 from tests.trainings import contents
 from tests.volumes.samples import write_json, write_msd
+from unet3d.atomic import append, write_atomically
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -241,6 +242,30 @@ def test_a_disk_that_fills_up_is_one_line(
     assert line == "Error: run/metrics.jsonl: No space left on device; --debug shows where"
     with pytest.raises(OSError, match="No space left"):
         run("--debug", *arguments)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "memory.png", "progress.png", "events.out.tfevents"]
+)
+def test_a_file_of_a_run_that_cannot_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def full(path: Path, *arguments: object) -> None:
+        if path.name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return actual[path.suffix == ".png"](path, *arguments)
+
+    actual = append, write_atomically
+    for module in ("unet3d.runs.run_folder.append", "unet3d.training.metrics.append"):
+        monkeypatch.setattr(module, full)
+    monkeypatch.setattr("unet3d.reports.format.write_atomically", full)
+    write_msd(folder / "data")
+    line = refusal(capsys, "train", "data", *SMALL, "--output", "run")
+    place = "tensorboard" if name.startswith("events") else name
+    assert line.startswith(f"Error: cannot write to run/{place}: No space left on device; make it")
+    # What was trained is not lost with a picture of it.
+    assert (folder / "run" / "checkpoint-latest.pt").exists() == (name == "progress.png")
 
 
 @pytest.mark.trains

@@ -28,6 +28,20 @@ def test_a_single_rank_gets_what_it_made_itself() -> None:
     assert not ALONE.has_begun("run")
 
 
+def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "meeting").mkdir()
+    monkeypatch.setenv("UNET3D_MEETING_FOLDER", str(tmp_path / "meeting"))
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_: None)
+    folders = in_threads(
+        2, lambda one: one.file_from_first(tmp_path / "file", lambda at: at.parent)
+    )
+    assert folders == [tmp_path, tmp_path / "meeting"]
+    assert not list((tmp_path / "meeting").iterdir())
+
+
 def test_what_the_first_rank_makes_reaches_all_by_way_of_plain_values() -> None:
     calls = []
 

@@ -17,6 +17,7 @@ import torch
 from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
+from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
@@ -92,6 +93,47 @@ def test_processes_of_the_tests_import_what_the_tests_can(
     command = [sys.executable, "-c", "import unet3d_probe, tests, unet3d"]
     done = subprocess.run(command, env=environment(), cwd="/", check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_was_explained_is_not_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Unet3dError, match="nonsense"):
+        launch(
+            ["config", "--set", "nonsense=1"], tmp_path, num_ranks=1, max_restarts=3, on_gpus=False
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["error-0-0.json"]
+    assert not caplog.messages
+
+
+def dies_at_first(folder: Path, number: int) -> None:
+    """Make a folder from which a rank imports that it dies, unless it was started again."""
+    (folder / "sitecustomize.py").write_text(
+        "import os\n"
+        f"open(os.path.join({str(folder)!r}, os.environ['TORCHELASTIC_RESTART_COUNT']), 'w')\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        f"    os.kill(os.getpid(), {number})\n"
+    )
+
+
+def test_a_restart_is_told_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    dies_at_first(tmp_path, signal.SIGKILL)
+    monkeypatch.syspath_prepend(tmp_path)
+    launch(["--version"], tmp_path, num_ranks=1, max_restarts=2, on_gpus=False)
+    assert (tmp_path / "1").exists() and not (tmp_path / "2").exists()
+    assert caplog.messages == ["rank 0 was killed by SIGKILL; all ranks are started again (1 of 2)"]
+
+
+def test_a_rank_that_is_asked_to_stop_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies_at_first(tmp_path, signal.SIGTERM)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        launch(["--version"], tmp_path, num_ranks=1, max_restarts=2, on_gpus=False)
+    assert not (tmp_path / "1").exists()
 
 
 @pytest.mark.trains

@@ -176,6 +176,16 @@ def test_a_file_in_the_place_of_a_folder_is_found_before_anything_changes(run: R
         run.check_resumable()
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "checkpoint-best.pt"])
+def test_a_folder_in_the_place_of_a_file_is_found_before_anything_changes(
+    run: RunFolder, name: str
+) -> None:
+    run.latest.write_bytes(b"checkpoint")
+    (run.path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"first/{name} is a folder; move it away"):
+        run.check_resumable()
+
+
 @pytest.mark.parametrize("content", [None, b"", b"\0\0", b"[]", b'{"a": NaN}', b"\xff"])
 def test_a_damaged_summary_is_none(run: RunFolder, content: bytes | None) -> None:
     if content is not None:

@@ -1,9 +1,8 @@
 from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
-from unet3d.training.metrics import epoch_metrics, run_summary, write_scalars
+from unet3d.training.metrics import ScalarFile, epoch_metrics, run_summary
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -32,8 +31,7 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
     metrics = epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=validation)
     assert metrics["dice"] == {"mean": 0.25, "absent": None} and metrics["mean_dice"] == 0.5
     assert metrics["seconds"] == 2.5 and metrics["validation_seconds"] == 1.5
-    with SummaryWriter(str(tmp_path)) as scalars:
-        write_scalars(scalars, metrics)
+    ScalarFile(tmp_path).write(metrics)
     events = EventAccumulator(str(tmp_path)).Reload()
     found = {
         tag: [(event.step, event.value) for event in events.Scalars(tag)]

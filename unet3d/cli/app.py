@@ -21,7 +21,7 @@ from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
 from unet3d.cli.train import train
-from unet3d.errors import LostRankError, Unet3dError, reason_of
+from unet3d.errors import Unet3dError, reason_of
 from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """
     from unet3d.distributed.interruption import Interrupted, interruptible
     from unet3d.distributed.launched import is_launched
-    from unet3d.distributed.ranks import die_with_launcher, leave, report_end
+    from unet3d.distributed.ranks import die_with_launcher, kind_of, leave, report_end
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(error.exit_code)
     except Unet3dError as error:
         error.args = (named_as_typed(str(error), arguments),)
-        report_end(error, "consequence" if isinstance(error, LostRankError) else "explained")
+        report_end(error, kind_of(error))
         if debug:
             raise
         if not is_launched():  # else the process that started the ranks shows it, once

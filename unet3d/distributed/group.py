@@ -8,6 +8,7 @@ and the bytes of files. Gradients go through groups of their own; see
 JSON, everything else is tensors of numbers.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
+from unet3d.distributed.launched import MEETING_FOLDER
 from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.step_messages import StepMessages
@@ -205,7 +207,9 @@ class Group:
             found = read(path)
             self._broadcast_file(path)
             return found
-        with NamedTemporaryFile(prefix="unet3d-") as copy:
+        # Where `unet3d train` has started the ranks, it deletes the copy of one that is killed.
+        meeting_folder = os.environ.get(MEETING_FOLDER)
+        with NamedTemporaryFile(prefix="unet3d-", dir=meeting_folder) as copy:
             self._broadcast_file(Path(copy.name))
             return read(Path(copy.name))
 

@@ -7,6 +7,7 @@ nobody else can open, and the sockets of gloo and NCCL stay on the loopback inte
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
@@ -30,8 +31,10 @@ from unet3d.distributed.interruption import (
 )
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
 from unet3d.distributed.processes import blocked
-from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, num_cores
+from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 
@@ -59,6 +62,11 @@ class Failure:
     """Seconds since the epoch when the launcher noticed."""
     report: dict[str, Any]
     """What it wrote down itself; see :func:`unet3d.distributed.ranks.report_end`."""
+
+    @property
+    def kind(self) -> Kind | None:
+        """Kind of the reason that it wrote down; None: it wrote nothing."""
+        return self.report.get("kind")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +132,14 @@ def launch(
         arguments: Arguments of ``unet3d``, the same for every rank.
         folder: Where they meet; see :func:`meeting_folder`.
         num_ranks: Number of processes.
-        max_restarts: How often all ranks are started again when one dies.
+        max_restarts: How often all ranks are started again when one dies or hangs; not when one
+            was asked to stop, nor after an explained error, which would come again.
         on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
 
     Raises:
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
         Unet3dError: A rank failed; the reason of the first one that did.
     """
-    failures: list[Failure] = []
     with deferred_interruption() as request:
         for restart_count in range(max_restarts + 1):
             variables = {
@@ -146,7 +154,15 @@ def launch(
                 return
             if request.signal_number is not None:
                 raise _reason_of_stop(failures, request.signal_number)
-    raise _reason(failures)
+            reason = _reason(failures)
+            is_final = isinstance(reason, Interrupted) or any(
+                one.kind == "explained" for one in failures
+            )
+            if is_final or restart_count == max_restarts:
+                raise reason
+            what = str(reason).partition(";")[0]
+            number = f"{restart_count + 1} of {max_restarts}"
+            logger.warning("%s; all ranks are started again (%s)", what, number)
 
 
 @contextmanager
@@ -221,24 +237,24 @@ def _kill(ranks: Sequence[_Rank]) -> None:
 def _reason_of_stop(failures: Sequence[Failure], signal_number: int) -> BaseException:
     """Return that the ranks were asked to stop, or why one of them could not save."""
     for failure in failures:
-        if failure.report.get("kind") in ("explained", "unexpected"):
+        if failure.kind in ("explained", "unexpected", "hang"):
             return _reason([failure])
     return Interrupted(signal_number)
 
 
 def _reason(failures: Sequence[Failure]) -> BaseException:
     """Return why the first rank failed; the errors of ranks that only lost it do not count."""
-    order = {"explained": 0, "interrupted": 0, "unexpected": 0, None: 1, "consequence": 2}
+    later: dict[Kind | None, int] = {None: 1, "consequence": 2}
 
     def priority(failure: Failure) -> tuple[int, float]:
-        report = failure.report
-        return order[report.get("kind")], float(report.get("time", failure.noticed_at))
+        noted_at = float(failure.report.get("time", failure.noticed_at))
+        return later.get(failure.kind, 0), noted_at
 
     first = min(failures, key=priority)
-    kind, status = first.report.get("kind"), first.exit_status
+    kind, status = first.kind, first.exit_status
     if kind == "interrupted":
         return Interrupted(first.report["signal"])
-    if kind in ("explained", "consequence"):
+    if kind in ("explained", "hang", "consequence"):
         return Unet3dError(first.report["message"]["message"])
     if kind == "unexpected":
         reason = f"stopped with {first.report['message']['message']}; --debug shows where"

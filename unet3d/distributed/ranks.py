@@ -14,15 +14,16 @@ from typing import Literal, NoReturn
 
 from unet3d.distributed.launched import LAUNCHED, is_launched
 from unet3d.distributed.processes import die_with_parent
-from unet3d.errors import ConfigError
+from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Holds where a rank writes down why it ends."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 
-Kind = Literal["explained", "unexpected", "interrupted", "consequence"]
-"""What ended a rank: an explained error, an unexpected one, a signal, or another rank's end."""
+Kind = Literal["explained", "unexpected", "interrupted", "hang", "consequence"]
+"""What ended a rank: an explained error, an unexpected one, a signal, another rank that hangs, or
+one that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,17 @@ def leave(status: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(status)
     sys.exit(status)
+
+
+def kind_of(error: Unet3dError) -> Kind:
+    """Return which kind of reason an explained error is.
+
+    Args:
+        error: What ended a rank.
+    """
+    if isinstance(error, LostRankError):
+        return "consequence"
+    return "hang" if isinstance(error, RankError) else "explained"
 
 
 def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None:

@@ -162,7 +162,7 @@ def _check_format(path: Path, content: Any) -> None:
         raise CheckpointError(
             f"{path} has checkpoint format {shown(number)}, written by unet3d "
             f"{printable(content.get('unet3d'), 20)}; this is unet3d {__version__}, which reads "
-            f"format {FORMAT}"
+            f"format {FORMAT}; use the version that wrote it"
         )
 
 
@@ -176,10 +176,13 @@ def _explained(path: Path) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it holds more than tensors, numbers and strings, "
-            "and so could run code"
+            "and so could run code; use a checkpoint that unet3d has written"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is not a checkpoint, or is damaged: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a checkpoint, or is damaged: {error}; use another checkpoint, "
+            "or train again"
+        ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -65,7 +65,7 @@ class RunFolder:
         Raises:
             ConfigError: Another training runs in the folder, or it cannot be made.
         """
-        with _writing(self.path):
+        with writing(self.path):
             if not self.path.exists():
                 make_folder(self.path)
                 self.is_made = True
@@ -106,7 +106,7 @@ class RunFolder:
             raise ConfigError(
                 f"{self.path} holds {self.best.name} of a run already; choose another --output"
             )
-        with _writing(self.path):
+        with writing(self.path):
             make_folder(self.path)
             names = sorted(path.name for path in self.path.iterdir() if not is_leftover(path))
             if names and self.read_data() is None:
@@ -132,7 +132,12 @@ class RunFolder:
             )
         if self.tensorboard.exists() and not self.tensorboard.is_dir():
             raise ConfigError(f"{self.tensorboard} is no folder; move it away to continue the run")
-        with _writing(self.path):
+        pictures = (self.memory_picture, self.progress_picture)
+        tables = (self.data, self.config, self.metrics, self.memory, self.summary)
+        for path in (self.latest, self.best, *tables, *pictures):
+            if path.is_dir():
+                raise ConfigError(f"{path} is a folder; move it away to continue the run")
+        with writing(self.path):
             tempfile.TemporaryFile(dir=self.path).close()
 
     def has_summary(self) -> bool:
@@ -149,7 +154,7 @@ class RunFolder:
         Raises:
             ConfigError: The folder cannot be written to.
         """
-        with _writing(self.path):
+        with writing(self.path):
             remove_leftovers(self.path)
             self.summary.unlink(missing_ok=True)  # not finished any more
         kept = [line for line in self.read_metrics() if line["epoch"] <= num_epochs]
@@ -202,7 +207,7 @@ class RunFolder:
         Raises:
             ConfigError: The file cannot be written.
         """
-        with _writing(self.metrics):
+        with writing(self.metrics):
             append(self.metrics, (json.dumps(line) + "\n").encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -226,7 +231,7 @@ class RunFolder:
         return lines
 
     def _write(self, path: Path, text: str) -> None:
-        with _writing(path):
+        with writing(path):
             write_atomically(path, lambda file: file.write(text.encode()))
 
 
@@ -241,7 +246,7 @@ def make_run(name: str) -> RunFolder:
     """
     for number in itertools.count(1):
         run = RunFolder(RUNS / (name if number == 1 else f"{name}-{number}"), is_made=True)
-        with _writing(run.path):
+        with writing(run.path):
             make_folder(RUNS)
             try:
                 run.path.mkdir()
@@ -303,7 +308,15 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Explain that a file of a run cannot be written.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ConfigError: It cannot be written in this context.
+    """
     try:
         yield
     except OSError as error:

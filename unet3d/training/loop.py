@@ -6,13 +6,12 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from rich.console import Console
-from torch.utils.tensorboard import SummaryWriter
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import Interrupted, InterruptionRequest, deferred_interruption
@@ -26,11 +25,11 @@ from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.progress import ProgressLine
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.run_folder import RunFolder, writing
 from unet3d.training.data_record import data_record
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
-from unet3d.training.metrics import device_name, epoch_metrics, run_summary, write_scalars
+from unet3d.training.metrics import ScalarFile, device_name, epoch_metrics, run_summary
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
@@ -111,8 +110,7 @@ class TrainingLoop:
         self.devices = [name for names in group.exchange(own_devices) for name in names]
         self.memory: dict[str, Any] | None = None
         self._is_resumed = False
-        self._files = ExitStack()
-        self._scalars: SummaryWriter | None = None
+        self._scalars: ScalarFile | None = None
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
@@ -148,7 +146,6 @@ class TrainingLoop:
         )
         with (
             deferred_interruption(is_rank=self.group.size > 1) as interruption,
-            self._files,
             line.shown(),
         ):
             if not self._is_resumed:
@@ -159,7 +156,8 @@ class TrainingLoop:
                 metrics = self._end_epoch(validation)
                 if self._scalars is not None:
                     self.folder.append_metrics(metrics)
-                    write_scalars(self._scalars, metrics)
+                    with writing(self.folder.tensorboard):
+                        self._scalars.write(metrics)
                 if validation is not None:
                     self._keep(validation)
                 line.epoch_done(metrics)
@@ -287,11 +285,12 @@ class TrainingLoop:
         return metrics
 
     def _keep(self, validation: Validation) -> None:
-        """Draw the progress and save, after a validation."""
+        """Save and draw the progress, after a validation."""
         improved = self.state.note_dice(validation.mean_dice)
-        if self.group.is_first:
-            write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
         self.saver.save(self.state, improved)
+        if self.group.is_first:
+            with writing(self.folder.progress_picture):
+                write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
 
     def _begin_writing(self) -> None:
         """Make the folder ready in the first rank, once.
@@ -305,7 +304,8 @@ class TrainingLoop:
             self.folder.reopen(self.state.epoch)
         self.folder.write_data(data_record(self.experiment))
         self.folder.write_config(self.config)
-        self._scalars = self._files.enter_context(SummaryWriter(str(self.folder.tensorboard)))
+        with writing(self.folder.tensorboard):
+            self._scalars = ScalarFile(self.folder.tensorboard)
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""

@@ -10,7 +10,7 @@ from unet3d.memory.record import memory_record, merged_records
 from unet3d.parallel import Executor
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.memory import write_memory_picture
-from unet3d.runs.run_folder import RunFolder
+from unet3d.runs.run_folder import RunFolder, writing
 
 
 def report_memory(
@@ -45,7 +45,8 @@ def report_memory(
     record = merged_records(group.exchange(own))
     if group.is_first:
         folder.write_json(folder.memory, record)
-        write_memory_picture(record, folder.memory_picture)
+        with writing(folder.memory_picture):
+            write_memory_picture(record, folder.memory_picture)
     return record
 
 

@@ -1,13 +1,20 @@
 """What a run writes of its numbers: a line for each epoch, scalars for TensorBoard, a summary."""
 
+import io
 import platform
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unet3d import __version__
+from unet3d.atomic import append
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -42,20 +49,53 @@ def epoch_metrics(
     return metrics
 
 
-def write_scalars(scalars: SummaryWriter, metrics: dict[str, Any]) -> None:
-    """Write the numbers of an epoch for TensorBoard.
+class ScalarFile:
+    """Numbers of each epoch for TensorBoard.
 
-    Args:
-        scalars: The run's.
-        metrics: What :func:`epoch_metrics` returned.
+    PyTorch's writer has a thread, which on a full disk ends in a traceback.
     """
-    values = {key: metrics[key] for key in ("loss", "dice_loss", "cross_entropy", "learning_rate")}
-    for name, dice in metrics.get("dice", {}).items():
-        values[f"dice/{name}"] = dice
-    values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
-    for tag, value in values.items():
-        if value is not None:
-            scalars.add_scalar(tag, value, metrics["epoch"])
+
+    def __init__(self, folder: Path) -> None:
+        """Begin a file.
+
+        Args:
+            folder: Where; made if it is missing.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads files with such names, in the order of their names.
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010}.{uuid.uuid4().hex}"
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Write the numbers of an epoch.
+
+        Args:
+            metrics: What :func:`epoch_metrics` returned.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        keys = ("loss", "dice_loss", "cross_entropy", "learning_rate")
+        values = {key: metrics[key] for key in keys}
+        for name, dice in metrics.get("dice", {}).items():
+            values[f"dice/{name}"] = dice
+        values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
+        known = [
+            Summary.Value(tag=tag, simple_value=value)
+            for tag, value in values.items()
+            if value is not None
+        ]
+        self._append(
+            Event(wall_time=time.time(), step=metrics["epoch"], summary=Summary(value=known))
+        )
+
+    def _append(self, event: Event) -> None:
+        record = io.BytesIO()
+        RecordWriter(record).write(event.SerializeToString())
+        append(self._path, record.getvalue())
 
 
 def run_summary(
