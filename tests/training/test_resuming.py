@@ -271,6 +271,18 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     assert json.loads((place / "run/summary.json").read_text())["epochs"] == 2
 
 
+def test_a_finished_run_is_not_taken_for_that_of_other_data_or_networks(
+    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    resume(place, cache)
+    assert "another network" in refusal(place, cache, "model.base_channels=8")
+    assert "is new in" in refusal(place, cache, "data.dataset=null")
+    shutil.copytree(place / "data", place / "same data")
+    with caplog.at_level(logging.INFO, logger="unet3d"):
+        resume(place, cache, f"data.dataset={place / 'same data'}")
+    assert "is finished" in caplog.text
+
+
 def test_a_damaged_record_of_epochs_does_not_stop_a_run(
     made: Path, place: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

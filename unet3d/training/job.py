@@ -129,7 +129,7 @@ def _train(
     past: Past | None = None
     if group.is_first:
         past = _open_folder(config, folder, resume)
-    best_dice = group.from_first(lambda: _best_if_finished(past, config))
+    best_dice = group.from_first(lambda: _best_if_finished(past, config, is_checked=False))
     if best_dice is not None:
         return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
     if group.is_first:
@@ -137,6 +137,9 @@ def _train(
     experiment = group.in_turn(lambda: plan_experiment(config, num_preparing, dims.num_stages))
     if past is not None:
         past.check_experiment(experiment)
+    best_dice = group.from_first(lambda: _best_if_finished(past, config, is_checked=True))
+    if best_dice is not None:
+        return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
     for line in data_lines(experiment):
         logger.info("%s", line)
     group.open(config.parallel.timeout_seconds)
@@ -220,9 +223,18 @@ def _open_folder(config: Config, folder: RunFolder, resume: bool) -> Past | None
     return past
 
 
-def _best_if_finished(past: Past | None, config: Config) -> float | None:
-    """Return the best Dice of a run with nothing left to do, and say how to go on; else None."""
+def _best_if_finished(past: Past | None, config: Config, is_checked: bool) -> float | None:
+    """Return the best Dice of a run with nothing left to do, and say how to go on; else None.
+
+    Args:
+        past: The run; None: it is a new one.
+        config: The settings of now.
+        is_checked: Whether its data and network are known to be those of now. If not, only a run
+            whose settings say so counts.
+    """
     if past is None or not past.is_finished(config):
+        return None
+    if not is_checked and not past.has_source_of(config):
         return None
     done = past.state.epoch
     logger.info(

@@ -86,6 +86,14 @@ class Past:
         """
         return self.state.epoch >= config.training.epochs and self.folder.has_summary()
 
+    def has_source_of(self, config: Config) -> bool:
+        """Return whether some settings name the run's own data and network.
+
+        Args:
+            config: The settings of now.
+        """
+        return (config.data, config.model) == (self.config.data, self.config.model)
+
     def check_settings(self, config: Config) -> None:
         """See that the settings suit the run, as far as that can be said without the data.
 
