@@ -276,7 +276,7 @@ def test_a_finished_run_is_not_taken_for_that_of_other_data_or_networks(
 ) -> None:
     resume(place, cache)
     assert "another network" in refusal(place, cache, "model.base_channels=8")
-    assert "is new in" in refusal(place, cache, "data.dataset=null")
+    assert "cannot be continued: " in refusal(place, cache, "data.dataset=null")
     shutil.copytree(place / "data", place / "same data")
     with caplog.at_level(logging.INFO, logger="unet3d"):
         resume(place, cache, f"data.dataset={place / 'same data'}")
