@@ -102,7 +102,7 @@ def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
         (("data.normalization=none",), "normalisation changed from z-score to none"),
         (("data.spacing_mm=native",), "data.spacing_mm changed from "),
         (("data.spacing_mm=2,2,2",), "to 2.0, 2.0, 2.0"),
-        (("data.dataset=null",), "is new in"),
+        (("data.dataset=null",), "new in"),
         (("model.base_channels=8",), "another network"),
         (("training.epochs=1",), "training.epochs is 1, but "),
     ],
@@ -110,7 +110,6 @@ def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
 def test_settings_that_would_make_it_another_run_are_refused(
     place: Path, cache: Path, changes: tuple[str, ...], words: str
 ) -> None:
-    words = words.replace("is new in", "new in")
     assert words in refusal(place, cache, *changes)
 
 
