@@ -152,7 +152,7 @@ def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
 def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
     checkpoint = make_checkpoint()
     model = checkpoint.build_model().cuda()
-    optimization = Optimization(model, TrainingSettings(), "float16")
+    optimization = Optimization(model, checkpoint.config.training, "float16")
     for value in model.parameters():
         value.grad = torch.ones_like(value)
     optimization.step(0.01)
@@ -163,7 +163,7 @@ def test_what_was_trained_on_a_gpu_is_saved_without_it(tmp_path: Path) -> None:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         assert b"cuda" not in archive.read(name).replace(b"cuda_graphs", b"")  # a setting's name
     on_cpu = load_checkpoint(path).build_model()
-    optimization = Optimization(on_cpu, TrainingSettings(), "float16")
+    optimization = Optimization(on_cpu, checkpoint.config.training, "float16")
     optimization.load_state_dict(load_checkpoint(path).training)
     for a, b in zip(on_cpu.parameters(), model.parameters(), strict=True):
         assert torch.equal(a, b.cpu())
