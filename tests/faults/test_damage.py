@@ -14,7 +14,7 @@ from tests.volumes.samples import noise, write_msd, write_volume
 
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
-TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache", "--quiet")
+TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache")
 COMMANDS = (
     (*TRAINING, "--resume", "--epochs", "2"),
     ("predict", "scan.nii.gz", "--checkpoint", "run/checkpoint-latest.pt", "--devices", "cpu"),

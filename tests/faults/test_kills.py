@@ -26,7 +26,7 @@ from unet3d.runs.checkpoint import load_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
-MAX_KILLS = 3
+MAX_KILLS = 2
 """How often one command is killed before it may end."""
 
 RUN = Path("run")

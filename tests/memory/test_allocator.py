@@ -44,4 +44,4 @@ def test_freed_memory_is_used_again() -> None:
     assert by_default > 300  # 64 MiB are 16,384 pages, or 32 huge ones
     assert page_faults("keep") < by_default / 10
     # What the user has set is kept.
-    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > by_default / 2
+    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="65536") > 300  # of either size
