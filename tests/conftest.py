@@ -98,11 +98,11 @@ def test_data() -> Path:
 
 @pytest.fixture(autouse=True)
 def log_level() -> Iterator[None]:
-    """Undo what a command under test has set, such as ``--quiet``, for the tests after it."""
+    """Undo what a command under test has set, such as ``--quiet``, also one of a wider fixture."""
     logger = logging.getLogger("unet3d")
-    before = logger.level
+    logger.setLevel(logging.NOTSET)
     yield
-    logger.setLevel(before)
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

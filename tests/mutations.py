@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("UNET3D_EXAMPLES", "150"))
 """Examples of each property test."""
 
 HOSTILE: list[Any] = [

@@ -3,7 +3,7 @@
 import os
 import random
 
-NUM_FAULTS = int(os.environ.get("UNET3D_FAULTS", "2"))
+NUM_FAULTS = int(os.environ.get("UNET3D_FAULTS", "1"))
 """Kills at random moments; the other numbers follow from it."""
 
 FIRST_SEED = int(os.environ.get("UNET3D_FAULTS_SEED", "0"))
