@@ -16,12 +16,7 @@ The message is one line: what is wrong, which value, what to do. The command lin
         └── LostRankError   another process that has ended, and that knows the reason
 """
 
-import reprlib
 from collections.abc import Sequence
-
-_brief = reprlib.Repr()
-_brief.maxlevel = 3
-_brief.maxstring = _brief.maxother = _brief.maxlong = 100
 
 
 class Unet3dError(Exception):

@@ -187,7 +187,7 @@ NAN, INFINITY = float("nan"), float("inf")
             {"training__state__\x1b[2J": 3},
             r"training.state.\x1b[2J must hold no control characters",
         ),
-        ({"split": [1]}, "the cases of the run are no names with digests"),
+        ({"split": [1]}, "split must be a mapping, but is [1]"),
         ({"training__random": torch.zeros(3, dtype=torch.uint8)}, "random is not a state of PyTor"),
         ({"training__random": torch.full((5056,), 255, dtype=torch.uint8)}, "random is not a stat"),
         ({"training__optimizer": 3}, "training.optimizer must be a mapping, but is 3"),

@@ -1,18 +1,27 @@
 """Which cases a run trains and validates on, and what they contain."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from unet3d.errors import some
-from unet3d.inputs.plain_data import printable
+from unet3d.inputs.plain_data import PLAIN, at_most, printable, validated
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import Case
 
 MAX_NAMED = 3
 """Cases that a message names of each kind of difference."""
+
+
+MAX_CASES = 1_000_000
+
+Text = Annotated[str, Field(max_length=4096, strict=True)]
+"""Names of cases are parts of paths."""
+Contents = Annotated[dict[Text, Text], at_most(MAX_CASES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +31,11 @@ class CaseSplit:
     So a data set is the same wherever it is, and another one as soon as a file of it changes.
     """
 
-    training: Mapping[str, str]
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    training: Contents
     """The cases that are trained on."""
-    validation: Mapping[str, str]
+    validation: Contents
     """The cases that are validated on."""
 
     @classmethod
@@ -65,21 +76,14 @@ class CaseSplit:
 
     @classmethod
     def from_dict(cls, tree: Any) -> "CaseSplit":
-        """Return what :meth:`to_dict` described.
+        """Return what :meth:`to_dict` described, which may stand among other values.
 
         Raises:
             ValueError: It described something else.
         """
-        parts = [
-            tree.get(key) if isinstance(tree, dict) else None for key in ("training", "validation")
-        ]
-        for part in parts:
-            if not isinstance(part, dict) or not all(
-                isinstance(text, str) for item in part.items() for text in item
-            ):
-                raise ValueError("the cases of the run are no names with digests")
-        training, validation = parts
-        return cls(training=training, validation=validation)  # type: ignore[arg-type]
+        if not isinstance(tree, dict):
+            raise ValueError("the cases of the run are no mapping")
+        return validated(cls, {key: tree[key] for key in ("training", "validation") if key in tree})
 
     def changes_since(self, before: "CaseSplit") -> list[str]:
         """Return how this split differs from an earlier one, a phrase for each kind of change.

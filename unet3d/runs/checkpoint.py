@@ -121,7 +121,6 @@ def load_checkpoint(path: Path) -> Checkpoint:
         try:
             plain = read_content(content)
             config = Config.from_yaml(plain.config)
-            split = None if plain.split is None else CaseSplit.from_dict(plain.split)
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
@@ -148,7 +147,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
             preprocessing=plain.preprocessing,
             patch_size=plain.patch_size,
             config=config,
-            split=split,
+            split=plain.split,
             model=model,
             training=training,
         )

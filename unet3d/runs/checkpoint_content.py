@@ -16,6 +16,7 @@ from unet3d.config import MAX_PATCH_VOXELS, Shape, TrainingSettings
 from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, validated
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
+from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
@@ -85,8 +86,8 @@ class Content(Part):
     preprocessing: Preprocessing
     patch_size: Shape | None
     config: Annotated[str, Field(max_length=2**20, strict=True)]
-    split: Any = None
-    """The cases of the run, which their own class checks; files of the first versions lack it."""
+    split: CaseSplit | None = None
+    """The cases of the run; files of the first versions lack it."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -86,7 +87,7 @@ def train(
 
     Raises:
         Unet3dError: For every reason that we can explain.
-        Interrupted: Ctrl-C or SIGTERM, after a checkpoint was saved.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
     group = group or Group(Ranks())
     dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
@@ -169,13 +170,9 @@ def _train(
             config.memory.offload,
         )
     step = _largest_step(experiment, layout, precision)
-    try:
+    with _explaining_memory(step, dims):
         cuts = group.from_first(lambda: _balanced(layout, model, experiment).cuts)
-        step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DoesNotFitError(explain_out_of_memory(error, step)) from error
+    step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
     prediction = None
     if dims.predicts_memory:
         prediction = predict_memory(step)
@@ -197,17 +194,24 @@ def _train(
     for slot in executor.slots:
         precise = precision_on(slot.device, precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
-    try:
+    with _explaining_memory(step, dims):
         return loop.run(console, quiet)
+
+
+@contextmanager
+def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
+    """Say of memory that runs out, of a GPU or of the host, which slots took it and what fits."""
+    try:
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         reason = (
-            "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
-            f"{config.training.batch_size}; use parallel.engine=ddp, which takes less of the "
+            explain_out_of_memory(error, step)
+            if dims.predicts_memory
+            else "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
+            f"{step.settings.batch_size}; use parallel.engine=ddp, which takes less of the "
             "first GPU, or a smaller --batch-size"
-            if prediction is None
-            else explain_out_of_memory(error, step)
         )
         raise DoesNotFitError(reason) from error
 
