@@ -20,9 +20,9 @@ import click
 from unet3d.atomic import publish_folder, unfinished_folder
 from unet3d.errors import DatasetError, Unet3dError, reason_of
 from unet3d.inputs.plain_data import printable
+from unet3d.memory.host import readable
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.dataset import load_dataset
-from unet3d.volumes.memory_limits import readable
 from unet3d.volumes.stored import refuse_irregular
 
 COMPRESSED: dict[bytes, Any] = {

@@ -276,18 +276,20 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_volume(scan, scan_array((40, 30, 20)))
-    for module, available, words in (
-        ("unet3d.volumes.memory_limits", 200_000, "40x30x20 voxels and 3 classes takes 281.2 KiB"),
-        ("unet3d.inference.predictor", 10_000, "a window of 8x8x8 voxels takes at least 18 KiB"),
+    earlier = ["unet3d.runs.checkpoint.shortage"]  # what is compared with memory before
+    earlier += [f"unet3d.volumes.{name}.refuse_beyond_memory" for name in ("stored", "resample")]
+    for available, words in (
+        (200_000, "40x30x20 voxels and 3 classes takes 281.2 KiB"),
+        (10_000, "a window of 8x8x8 voxels takes 18 KiB"),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(f"{module}.available_bytes", lambda available=available: available)
-            patched.setattr("unet3d.volumes.memory_limits.SMALL_BYTES", 0)
-            if module.endswith("limits"):  # let reading and preparing pass
-                patched.setattr("unet3d.volumes.stored.refuse_beyond_memory", lambda *_: None)
-                patched.setattr("unet3d.volumes.resample.refuse_beyond_memory", lambda *_: None)
+            patched.setattr("unet3d.memory.host.available_bytes", lambda limit=available: limit)
+            patched.setattr("unet3d.memory.host.SMALL_BYTES", 0)
+            for name in earlier:
+                patched.setattr(name, lambda *_: None)
             arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
             assert words in refusal(capsys, *arguments)
+        earlier.append("unet3d.inference.predictor.refuse_beyond_memory")
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "removed"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unet3d.memory.host import available_bytes
+from unet3d.memory.host import available_bytes, readable
 
 GIB = 2**30
 
@@ -82,3 +82,11 @@ def test_this_machine_has_some() -> None:
 
 def test_what_the_system_does_not_say_limits_nothing(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "none", tmp_path / "none") == sys.maxsize
+
+
+def test_amounts_are_readable_however_large() -> None:
+    assert readable(0) == "0 bytes"
+    assert readable(1023) == "1023 bytes"
+    assert readable(2**30) == "1 GiB"
+    assert readable(119 * 2**40 + 2**38) == "119.2 TiB"
+    assert readable(10**90).endswith(" EiB")

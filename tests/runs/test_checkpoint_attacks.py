@@ -24,9 +24,9 @@ from tests.networks import random_checkpoint
 from unet3d.config import TrainingSettings, load_config
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
+from unet3d.memory import host
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
-from unet3d.runs import checkpoint as checkpoint_module
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.state import TrainingState
 
@@ -371,9 +371,10 @@ def test_the_plain_tensor_of_these_pickles_is_one(tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_module, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(host, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
     said = refusal(saved(CONTENT, tmp_path))
-    assert "its tensors take" in said and "but 1,000 of this machine's memory are avail" in said
+    assert "what it holds takes" in said and "but this machine has 1000 bytes available" in said
 
 
 def test_memory_that_runs_out_while_tensors_are_read(

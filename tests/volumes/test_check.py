@@ -8,7 +8,7 @@ import pytest
 
 from tests.volumes.samples import write_json, write_msd, write_volume
 from unet3d.config import Spacing
-from unet3d.volumes import memory_limits
+from unet3d.memory import host
 from unet3d.volumes.check import Finding, check_dataset, check_headers
 from unet3d.volumes.dataset import load_dataset
 
@@ -213,7 +213,7 @@ def test_the_other_file_of_a_pair_is_not_unnamed(root: Path, header: str, voxels
 def test_names_a_case_that_would_not_fit_in_memory(
     root: Path, spacing_mm: Spacing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**30)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**30)
     for folder in ("imagesTr", "labelsTr"):
         array = np.ones(SHAPE, np.uint8)
         array[0] = 0

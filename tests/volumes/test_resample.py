@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
-from unet3d.volumes import memory_limits
+from unet3d.memory import host
 from unet3d.volumes.resample import (
     _matrix,
     _resampling_bytes,
@@ -132,7 +132,7 @@ def test_resampling_takes_about_the_memory_that_is_counted(shape: Shape, channel
 def test_nothing_overflows_however_many_voxels_it_would_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**62)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**62)
     for spacing in (1e9, 1e200):
         with pytest.raises(VolumeError, match="EiB of memory, but this machine has 4 EiB"):
             affordable_shape((32, 32, 32), (spacing,) * 3, (1e-9,) * 3, 1)

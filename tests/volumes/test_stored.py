@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.mutations import property_test
 from unet3d.errors import VolumeError
-from unet3d.volumes import memory_limits
+from unet3d.memory import host
 from unet3d.volumes.header import read_header, same_grid
 from unet3d.volumes.nifti import read_image, read_label, write_label
 from unet3d.volumes.stored import MAX_TAIL_BYTES
@@ -330,7 +330,7 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
     record["dim"][0][:4] = 3, 40_000, 40_000, 1_000
     path = write(tmp_path, "two.nii", record.tobytes(), b"")
     os.truncate(path, 544 + 2 * 1_600_000_000_000)  # a hole, which takes no space
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**34)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**34)
     for read in (read_image, read_label):
         message = refusal(path, read)
         assert "reading 40000x40000x1000x1 voxels takes" in message

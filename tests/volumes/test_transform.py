@@ -8,7 +8,7 @@ from scipy import ndimage
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
-from unet3d.volumes import memory_limits
+from unet3d.memory import host
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
@@ -186,7 +186,7 @@ def test_intensities_of_both_signs_do_not_overflow() -> None:
 def test_what_would_not_fit_is_refused_before_it_is_made(
     spacing_mm: Spacing, would: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**33)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**33)
     image = RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32)
     at_one_mm = plan(spacing_mm=(1, 1, 1))
     for prepare in (
@@ -223,7 +223,7 @@ def test_an_allocation_that_fails_all_the_same_is_explained(
 def test_logits_that_the_memory_cannot_hold_are_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(memory_limits, "available_bytes", lambda: 2**20)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**20)
     logits = torch.zeros(3, 4, 4, 4)
     assert restore_logits(logits, (8, 8, 8)).shape == (3, 8, 8, 8)
     with pytest.raises(VolumeError, match="200x200x200 voxels and 3 classes takes 122.1 MiB"):

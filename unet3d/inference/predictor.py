@@ -18,7 +18,7 @@ from unet3d.inference.sliding_window import (
     predict_logits,
 )
 from unet3d.kernels import strongest_class
-from unet3d.memory.host import available_bytes
+from unet3d.memory.host import shortage
 from unet3d.model import BlockNetwork
 from unet3d.parallel import (
     Executor,
@@ -32,7 +32,7 @@ from unet3d.parallel import (
 from unet3d.parallel.precision import precision_on
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
-from unet3d.volumes.memory_limits import readable, refuse_beyond_memory
+from unet3d.volumes.memory_limits import refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.transform import prepare_image, restore_logits
 
@@ -276,11 +276,10 @@ class Predictor:
             maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
             logits = topology.num_classes * image.element_size()
             needed += (maps + logits) * math.prod(window)
-        available = available_bytes()
-        if needed > available:
+        lacking = shortage(needed)
+        if lacking is not None:
             raise DoesNotFitError(
-                f"a window of {times(window)} voxels takes at least {readable(needed)} of memory, "
-                f"but this machine has {readable(available)} available; use a smaller "
+                f"a window of {times(window)} voxels {lacking}, at least; use a smaller "
                 "inference.window"
             )
 

@@ -9,6 +9,11 @@ import torch
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+SMALL_BYTES = 2**26
+"""So much is tried even where nothing seems to be left: other programs may be about to end."""
+
 LIMIT_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
@@ -34,6 +39,31 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """
     rooms = [*_of_machine(proc), *_of_groups(proc, cgroups), *_of_address_space(proc)]
     return max(0, min(rooms, default=sys.maxsize))
+
+
+def shortage(needed_bytes: int) -> str | None:
+    """Return that something takes more memory than there is, as the middle of a message, or None.
+
+    Args:
+        needed_bytes: What will be allocated at the same time.
+    """
+    available = available_bytes()
+    if needed_bytes <= max(available, SMALL_BYTES):
+        return None
+    return (
+        f"takes {readable(needed_bytes)} of memory, but this machine has {readable(available)} "
+        "available"
+    )
+
+
+def readable(num_bytes: int) -> str:
+    """Return an amount of memory in the unit that suits it.
+
+    Args:
+        num_bytes: The amount, however large.
+    """
+    unit = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
+    return f"{num_bytes / 1024**unit:.4g} {UNITS[unit]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

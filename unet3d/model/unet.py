@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.errors import DoesNotFitError, VolumeError
-from unet3d.memory.host import available_bytes
+from unet3d.memory.host import shortage
 from unet3d.model.blocks import Block, run_blocks
 from unet3d.model.layers import (
     NEGATIVE_SLOPE,
@@ -287,12 +287,11 @@ def refuse_beyond_memory(topology: Topology) -> None:
     """
     with torch.device("meta"):
         needed = sum(weight.nbytes for weight in UNet3d(topology).parameters())
-    if needed > available_bytes():
+    lacking = shortage(needed)
+    if lacking is not None:
         channels = ", ".join(map(str, topology.channels))
         raise DoesNotFitError(
-            f"a network with {channels} channels takes {needed / 2**30:,.1f} GiB for its weights, "
-            f"but this machine has {available_bytes() / 2**30:,.1f} GiB available; use fewer "
-            "channels or levels"
+            f"a network with {channels} channels {lacking}; use fewer channels or levels"
         )
 
 

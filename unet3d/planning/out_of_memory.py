@@ -16,8 +16,6 @@ logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 GIB = 1024**3
-SMALL_BYTES = 2**26
-"""So much is tried even where nothing seems to be left: other programs may be about to end."""
 HEADROOM = 0.9
 """Where a prediction was too low, the prediction of an advised option must be lower by this."""
 
@@ -51,13 +49,9 @@ def refuse_beyond_host(prediction: MemoryEstimate) -> None:
     Raises:
         DoesNotFitError: It needs more.
     """
-    needed = prediction.needed_bytes().get(CPU, 0)
-    available = available_bytes(CPU)
-    if needed > max(available, SMALL_BYTES):
-        raise DoesNotFitError(
-            f"the CPU's memory does not suffice: {needed / GIB:.1f} GiB are needed at least, "
-            f"{available / GIB:.1f} GiB are available; {_what_would_fit(prediction)}"
-        )
+    lacking = host.shortage(prediction.needed_bytes().get(CPU, 0))
+    if lacking is not None:
+        raise DoesNotFitError(f"training on the CPU {lacking}; {_what_would_fit(prediction)}")
 
 
 def explain_out_of_memory(error: BaseException, step: Step) -> str:

@@ -21,7 +21,7 @@ from unet3d.atomic import write_atomically
 from unet3d.config import Config, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
-from unet3d.memory.host import available_bytes, is_out_of_memory
+from unet3d.memory.host import is_out_of_memory, shortage
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.case_split import CaseSplit
 from unet3d.runs.checkpoint_content import (
@@ -124,11 +124,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
-            if file.num_bytes > available_bytes():  # a file may have holes, which take no disk
-                raise ValueError(
-                    f"its tensors take {file.num_bytes:,} bytes, but {available_bytes():,} of this "
-                    "machine's memory are available"
-                )
+            lacking = shortage(file.num_bytes)  # a file may have holes, which take no disk
+            if lacking is not None:
+                raise ValueError(f"what it holds {lacking}")
             model = file.filled(plain.model)
             training = file.filled(content["training"])
             refuse_non_finite(model, "the weight")

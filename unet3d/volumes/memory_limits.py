@@ -4,12 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from unet3d.errors import VolumeError
-from unet3d.memory.host import available_bytes, is_out_of_memory
-
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-SMALL_BYTES = 2**26
-"""So much is tried even where nothing seems to be left: other programs may be about to end."""
+from unet3d.memory.host import available_bytes, is_out_of_memory, readable, shortage
 
 
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
@@ -23,12 +18,9 @@ def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
     Raises:
         VolumeError: It takes more than there is.
     """
-    available = available_bytes()
-    if needed_bytes > max(available, SMALL_BYTES):
-        raise VolumeError(
-            f"{what} takes {readable(needed_bytes)} of memory, but this machine has "
-            f"{readable(available)} available; {remedy}"
-        )
+    lacking = shortage(needed_bytes)
+    if lacking is not None:
+        raise VolumeError(f"{what} {lacking}; {remedy}")
 
 
 @contextmanager
@@ -50,13 +42,3 @@ def explaining_memory(what: str) -> Iterator[None]:
             f"{what}: too little memory, {readable(available_bytes())} are available; close other "
             "programs, use fewer processes, or use a machine with more"
         ) from error
-
-
-def readable(num_bytes: int) -> str:
-    """Return an amount of memory in the unit that suits it.
-
-    Args:
-        num_bytes: The amount, however large.
-    """
-    unit = min(max(0, num_bytes.bit_length() - 1) // 10, len(UNITS) - 1)
-    return f"{num_bytes / 1024**unit:.4g} {UNITS[unit]}"
