@@ -39,9 +39,7 @@ def results(function: object, values: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 @pytest.mark.parametrize(("inputs", "outputs"), [(8, 8), (32, 32), (40, 16), (16, 40)])
-def test_two_voxels_at_a_time_give_the_same(
-    inputs: int, outputs: int, num_samples: int
-) -> None:
+def test_two_voxels_at_a_time_give_the_same(inputs: int, outputs: int, num_samples: int) -> None:
     values = arguments(inputs, outputs, num_samples)
     actual = results(FoldedConvolution.apply, values)
     for a, b in zip(actual, results(plain, values), strict=True):

@@ -126,9 +126,7 @@ def test_shards_with_a_plane_of_their_neighbours_are_the_whole(
         )
 
     dy = tensor(*plain(x, up, weight).shape, seed=9)
-    assert_same(
-        results(in_shards, [x, up, weight], dy), results(plain, [x, up, weight], dy)
-    )
+    assert_same(results(in_shards, [x, up, weight], dy), results(plain, [x, up, weight], dy))
 
 
 @pytest.mark.parametrize(("outputs", "has"), [(32, True), (64, False)])

@@ -71,8 +71,8 @@ def sums(
     label = tl.arange(0, BK)
     known = channel < C
     is_class = label < K
-    given = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    mean, scale, shift, rest, rstd = given
+    affine = load_affine(weight, bias, means, rstds, sample, channel, known, C)
+    mean, scale, shift, rest, rstd = affine
     matrix = _head_matrix(head, label, channel, known, is_class, C).to(x.dtype.element_ty)
     first = run * RUN
     count = tl.minimum(RUN, V - first).to(tl.int32)
