@@ -12,9 +12,9 @@ from unet3d.kernels import (
     conv3x3x3,
     instance_norm,
     recomputed_in_backward,
-    upsample,
 )
 from unet3d.kernels import recompute as recomputing
+from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.recompute import offer
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology

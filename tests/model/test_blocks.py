@@ -97,9 +97,8 @@ def test_running_by_level_keeps_only_what_enters_each_level(
     assert all(torch.equal(made[name], made_again[name]) for name in made)
     assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
     full, half, low = (2 * 8 * 12 * 8, 2 * 4 * 6 * 4, 2 * 2 * 3 * 4)
-    # The image; both skips; what the lowest level, and the decoder's at half, hand up; what the
-    # heads read is the last and one of those.
-    expected = [2 * full, 4 * full, 8 * half, 8 * low, 8 * half, 4 * full]
+    # The image; both skips; what the lowest level, and the decoder's at half, hand up.
+    expected = [2 * full, 4 * full, 8 * half, 8 * low, 8 * half]
     parameters = {storage_key(value) for value in model.parameters()}
     sizes = [size for key, size in kept_levels.items() if key not in parameters and size > 0]
     assert sorted(sizes) == sorted(expected)

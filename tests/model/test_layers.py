@@ -7,8 +7,11 @@ from unet3d.model.layers import (
     Conv3x3x3,
     ConvUnit,
     Head,
+    HeadUnit,
+    Norm,
     ResidualUnit,
     Upsample,
+    UpsampledUnit,
     make_norm,
 )
 
@@ -37,18 +40,34 @@ def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
     torch.testing.assert_close(unit(x), expected)
 
 
-def test_two_convolutions_that_are_added_are_one_over_both_inputs() -> None:
-    skip, unit = (
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_an_upsampled_unit_is_one_convolution_of_what_is_joined(norm: Norm) -> None:
+    stride = (2, 1, 2)
+    skip, up, unit = (
         Conv3x3x3(2, 4).double(),
-        ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm="instance").double(),
+        Upsample(6, 3, stride).double(),
+        ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=norm).double(),
     )
-    x = image(5)
-    weight = torch.cat([skip.weight, unit.conv.weight], dim=1)
-    plain = F.conv3d(x, weight, padding=1)
-    expected = F.leaky_relu(
-        closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias), 0.01
-    )
-    torch.testing.assert_close(unit(x[:, 2:], skip(x[:, :2])), expected)
+    low, high = image(6, (3, 4, 4)), image(2)
+    weight = torch.cat([unit.conv.weight, skip.weight], dim=1)
+    joined = torch.cat([F.conv_transpose3d(low, up.weight, stride=stride), high], 1)
+    plain = F.conv3d(joined, weight, padding=1)
+    if norm == "instance":
+        normed = closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias)
+    else:
+        normed = F.batch_norm(plain, None, None, training=True)
+    actual = UpsampledUnit(up, unit)(low, skip(high))
+    torch.testing.assert_close(actual, F.leaky_relu(normed, 0.01))
+
+
+@pytest.mark.parametrize("norm", ["instance", "group"])
+def test_a_head_unit_is_its_unit_and_its_head(norm: Norm) -> None:
+    unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=norm).double()
+    head = Head(4, 2).double()
+    nn.init.normal_(head.bias)
+    x = image()
+    expected = F.conv3d(unit(x), head.weight, head.bias)
+    torch.testing.assert_close(HeadUnit(unit, head)(x), expected)
 
 
 def test_a_residual_unit_adds_its_input() -> None:

@@ -109,10 +109,8 @@ def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
         ("encoder.1.0", ("encoder.0.1",)),
         ("encoder.1.1", ("encoder.1.0",)),
         ("decoder.0.skip", ("encoder.0.1",)),
-        ("decoder.0.up", ("encoder.1.1",)),
-        ("decoder.0.0", ("decoder.0.up", "decoder.0.skip")),
-        ("decoder.0.1", ("decoder.0.0",)),
-        ("head", ("decoder.0.1",)),
+        ("decoder.0.0", ("encoder.1.1", "decoder.0.skip")),
+        ("head", ("decoder.0.0",)),
     ]
 
 
@@ -120,11 +118,16 @@ def test_the_residual_encoder_has_nnunets_units_and_one_decoder_convolution() ->
     names = [block.name for block in UNet3d(make_topology(encoder="residual")).blocks()]
     per_level = [sum(name.startswith(f"encoder.{i}.") for name in names) for i in range(4)]
     assert per_level == [1 + 1, 3, 4, 6]  # the stem, and nnU-Net's 1, 3, 4, 6
-    assert [name for name in names if name.startswith("decoder.0")] == [
-        "decoder.0.skip",
-        "decoder.0.up",
-        "decoder.0.0",
-    ]
+    assert names[-4:] == ["decoder.1.skip", "decoder.1.0", "decoder.0.skip", "head"]
+
+
+def test_every_parameter_belongs_to_one_block_and_keeps_its_plain_name() -> None:
+    model = UNet3d(make_topology(3, deep_supervision=True))
+    owned = [value for block in model.blocks() for value in block.module.parameters()]
+    assert len(owned) == len(set(owned)) and set(owned) == set(model.parameters())
+    names = set(model.state_dict())
+    assert {"decoder.levels.0.up.weight", "decoder.levels.0.units.0.conv.weight"} <= names
+    assert {"decoder.levels.0.units.1.norm.bias", "decoder.heads.0.weight"} <= names
 
 
 @pytest.mark.parametrize(("num_levels", "sizes"), [(2, [16]), (3, [16]), (4, [16, 8])])

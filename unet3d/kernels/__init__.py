@@ -1,11 +1,11 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
 from unet3d.kernels.classes import strongest_class
-from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsample
+from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.norm.api import instance_norm
-from unet3d.kernels.padding import was_folded
+from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
 from unet3d.kernels.recompute import kept_for, recomputed_in_backward
 
@@ -15,11 +15,11 @@ __all__ = [
     "conv3x3x3",
     "convolve",
     "instance_norm",
+    "instance_norm_head",
     "kept_for",
     "dice_ce_sums",
     "recomputed_in_backward",
     "strided_conv3x3x3",
     "strongest_class",
-    "upsample",
-    "was_folded",
+    "upsampled_conv3x3x3",
 ]

@@ -4,7 +4,7 @@ Channels-last memory of such a map can be read as voxels of twice the channels t
 before the first: what a 3x3x3 convolution of two neighbours along Z needs is then two of them, and
 not half of three (:mod:`unet3d.kernels.conv.api`). Kernels that write a map anyway write it with
 zeros; a map shows its own voxels only, so code that does not know of the zeros reads it like any
-other.
+other. What a convolution of such pairs writes has room for the zeros, but other values there.
 """
 
 import torch
@@ -34,7 +34,7 @@ def can_fold(x: Tensor, channels: int) -> bool:
         and x.numel() >= MIN_ELEMENTS
         and 8 <= channels <= MAX_CHANNELS
         and x.shape[-1] % 2 == 0
-        and (is_padded(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
+        and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))
     )
 
 
@@ -83,6 +83,18 @@ def mark_padded(x: Tensor) -> Tensor:
 def is_padded(x: Tensor) -> bool:
     """Return whether a map has zeros around."""
     return getattr(x, _PADDED, False)
+
+
+def has_room(x: Tensor) -> bool:
+    """Return whether a map is stored with a voxel at each end of Z, whatever that holds."""
+    n, c, i, j, k = x.shape
+    line = c * (k + 2)
+    return (
+        k > 1
+        and x.stride()[1:] == (1, j * line, line, c)
+        and (n == 1 or x.stride(0) == i * j * line)
+        and int(x.storage_offset()) % line == c
+    )
 
 
 def with_padding(x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ from unet3d.kernels import (
     conv3x3x3,
     convolve,
     instance_norm,
+    instance_norm_head,
     strided_conv3x3x3,
-    upsample,
-    was_folded,
+    upsampled_conv3x3x3,
 )
 
 Norm = Literal["instance", "group", "batch"]
@@ -41,22 +41,36 @@ class InstanceNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
         self.negative_slope = negative_slope
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape."""
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to the same shape.
+
+        Args:
+            x: The features; where something is added, they are lost.
+            added: A tensor of the same shape to add to them first, or None.
+        """
         return instance_norm(
             x,
             self.weight,
             self.bias,
             NORM_EPS,
             self.negative_slope,
+            added=added,
             pads_output=self.feeds_convolution,
-            pads_gradient=was_folded(x),
         )
+
+
+class OtherNorm(nn.Sequential):
+    """A normalisation of PyTorch's, and LeakyReLU where it follows."""
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
+        out: Tensor = super().forward(x if added is None else x.add_(added))  # type: ignore[no-untyped-call]
+        return out
 
 
 def make_norm(
     norm: Norm, channels: int, activated: bool, feeds_convolution: bool = False
-) -> nn.Sequential | InstanceNorm:
+) -> OtherNorm | InstanceNorm:
     """Return the normalisation that follows a convolution.
 
     Args:
@@ -74,7 +88,7 @@ def make_norm(
         layers = [nn.BatchNorm3d(channels, eps=NORM_EPS)]
     if activated:
         layers.append(nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True))
-    return nn.Sequential(*layers)
+    return OtherNorm(*layers)
 
 
 class Conv3x3x3(nn.Conv3d):
@@ -86,15 +100,10 @@ class Conv3x3x3(nn.Conv3d):
     def __init__(self, in_channels: int, channels: int, stride: Shape = (1, 1, 1)) -> None:
         super().__init__(in_channels, channels, 3, stride=stride, padding=1, bias=False)
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
-
-        Args:
-            x: The features.
-            added: A tensor of the result's shape to add to it, or None; only where the stride is 1.
-        """
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
         if self.stride == (1, 1, 1):
-            return conv3x3x3(x, self.weight, added)
+            return conv3x3x3(x, self.weight)
         return strided_conv3x3x3(x, self.weight, self.stride)
 
 
@@ -125,14 +134,13 @@ class ConvUnit(nn.Module):
         self.conv = Conv3x3x3(in_channels, channels, stride)
         self.norm = make_norm(norm, channels, True, feeds_convolution)
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+    def convolved(self, x: Tensor) -> tuple[Tensor, None]:
+        """Return what is normalised, and what is added to it before: nothing."""
+        return self.conv(x), None
 
-        Args:
-            x: The features.
-            added: A tensor of the shape of the convolution's result to add to it, or None.
-        """
-        out: Tensor = self.norm(self.conv(x, added))
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        out: Tensor = self.norm(*self.convolved(x))
         return out
 
 
@@ -185,15 +193,46 @@ class Upsample(nn.ConvTranspose3d):
     """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
 
     It has no bias, because except at the edge of the volume the normalisation after the next
-    convolution would remove it.
+    convolution would remove it. That convolution belongs to it (:class:`UpsampledUnit`).
     """
 
     def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
         super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=False)
 
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        return upsample(x, self.weight, self.stride)
+
+class UpsampledUnit(nn.Module):
+    """A unit that reads upsampled features, with the other half of its convolution's sum."""
+
+    def __init__(self, up: Upsample, unit: ConvUnit) -> None:
+        """Join two modules.
+
+        Args:
+            up: Upsamples what the unit reads.
+            unit: The unit; its stride is 1.
+        """
+        super().__init__()
+        self.up = up
+        self.unit = unit
+
+    @property
+    def norm(self) -> nn.Module:
+        """The unit's normalisation."""
+        return self.unit.norm
+
+    def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is normalised, and what is added to it before."""
+        weights = self.up.weight, self.unit.conv.weight
+        return upsampled_conv3x3x3(x, *weights, self.up.stride), added
+
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
+
+        Args:
+            x: The features of the level below.
+            added: The convolution of the skip, (N, channels, X', Y', Z').
+        """
+        out: Tensor = self.unit.norm(*self.convolved(x, added))
+        return out
 
 
 class Head(nn.Conv3d):
@@ -206,3 +245,37 @@ class Head(nn.Conv3d):
         """Map (N, C, X, Y, Z) to (N, num_classes, X, Y, Z)."""
         assert self.bias is not None  # it was asked for
         return conv1x1x1(x, self.weight, self.bias)
+
+
+class HeadUnit(nn.Module):
+    """The last unit and its head: nobody else reads the unit's features."""
+
+    def __init__(self, unit: ConvUnit | UpsampledUnit, head: Head) -> None:
+        """Join two modules.
+
+        Args:
+            unit: Computes the features of full resolution.
+            head: Computes logits from them.
+        """
+        super().__init__()
+        self.unit = unit
+        self.head = head
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Map the unit's inputs to logits (N, num_classes, X, Y, Z)."""
+        norm, head = self.unit.norm, self.head
+        if not isinstance(norm, InstanceNorm):
+            out: Tensor = head(self.unit(*inputs))
+            return out
+        x, added = self.unit.convolved(*inputs)
+        assert head.bias is not None  # it was asked for
+        return instance_norm_head(
+            x,
+            norm.weight,
+            norm.bias,
+            NORM_EPS,
+            norm.negative_slope,
+            added=added,
+            head_weight=head.weight,
+            head_bias=head.bias,
+        )

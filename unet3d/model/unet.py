@@ -3,21 +3,26 @@
 In the style of nnU-Net's plain network (arXiv 1904.08128): two 3x3x3 convolutions a level, each
 with normalisation and LeakyReLU, strided convolution down, transposed convolution up::
 
-    image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ decoder.0.1 ─ head
+    image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ head
                                │                                    │
-                          encoder.1.0 ─ encoder.1.1 ─ …        decoder.0.up
+                          encoder.1.0 ─ encoder.1.1 ─ …             │
                                              │                      │
                                              …  ───────────────  decoder.1.1
 
 Where nnU-Net joins skip and upsampled features along the channels before a convolution, here each
 has its own half of that convolution and the results are added: the same function, but the joined
-tensor, the largest of the network, never exists, and a cut may fall between the halves.
+tensor, the largest of the network, never exists, and a cut may fall between the halves. Upsampling
+and the convolution behind it are one block (``decoder.0.0``), as are the last unit and the head
+(``head``): what would pass between them is large and need not exist either
+(:func:`unet3d.kernels.upsampled_conv3x3x3`, :func:`unet3d.kernels.instance_norm_head`).
 
 This module never names a device. Which block runs where is decided by :mod:`unet3d.parallel`,
 from :meth:`UNet3d.blocks`.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +35,10 @@ from unet3d.model.layers import (
     Conv3x3x3,
     ConvUnit,
     Head,
+    HeadUnit,
     ResidualUnit,
     Upsample,
+    UpsampledUnit,
 )
 from unet3d.model.topology import Topology
 
@@ -149,20 +156,23 @@ class Decoder(nn.Module):
         for name, parts in self.levels.items():
             level = int(name)
             here = functools.partial(Block, path="decoder", level=level)
-            skip, up = f"decoder.{level}.skip", f"decoder.{level}.up"
+            skip = f"decoder.{level}.skip"
             blocks.append(here(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
-            blocks.append(here(name=up, module=parts["up"], inputs=(source,)))  # type: ignore[index]
-            inputs = (up, skip)
-            for index, unit in enumerate(parts["units"]):  # type: ignore[index]
-                blocks.append(here(name=f"decoder.{level}.{index}", module=unit, inputs=inputs))
-                inputs = (blocks[-1].name,)  # type: ignore[assignment]
+            inputs: tuple[str, ...] = (source, skip)
+            units: Sequence[Any] = _units(parts["units"])  # type: ignore[index]
+            for index, unit in enumerate(units):
+                module = unit if index else UpsampledUnit(parts["up"], unit)  # type: ignore[index]
+                name = f"decoder.{level}.{index}"
+                if level == 0 and index == len(units) - 1:
+                    module, name = HeadUnit(module, self.heads[0]), _head_name(0)  # type: ignore[arg-type]
+                blocks.append(here(name=name, module=module, inputs=inputs))
+                inputs = (name,)
             source = blocks[-1].name
-            if level < len(self.heads):
-                head = self.heads[level]
+            if 0 < level < len(self.heads):
                 blocks.append(
                     Block(
                         name=_head_name(level),
-                        module=head,
+                        module=self.heads[level],
                         inputs=(source,),
                         path="head",
                         level=level,

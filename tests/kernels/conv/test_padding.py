@@ -79,7 +79,7 @@ def test_folded_convolutions_have_it_too(
     padding = (sides, 1, 1)
     expected = value_and_gradients(lambda x, w: plain(x, w, (1, 1, 1), padding), x, weight)
     x = mark_padded(padded_copy(x.detach())) if is_padded else x.detach()
-    actual = value_and_gradients(lambda x, w: FoldedConvolution.apply(x, w, None, sides), x, weight)
+    actual = value_and_gradients(lambda x, w: FoldedConvolution.apply(x, w, sides), x, weight)
     assert_same(actual, expected)
 
 
@@ -87,7 +87,7 @@ def test_folded_convolutions_have_it_too(
 @pytest.mark.parametrize("pads_dy", [False, True])
 def test_a_padded_gradient_finds_the_same_weights(sides: Sides, pads_dy: bool) -> None:
     x, weight = tensor(1, 8, 5, 3, 4), tensor(8, 8, 3, 3, 3, seed=1).requires_grad_()
-    y = FoldedConvolution.apply(x, weight, None, sides)
+    y = FoldedConvolution.apply(x, weight, sides)
     dy = tensor(*y.shape, seed=9)
     (expected,) = torch.autograd.grad(plain(x, weight, (1, 1, 1), (sides, 1, 1)), weight, dy)
     (actual,) = torch.autograd.grad(y, weight, mark_padded(padded_copy(dy)) if pads_dy else dy)

@@ -16,11 +16,11 @@ from unet3d.kernels import (
     padding,
     recomputed_in_backward,
     strided_conv3x3x3,
-    upsample,
 )
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import slabs
+from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.conv.folded import FoldedConvolution
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
@@ -231,9 +231,28 @@ def test_folded_convolutions_in_slabs_are_the_whole_ones(
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1000)
     x, weight = padded(x) if is_padded else x, weight.requires_grad_()
     folded = x.requires_grad_()
-    y = FoldedConvolution.apply(folded, weight, None)
+    y = FoldedConvolution.apply(folded, weight)
     y.backward(channels_last(tensor(*y.shape, seed=9)))
     assert_equal([y.detach(), folded.grad, weight.grad], expected)
+
+
+@pytest.mark.parametrize("limit", [60, 200, 500])
+@pytest.mark.parametrize("sides", [1, (1, 1), (3, 1), (1, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize("size", [(1, 4, 3, 2), (2, 7, 2, 3)], ids=str)
+def test_transposed_convolutions_leave_planes_out(
+    size: tuple[int, int, int, int],
+    sides: int | tuple[int, int],
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n, *space = size
+    x, weight = channels_last(tensor(n, 4, *space)), tensor(4, 3, 4, 4, 2, seed=1)
+    before, after = (sides, sides) if isinstance(sides, int) else sides
+    whole = F.conv_transpose3d(x, weight, stride=(2, 2, 1), padding=(0, 1, 0))
+    expected = whole[:, :, before : whole.shape[2] - after]
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    actual = slabs.transposed(x, weight, (2, 2, 1), (sides, 1, 0))
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2)], ids=str)

@@ -10,6 +10,7 @@ from tests.kernels.norm.closed_form import (
 )
 from unet3d.kernels import instance_norm, triton_support
 from unet3d.kernels.norm import api as norm
+from unet3d.kernels.padding import empty_padded, with_padding
 from unet3d.memory.saved_tensors import handling
 
 
@@ -35,6 +36,20 @@ def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
         instance_norm(x.requires_grad_(), weight, bias, 1e-5, 0.01)
     assert [value.numel() for value in kept] == [x.numel(), 3, 3, 2 * 3, 2 * 3]
     assert kept[0].data_ptr() == x.data_ptr()
+
+
+def test_what_is_added_is_added_first() -> None:
+    x, weight, bias, dy = (
+        v.double() for v in arguments((2, 3, 4, 5, 6), 2.0, torch.float32, "cpu")
+    )
+    added = torch.randn(x.shape, dtype=torch.float64)
+    leaves = [value.requires_grad_() for value in (x, added, weight, bias)]
+    y = instance_norm(x.clone(), weight, bias, 1e-5, 0.01, added=added)
+    expected = closed_form(x + added, weight, bias, 1e-5, 0.01)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    wanted = torch.autograd.grad(expected, leaves, dy)
+    for a, b in zip(torch.autograd.grad(y, leaves, dy), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.fixture
@@ -84,6 +99,33 @@ def test_low_precision_on_a_gpu(
     assert actual[0].dtype == dtype
     for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
         assert relative_error(a, b) <= tolerance, name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)], ids=str
+)
+@pytest.mark.parametrize("shape", [(1, 32, 20, 24, 56), (2, 5, 7, 9, 11)], ids=str)
+def test_what_is_added_on_a_gpu_against_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float, has_room: bool
+) -> None:
+    x, weight, bias, dy = arguments(shape, 1.0, dtype, "cuda")
+    added = arguments(shape, 3.0, dtype, "cuda")[3]
+    exact = [value.cpu().double().requires_grad_() for value in (x, added, weight, bias)]
+    expected = closed_form(exact[0] + exact[1], *exact[2:], 1e-5, 0.01)
+    wanted = [expected, *torch.autograd.grad(expected, exact, dy.cpu().double())]
+    if has_room:  # and any values around
+        made = empty_padded(x)
+        with_padding(made).fill_(1e4)
+        x = made.copy_(x)
+    leaves = [value.requires_grad_() for value in (x, added, weight, bias)]
+    y = instance_norm(x, weight, bias, 1e-5, 0.01, added=added)
+    actual = [y, *torch.autograd.grad(y, leaves, dy)]
+    for name, a, b in zip(("y", "x", "added", "weight", "bias"), actual, wanted, strict=True):
+        scale = max(b.norm().item(), dy.float().norm().item() if b.dim() == 1 else 0)
+        assert (a.detach().cpu().double() - b).norm().item() <= tolerance * scale, name
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ Where the map is a part of a volume, a slab along X, ``x_padding`` says how many
 there are before and behind it: none on a side where it holds its neighbour's planes.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -18,14 +19,25 @@ from torch import Tensor
 
 import unet3d.kernels.conv.stem_op  # noqa: F401 - registers the operation
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.conv.folded import FoldedConvolution, PaddedStridedConvolution
-from unet3d.kernels.padding import can_fold, is_padded, mark_folded
+from unet3d.kernels.conv.folded import (
+    ComposedUpsampling,
+    FoldedConvolution,
+    PaddedStridedConvolution,
+    composed_kernel,
+)
+from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
 from unet3d.kernels.recompute import kept_for, offer, recomputing
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
 MAX_HEAD_COLUMNS = 128
 """Classes of eight voxels together: with more than sixteen too much of the matrix is zero."""
+
+MIN_COMPOSED_ELEMENTS = 2**21
+"""Smaller maps are upsampled and convolved apart: the normalisation's kernels do not take them."""
+MIN_COMPOSED_VOXELS = 512
+"""Voxels of the result for each channel of the input: of fewer, making the kernel takes longer than
+is gained."""
 
 MAX_STEM_ROWS = 128
 """Neighbours of a voxel times channels of the image."""
@@ -39,7 +51,6 @@ _BOTH_SIDES = (1, 1)
 def conv3x3x3(
     x: Tensor,
     weight: Tensor,
-    added: Tensor | None = None,
     *,
     x_padding: tuple[int, int] = _BOTH_SIDES,
 ) -> Tensor:
@@ -48,21 +59,19 @@ def conv3x3x3(
     Args:
         x: (N, I, X, Y, Z).
         weight: (O, I, 3, 3, 3); autocast may lower it.
-        added: (N, O, X', Y, Z), to be added to the result, or None.
         x_padding: Planes of zeros before and behind X.
 
     Returns:
         (N, O, X', Y, Z), where X' is X + the sum of x_padding - 2.
     """
-    if _is_stem(x, weight) and added is None:
+    if _is_stem(x, weight):
         x = x.to(slabs.lowered(x))
         y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype), *x_padding)
         return y
     if can_fold(x, min(weight.shape[:2])):
-        y = FoldedConvolution.apply(x, weight.to(x.dtype), added, x_padding)  # type: ignore[no-untyped-call]
+        y = FoldedConvolution.apply(x, weight.to(x.dtype), x_padding)  # type: ignore[no-untyped-call]
         return mark_folded(y)
-    y = slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
-    return y if added is None else y.add_(added)  # nothing else reads y
+    return slabs.convolve(x, weight, _PLAIN, (x_padding, 1, 1))
 
 
 def strided_conv3x3x3(
@@ -88,6 +97,44 @@ def strided_conv3x3x3(
         y: Tensor = PaddedStridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
         return y
     return slabs.convolve(x, weight, stride, (x_padding, 1, 1))
+
+
+def upsampled_conv3x3x3(
+    x: Tensor,
+    up: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    *,
+    x_padding: tuple[int, int] = _BOTH_SIDES,
+) -> Tensor:
+    """Make each voxel a small block, then convolve with stride 1 and zero padding.
+
+    Where the map is large, both are one transposed convolution, whose kernel is made from both
+    weights (:class:`~unet3d.kernels.conv.folded.ComposedUpsampling`); making it takes as long as
+    little of the map. The values and gradients are those of the two, but for rounding.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        up: (I, C, *stride), the kernel that upsamples; autocast may lower it.
+        weight: (O, C, 3, 3, 3); autocast may lower it.
+        stride: Voxels of a block along X, Y, Z.
+        x_padding: Planes of zeros before and behind X of the upsampled map: 1, or on a side where x
+            begins or ends with its neighbour's plane, which is read but not upsampled, 0.
+
+    Returns:
+        (N, O, X', Y', Z'). It may be stored with room around Z (:mod:`unet3d.kernels.padding`).
+    """
+    if _composes(x, up, weight):
+        x = x.to(slabs.lowered(x))
+        kernel = composed_kernel(up, weight).to(x.dtype)
+        # Of a neighbour's plane all that it reaches by itself is left out.
+        left_out = tuple(1 + (1 - side) * stride[0] for side in x_padding)
+        y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out)  # type: ignore[no-untyped-call]
+        return mark_folded(y) if weight.shape[0] <= MAX_CHANNELS else y
+    full = upsample(x, up, stride)
+    before, after = ((1 - side) * (stride[0] - 1) for side in x_padding)
+    full = full.narrow(2, before, full.shape[2] - before - after) if before or after else full
+    return conv3x3x3(full, weight, x_padding=x_padding)
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
@@ -159,4 +206,18 @@ def _is_stem(x: Tensor, weight: Tensor) -> bool:
         and slabs.lowered(x) in (torch.bfloat16, torch.float16)
         and not x.requires_grad
         and triton_available(x)
+    )
+
+
+def _composes(x: Tensor, up: Tensor, weight: Tensor) -> bool:
+    """Return whether upsampling and the convolution behind it should be one."""
+    stride, outputs = up.shape[2:], weight.shape[0]
+    voxels = len(x) * math.prod(x.shape[2:]) * math.prod(stride)
+    return (
+        is_gpu(x.device)
+        and stride[2] == 2
+        and outputs >= 8
+        and slabs.lowered(x) in (torch.bfloat16, torch.float16)
+        and voxels >= MIN_COMPOSED_VOXELS * x.shape[1]
+        and voxels * outputs >= MIN_COMPOSED_ELEMENTS
     )

@@ -56,15 +56,24 @@ def result_shape(
     return x.shape[0], weight.shape[0], *sizes
 
 
-def upsampled_shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
-    """Return the shape (N, O, X', Y', Z') of a map in which each voxel is a block.
+def transposed_shape(
+    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding
+) -> tuple[int, ...]:
+    """Return the shape (N, O, X', Y', Z') of a transposed convolution's result.
 
     Args:
         x: (N, I, X, Y, Z).
-        weight: (I, O, *stride).
+        weight: (I, O, kernel).
+        stride: Along X, Y, Z.
+        padding: Planes of the result on either side of X, Y, Z that are left out.
     """
-    along = zip(x.shape[2:], weight.shape[2:], strict=True)
-    return x.shape[0], weight.shape[1], *(size * step for size, step in along)
+    sizes = [
+        (size - 1) * step + kernel - (2 * pad if isinstance(pad, int) else sum(pad))
+        for size, kernel, step, pad in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, strict=True
+        )
+    ]
+    return x.shape[0], weight.shape[1], *sizes
 
 
 def empty(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from unet3d.kernels.conv.planes import (
     result_shape,
     samples,
     some_planes,
-    upsampled_shape,
+    transposed_shape,
 )
 
 MAX_ELEMENTS = 2**31 - 1
@@ -75,11 +75,49 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     Returns:
         (N, O, X', Y', Z').
     """
-    fits = max(x.numel(), math.prod(upsampled_shape(x, weight))) <= MAX_ELEMENTS
-    if fits and not _is_slow(x, weight, stride):
+    shape = transposed_shape(x, weight, stride, _NONE)
+    if max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS and not _is_slow(x, weight, stride):
         return F.conv_transpose3d(x, weight, stride=tuple(stride))
     x = x.to(lowered(x))
     y: Tensor = _Upsampling.apply(x, weight.to(x.dtype), stride)  # type: ignore[no-untyped-call]
+    return y
+
+
+def transposed(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
+    """Return a transposed convolution, without a gradient.
+
+    It is the gradient of the input of :func:`convolve`, which is its own gradient's other half.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (I, O, kernel), of x's type.
+        stride: Along X, Y, Z.
+        padding: Planes of the result on either side of X, Y, Z that are left out; those of X may be
+            a pair, before and behind.
+
+    Returns:
+        (N, O, X', Y', Z').
+    """
+    shape = transposed_shape(x, weight, stride, padding)
+    axis, in_plane = axis_of(shape[2], weight, stride, padding), padding_in_plane(padding)
+    is_even = axis.before == axis.after
+    if is_even and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
+        return F.conv_transpose3d(x, weight, stride=tuple(stride), padding=(axis.before, *in_plane))
+    y = empty(shape, x)
+    fits = _fits(plane_elements(y), plane_elements(x))
+    slabs = divide(axis.for_gradient, range(axis.size), fits)
+    for x_one, y_one in zip(samples(x), samples(y), strict=True):
+        for slab in slabs:
+            fewest = (len(slab.y) - 1) * axis.stride + axis.kernel - 2 * slab.padding
+            made = F.conv_transpose3d(
+                _planes(x_one, slab.y),
+                weight,
+                stride=tuple(stride),
+                padding=(slab.padding, *in_plane),
+                output_padding=(len(slab.x) - fewest, 0, 0),
+            )
+            put(made, slab.x, y_one, slab.wanted)
+            del made  # before the next one
     return y
 
 
@@ -210,16 +248,7 @@ class _Upsampling(torch.autograd.Function):
         ctx.stride = stride
         if cpu.is_slow(x, weight, stride):
             return cpu.upsample(x, weight, stride)
-        y = empty(upsampled_shape(x, weight), x)
-        axis = axis_of(y.shape[2], weight, stride, _NONE)
-        slabs = divide(axis.exact, range(axis.result), _fits(plane_elements(y), plane_elements(x)))
-        for x_one, y_one in zip(samples(x), samples(y), strict=True):
-            for slab in slabs:
-                planes = _planes(x_one, slab.y)
-                made = F.conv_transpose3d(planes, weight, stride=tuple(stride))
-                put(made, slab.x, y_one, slab.x)
-                del made  # before the next one
-        return y
+        return transposed(x, weight, stride, _NONE)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

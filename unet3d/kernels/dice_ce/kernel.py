@@ -1,6 +1,8 @@
 """Sums over voxels that a segmentation loss is made of, and their gradient, in Triton.
 
-One pass over the logits each way; the probabilities are never stored.
+One pass over the logits each way; the probabilities are never stored. Of up to
+:data:`MAX_UNROLLED` classes each is a register of a voxel's thread: the logits of a few lie too
+close for threads to share a voxel.
 """
 
 import torch
@@ -10,6 +12,10 @@ from torch import Tensor
 
 BLOCK_ELEMENTS = 4096
 WANTED_PROGRAMS = 1056
+UNROLLED_VOXELS = 2048
+"""Voxels of a program, where each class is unrolled."""
+MAX_UNROLLED = 8
+"""Most classes that are."""
 
 
 @triton.jit
@@ -81,11 +87,85 @@ def _gradient(
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _softmax_unrolled(logits, inside, K: tl.constexpr):
+    """Return the largest logit of each voxel, and the sum of exp(logit - largest)."""
+    largest = tl.load(logits, mask=inside, other=0.0).to(tl.float32)
+    for k in tl.static_range(1, K):
+        largest = tl.maximum(largest, tl.load(logits + k, mask=inside, other=0.0).to(tl.float32))
+    total = tl.zeros_like(largest)
+    for k in tl.static_range(K):
+        total += tl.exp(tl.load(logits + k, mask=inside, other=0.0).to(tl.float32) - largest)
+    return largest, total
+
+
+@triton.jit
+def _sums_unrolled(logits, target, partial, V, K: tl.constexpr, BV: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, BV)
+    inside = row < V - block * BV
+    first = sample * V + block * BV
+    at = logits + first * K + row * K
+    truth = tl.load(target + first + row, mask=inside, other=-1).to(tl.int32)
+    largest, total = _softmax_unrolled(at, inside, K)
+    log_total = tl.log(total)
+    out = partial + (sample * tl.num_programs(0) + block) * 4 * K
+    for k in tl.static_range(K):
+        above = tl.load(at + k, mask=inside, other=0.0).to(tl.float32) - largest
+        chance = tl.where(inside, tl.exp(above) / total, 0.0)
+        is_truth = truth == k
+        tl.store(out + k, tl.sum(tl.where(is_truth, log_total - above, 0.0), axis=0))
+        tl.store(out + K + k, tl.sum(tl.where(is_truth, chance, 0.0), axis=0))
+        tl.store(out + 2 * K + k, tl.sum(chance, axis=0))
+        tl.store(out + 3 * K + k, tl.sum(is_truth.to(tl.float32), axis=0))
+
+
+@triton.jit
+def _gradient_unrolled(
+    logits, target, out, of_surprise, of_common, of_predicted, V, K: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(1).to(tl.int64)
+    row = tl.arange(0, BV)
+    inside = row < V - block * BV
+    first = sample * V + block * BV
+    at = logits + first * K + row * K
+    truth = tl.load(target + first + row, mask=inside, other=-1).to(tl.int32)
+    largest, total = _softmax_unrolled(at, inside, K)
+    mean = tl.zeros_like(largest)
+    weight = tl.zeros_like(largest)
+    for k in tl.static_range(K):
+        value = tl.load(at + k, mask=inside, other=0.0).to(tl.float32)
+        chance = tl.exp(value - largest) / total
+        is_truth = (truth == k).to(tl.float32)
+        common = tl.load(of_common + sample * K + k)
+        mean += chance * (tl.load(of_predicted + sample * K + k) + common * is_truth)
+        weight += is_truth * tl.load(of_surprise + sample * K + k)
+    for k in tl.static_range(K):
+        value = tl.load(at + k, mask=inside, other=0.0).to(tl.float32)
+        chance = tl.exp(value - largest) / total
+        is_truth = (truth == k).to(tl.float32)
+        common = tl.load(of_common + sample * K + k)
+        wanted = tl.load(of_predicted + sample * K + k) + common * is_truth
+        value = chance * (wanted - mean) + weight * (chance - is_truth)
+        place = out + first * K + row * K + k
+        tl.store(place, value.to(out.dtype.element_ty), mask=inside)
+
+
 def forward(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sums (4, N, K): surprise, intersection, prediction and truth."""
     logits, target = _laid_out(logits, target)
     n, k = logits.shape[:2]
     voxels = target[0].numel()
+    if k <= MAX_UNROLLED:
+        blocks = triton.cdiv(voxels, UNROLLED_VOXELS)
+        partial = torch.empty((n, blocks, 4, k), device=logits.device)
+        with torch.cuda.device(logits.device):
+            _sums_unrolled[(blocks, n)](
+                logits, target, partial, voxels, K=k, BV=UNROLLED_VOXELS, num_warps=8
+            )
+        return _joined(partial, k)
     block = _block(k)
     run = triton.cdiv(triton.cdiv(voxels, triton.cdiv(WANTED_PROGRAMS, n)), block["BV"])
     run *= block["BV"]
@@ -93,7 +173,7 @@ def forward(logits: Tensor, target: Tensor) -> Tensor:
     partial = torch.empty((n, runs, 4, block["BK"]), device=logits.device)
     with torch.cuda.device(logits.device):
         _sums[(runs, n)](logits, target, partial, voxels, k, run, runs, **block)
-    return partial.double().sum(1).float()[..., :k].transpose(0, 1).contiguous()
+    return _joined(partial, k)
 
 
 def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
@@ -104,11 +184,22 @@ def backward(gradient: Tensor, logits: Tensor, target: Tensor) -> Tensor:
     block = _block(k)
     out = torch.empty_like(logits, memory_format=torch.channels_last_3d)
     surprise, common, predicted, _ = gradient.float().contiguous().unbind(0)
+    if k <= MAX_UNROLLED:
+        blocks = triton.cdiv(voxels, UNROLLED_VOXELS)
+        given = (logits, target, out, surprise, common, predicted, voxels)
+        with torch.cuda.device(logits.device):
+            _gradient_unrolled[(blocks, n)](*given, K=k, BV=UNROLLED_VOXELS, num_warps=8)
+        return out
     with torch.cuda.device(logits.device):
         _gradient[(triton.cdiv(voxels, block["BV"]), n)](
             logits, target, out, surprise, common, predicted, voxels, k, **block
         )
     return out
+
+
+def _joined(partial: Tensor, num_classes: int) -> Tensor:
+    """Return the sums (4, N, K) of parts (N, P, 4, K or more)."""
+    return partial.double().sum(1).float()[..., :num_classes].transpose(0, 1).contiguous()
 
 
 def _laid_out(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
-from unet3d.kernels.padding import can_fold, is_channels_last, mark_padded
+from unet3d.kernels.padding import can_fold, has_room, is_channels_last, mark_padded, was_folded
 from unet3d.kernels.recompute import offer
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
@@ -36,8 +36,8 @@ def instance_norm(
     eps: float,
     negative_slope: float,
     *,
+    added: Tensor | None = None,
     pads_output: bool = False,
-    pads_gradient: bool = False,
 ) -> Tensor:
     """Normalise each channel of each sample over its voxels, then apply LeakyReLU.
 
@@ -50,13 +50,17 @@ def instance_norm(
         bias: (C,).
         eps: Added to the variance.
         negative_slope: Negative slope of LeakyReLU; 1 leaves the activation out.
+        added: A map of the same shape and type that is added to x first, or None. Where there is
+            one, x must be a convolution's result that nobody else reads: it may be overwritten.
         pads_output: Store the result with zeros around Z, for a folded convolution that reads it.
-        pads_gradient: Store the gradient of x likewise, for a folded convolution that made x.
+            The gradient of x is stored so where a folded convolution made x.
 
     Returns:
         (N, C, X, Y, Z), of x's type.
     """
     stages = stages_for(x)
+    if stages is reference and added is not None:
+        x, added = x.add_(added), None
     folds = stages is not reference and can_fold(x, x.shape[1])
     options = _Options(
         stages=stages,
@@ -64,11 +68,12 @@ def instance_norm(
         eps=eps,
         slope=negative_slope,
         pads_output=pads_output and folds,
-        pads_gradient=pads_gradient and folds,
+        pads_gradient=folds and was_folded(x),
     )
-    y, mean, rstd = _InstanceNorm.apply(x, weight, bias, options)  # type: ignore[no-untyped-call]
+    y, mean, rstd, total = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
     if options.pads_output:
         mark_padded(y)
+    x = x if total is None else total
     x, weight, bias = (value.detach() for value in (x, weight, bias))
 
     def recompute() -> Tensor:
@@ -116,56 +121,77 @@ class _InstanceNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any,
+        x: Tensor,
+        added: Tensor | None,
+        weight: Tensor,
+        bias: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        total = None
         if options.whole is not None:
             y, mean, rstd = options.whole.forward(x, weight, bias, options.eps, options.slope)
         else:
-            stages, laid_out = options.stages, _laid_out(x, options)
-            parts = stages.moments(laid_out)
-            mean, rstd, _ = stages.merge(parts, _num_voxels(x), options.eps)
-            y = _normalized(
-                laid_out, weight, bias, mean, rstd, options=options, pads=options.pads_output
-            )
+            x, parts = moments_of(x, added, options.stages)
+            mean, rstd, _ = options.stages.merge(parts, num_voxels(x), options.eps)
+            y = _normalized(x, weight, bias, mean, rstd, options=options, pads=options.pads_output)
+            total = x if added is not None else None
         ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.options = options
-        ctx.mark_non_differentiable(mean, rstd)
+        ctx.options, ctx.adds = options, added is not None
+        ctx.mark_non_differentiable(mean, rstd, *([] if total is None else [total]))
         ctx.set_materialize_grads(False)  # mean and rstd have none, and zeros would be launches
-        return y, mean, rstd
+        return y, mean, rstd, total
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return None, None, None, None
+            return None, None, None, None, None
         x, *affine = ctx.saved_tensors
         options: _Options = ctx.options
         stages, slope = options.stages, options.slope
         if options.whole is not None:
-            return *options.whole.backward(dy, x, *affine, slope=slope), None
-        x, dy = _laid_out(x, options), _laid_out(dy, options)
+            dx, *others = options.whole.backward(dy, x, *affine, slope=slope)
+            return dx, None, *others, None
+        x, dy = _laid_out(x), _laid_out(dy)
         total = stages.total(stages.sums(dy, x, *affine, slope=slope))
         dx = stages.gradient(
             dy,
             x,
             *affine,
             total=total,
-            voxels=_num_voxels(x),
+            voxels=num_voxels(x),
             slope=slope,
             pads=options.pads_gradient,
         )
         weight, bias = affine[:2]
         dweight, dbias = total[1].sum(0).to(weight.dtype), total[0].sum(0).to(bias.dtype)
-        return mark_padded(dx) if options.pads_gradient else dx, dweight, dbias, None
+        dx = mark_padded(dx) if options.pads_gradient else dx
+        return dx, dx if ctx.adds else None, dweight, dbias, None
+
+
+def moments_of(x: Tensor, added: Tensor | None, stages: Stages) -> tuple[Tensor, Tensor]:
+    """Return a map in channels-last memory, the sum of two where one is added, and its moments.
+
+    Args:
+        x: (N, C, X, Y, Z).
+        added: Of the same shape and type, or None.
+        stages: Computes the moments.
+    """
+    if added is None:
+        x = _laid_out(x)
+        return x, stages.moments(x)
+    return stages.sum_moments(x if has_room(x) else _laid_out(x), _laid_out(added))
 
 
 def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Tensor:
-    return options.stages.normalize(_laid_out(x, options), *affine, slope=options.slope, pads=pads)
+    return options.stages.normalize(_laid_out(x), *affine, slope=options.slope, pads=pads)
 
 
-def _laid_out(x: Tensor, options: _Options) -> Tensor:
+def _laid_out(x: Tensor) -> Tensor:
     """Return a map as Triton's stages take it."""
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def _num_voxels(x: Tensor) -> int:
+def num_voxels(x: Tensor) -> int:
+    """Return the voxels of a sample of a map (N, C, X, Y, Z)."""
     return x.shape[2] * x.shape[3] * x.shape[4]

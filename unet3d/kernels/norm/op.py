@@ -2,8 +2,9 @@
 
 This module needs no Triton, so the memory of a network can be predicted where there is none. The
 operations are defined one by one because ``torch.library.custom_op`` adds checks to every call that
-take longer than a small kernel. They have no gradients of their own: backward is made of the other
-three. All maps are channels-last; :mod:`unet3d.kernels.norm.stages` documents what they do.
+take longer than a small kernel. They have no gradients of their own: backward is made of the last
+three. All maps are channels-last, but for one that is added to another, which may have room around
+Z (:mod:`unet3d.kernels.padding`); :mod:`unet3d.kernels.norm.stages` documents what they do.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ _MAPS = "Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
 for _name, _signature in {
     "norm_moments": "(Tensor x) -> Tensor",
+    "norm_sum_moments": "(Tensor x, Tensor added) -> (Tensor, Tensor)",
     "norm_merge": "(Tensor moments, int voxels, float eps) -> (Tensor, Tensor, Tensor)",
     "norm_normalize": f"({_MAPS}, *, float slope, bool pads) -> Tensor",
     "norm_sums": f"(Tensor dy, {_MAPS}, *, float slope) -> Tensor",
@@ -28,6 +30,7 @@ for _name, _signature in {
     torch.library.define(f"unet3d::{_name}", _signature)
 
 moments = torch.ops.unet3d.norm_moments.default
+sum_moments = torch.ops.unet3d.norm_sum_moments.default
 merge = torch.ops.unet3d.norm_merge.default
 normalize = torch.ops.unet3d.norm_normalize.default
 sums = torch.ops.unet3d.norm_sums.default
@@ -37,21 +40,33 @@ gradient = torch.ops.unet3d.norm_gradient.default
 
 @torch.library.impl("unet3d::norm_moments", "cuda")
 def _(x: Tensor) -> Tensor:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.moments(x)
+    return launch.moments(x)
 
 
 @torch.library.register_fake("unet3d::norm_moments")  # type: ignore[untyped-decorator]
 def _(x: Tensor) -> Tensor:
-    return _per_run(x, 4)
+    return per_run(x, 4)
+
+
+@torch.library.impl("unet3d::norm_sum_moments", "cuda")
+def _(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    from unet3d.kernels.norm import launch
+
+    return launch.sum_moments(x, added)
+
+
+@torch.library.register_fake("unet3d::norm_sum_moments")  # type: ignore[untyped-decorator]
+def _(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_map(added, pads=False), per_run(x, 4)
 
 
 @torch.library.impl("unet3d::norm_merge", "cuda")
 def _(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.merge(moments, voxels, eps)
+    return launch.merge(moments, voxels, eps)
 
 
 @torch.library.register_fake("unet3d::norm_merge")  # type: ignore[untyped-decorator]
@@ -64,9 +79,9 @@ def _(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]
 
 @torch.library.impl("unet3d::norm_normalize", "cuda")
 def _(x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.normalize(x, *affine, **options)
+    return launch.normalize(x, *affine, **options)
 
 
 @torch.library.register_fake("unet3d::norm_normalize")  # type: ignore[untyped-decorator]
@@ -76,21 +91,21 @@ def _(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
 
 @torch.library.impl("unet3d::norm_sums", "cuda")
 def _(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.sums(dy, x, *affine, slope=slope)
+    return launch.sums(dy, x, *affine, slope=slope)
 
 
 @torch.library.register_fake("unet3d::norm_sums")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, *affine: Tensor, slope: float) -> Tensor:
-    return _per_run(x, 2)
+    return per_run(x, 2)
 
 
 @torch.library.impl("unet3d::norm_total", "cuda")
 def _(sums: Tensor) -> Tensor:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.total(sums)
+    return launch.total(sums)
 
 
 @torch.library.register_fake("unet3d::norm_total")  # type: ignore[untyped-decorator]
@@ -100,9 +115,9 @@ def _(sums: Tensor) -> Tensor:
 
 @torch.library.impl("unet3d::norm_gradient", "cuda")
 def _(dy: Tensor, x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
-    from unet3d.kernels.norm import kernel
+    from unet3d.kernels.norm import launch
 
-    return kernel.gradient(dy, x, *affine, **options)
+    return launch.gradient(dy, x, *affine, **options)
 
 
 @torch.library.register_fake("unet3d::norm_gradient")  # type: ignore[untyped-decorator]
@@ -110,7 +125,7 @@ def _(dy: Tensor, x: Tensor, *affine: Tensor, pads: bool, **options: Any) -> Ten
     return empty_map(x, pads)
 
 
-def _per_run(x: Tensor, numbers: int) -> Tensor:
+def per_run(x: Tensor, numbers: int) -> Tensor:
     """Return memory for so many numbers of each run, sample and channel."""
     n, c, *space = x.shape
     runs = grid_of(n, c, space[0] * space[1] * space[2]).runs

@@ -39,6 +39,12 @@ def moments(x: Tensor) -> Tensor:
     return torch.stack((count, variance, mean)).view(1, 3, n, c)
 
 
+def sum_moments(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of two maps, in the memory of the first, and its moments (1, 3, N, C)."""
+    total = x.add_(added)
+    return total, moments(total)
+
+
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean (N, C, 1), 1 / deviation (N, C) and the merged moments (1, 3, N, C)."""
     counts, variances, means = moments.double().unbind(1)

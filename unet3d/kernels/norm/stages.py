@@ -30,6 +30,18 @@ class Stages(Protocol):
         """
         ...
 
+    def sum_moments(self, x: Tensor, added: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Add a map to another, and return the sum and its moments.
+
+        Args:
+            x: (N, C, X, Y, Z); it may be overwritten.
+            added: Of the same shape and type.
+
+        Returns:
+            The sum, and its moments as :meth:`moments` returns them.
+        """
+        ...
+
     def merge(self, moments: Tensor, voxels: int, eps: float, /) -> tuple[Tensor, Tensor, Tensor]:
         """Merge the moments of all parts of a volume.
 
@@ -105,10 +117,10 @@ class Stages(Protocol):
         """Add up the sums of all parts.
 
         Args:
-            sums: (P, 2, N, C).
+            sums: (P, R, N, C), R rows of them; 2 of :meth:`sums`.
 
         Returns:
-            (2, N, C); summed over N, they are the gradients of bias and weight.
+            (R, N, C); summed over N, the first two are the gradients of bias and weight.
         """
         ...
 

@@ -1,0 +1,194 @@
+"""A normalisation and the head behind it as one operation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.norm.closed_form import EPS, arguments, closed_form
+from unet3d.kernels import instance_norm_head
+from unet3d.kernels.norm import api as norm_api
+from unet3d.kernels.norm import op as norm
+from unet3d.kernels.norm_head import api, op
+from unet3d.kernels.padding import MAX_CHANNELS, mark_folded, with_padding
+from unet3d.memory.saved_tensors import handling
+
+SLOPE = 0.01
+NAMES = ("y", "x", "weight", "bias", "head", "head bias", "added")
+
+
+def inputs_of(
+    shape: tuple[int, ...],
+    classes: int,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    adds: bool,
+    mean: float = 1.0,
+) -> list[Tensor]:
+    """Return x, weight, bias, the head's weight and bias, what is added, and the gradient."""
+    x, weight, bias, _ = arguments(shape, mean, dtype, device)
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(classes, shape[1], 1, 1, 1, generator=generator)
+    head_bias = torch.randn(classes, generator=generator)
+    added = [torch.randn(shape, generator=generator).to(dtype)] if adds else []
+    dy = torch.randn(len(x), classes, *shape[2:], generator=generator).to(dtype)
+    others = [value.to(device) for value in (head, head_bias, *added, dy)]
+    return [
+        v.contiguous(memory_format=torch.channels_last_3d) if v.dim() == 5 else v
+        for v in (x, weight, bias, *others)
+    ]
+
+
+def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    *values, dy = inputs
+    leaves = [value.clone().requires_grad_() for value in values]
+    x, weight, bias, head, head_bias, *added = leaves
+    # A convolution's result, which may be overwritten.
+    y = function(x.clone(), weight, bias, head, head_bias, *added)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def joined(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
+    head, head_bias, *added = rest
+    options: dict[str, Any] = {"head_weight": head, "head_bias": head_bias}
+    if added:
+        options["added"] = added[0]
+    return instance_norm_head(x, weight, bias, EPS, SLOPE, **options)
+
+
+def apart(x: Tensor, weight: Tensor, bias: Tensor, *rest: Tensor) -> Tensor:
+    head, head_bias, *added = rest
+    x = x + added[0] if added else x
+    return F.conv3d(closed_form(x, weight, bias, EPS, SLOPE), head, head_bias)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_reference_is_the_closed_form(adds: bool) -> None:
+    inputs = inputs_of((2, 3, 4, 5, 6), 2, torch.float64, "cpu", adds=adds)
+    inputs = [value.double() for value in inputs]
+    for a, b in zip(results(joined, inputs), results(apart, inputs), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def triton_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_api, "MIN_ELEMENTS", 0)
+
+
+FAKE_GPU = torch.device("cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("channels", "classes", "is_joined"),
+    [(32, 3, True), (64, 16, True), (65, 3, False), (32, 17, False)],
+)
+def test_few_channels_and_classes_are_joined(
+    channels: int, classes: int, is_joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    apply = api._InstanceNormHead.apply
+    monkeypatch.setattr(
+        api._InstanceNormHead, "apply", lambda *given: called.append(1) or apply(*given)
+    )
+    with FakeTensorMode():
+        x = torch.empty(1, channels, 64, 64, 64, device=FAKE_GPU, dtype=torch.bfloat16)
+        affine = [torch.empty(channels, device=FAKE_GPU) for _ in range(2)]
+        head = torch.empty(classes, channels, 1, 1, 1, device=FAKE_GPU, dtype=x.dtype)
+        bias = torch.empty(classes, device=FAKE_GPU, dtype=x.dtype)
+        y = joined(x, *affine, head, bias)
+    assert bool(called) == is_joined
+    assert (y.shape, y.dtype) == ((1, classes, 64, 64, 64), torch.bfloat16)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_of_the_maps_only_the_input_is_kept(adds: bool) -> None:
+    kept: list[Tensor] = []
+    with FakeTensorMode():
+        x, added = (
+            torch.empty(1, 32, 64, 64, 64, device=FAKE_GPU, dtype=torch.bfloat16).requires_grad_()
+            for _ in range(2)
+        )
+        affine = [torch.empty(32, device=FAKE_GPU, requires_grad=True) for _ in range(2)]
+        head, bias = (torch.empty(s, device=FAKE_GPU) for s in ((3, 32, 1, 1, 1), (3,)))
+        with handling(kept.append):
+            y = joined(x, *affine, head, bias, *([added] if adds else []))
+        assert sorted(v.numel() for v in kept)[-2:] == [3 * 32, x.numel()]
+        given = [x, added] if adds else [x]
+        for gradient in torch.autograd.grad(y, given, torch.empty_like(y)):
+            assert (gradient.shape, gradient.dtype) == (x.shape, x.dtype)
+
+
+SHAPES = [(1, 32, 40, 48, 56), (2, 5, 7, 9, 11), (3, 64, 3, 5, 7), (2, 1, 8, 8, 8)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+@pytest.mark.parametrize("classes", [1, 3, 16])
+@pytest.mark.parametrize(("adds", "mean"), [(False, 0.0), (False, 1e4), (True, 1.0)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_on_a_gpu_against_float64(
+    shape: tuple[int, ...], adds: bool, mean: float, classes: int
+) -> None:
+    inputs = inputs_of(shape, classes, torch.float32, "cuda", adds=adds, mean=mean)
+    expected = results(apart, [value.cpu().double() for value in inputs])
+    actual = results(joined, inputs)
+    voxels = expected[0][0, 0].numel() * shape[0]
+    for name, a, b in zip(NAMES, actual, expected, strict=False):
+        # What is summed over voxels may cancel: judged by how much was added up.
+        scale = b.norm().item()
+        scale = max(scale, (voxels * b.numel()) ** 0.5) if b.dim() == 1 else scale
+        assert (a.cpu().double() - b).norm().item() <= 2e-6 * scale, name
+    again = results(joined, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("triton_at_any_size")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_low_precision_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
+    inputs = inputs_of((2, 33, 16, 17, 18), 3, dtype, "cuda", adds=True)
+    expected = results(apart, [value.cpu().double() for value in inputs])
+    actual = results(joined, inputs)
+    assert actual[0].dtype == dtype
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
+        assert (a.cpu().double() - b).norm() <= tolerance * b.norm(), name
+
+
+@pytest.mark.gpu
+def test_the_gradient_for_a_folded_convolution_has_zeros_around() -> None:
+    x, weight, bias, head, head_bias, dy = inputs_of(
+        (1, MAX_CHANNELS, 64, 64, 64), 3, torch.bfloat16, "cuda", adds=False
+    )
+    made = []
+    for folds in (False, True):
+        leaf = x.clone().requires_grad_()
+        y = joined(mark_folded(leaf) if folds else leaf, weight, bias, head, head_bias)
+        made.append(torch.autograd.grad(y, leaf, dy)[0])
+    assert torch.equal(*made)
+    assert torch.equal(with_padding(made[1]), F.pad(made[0], (1, 1)))
+
+
+@pytest.mark.gpu
+def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
+    inputs = inputs_of((2, 5, 4, 5, 6), 3, torch.float32, "cuda", adds=True)
+    x, weight, bias, head, head_bias, added, dy = inputs
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    total, moments = norm.sum_moments(x, added)
+    mean, rstd, _ = norm.merge(moments, 120, EPS)
+    affine = (weight, bias, mean, rstd, head.flatten(1))
+    sums, _ = op.sums(dy, total, *affine, slope=SLOPE)
+    of_all = norm.total(sums)
+    options = {"total": of_all, "voxels": 120, "slope": SLOPE, "pads": False}
+    for function, given, named in (
+        (norm.sum_moments, (x, added), {}),
+        (norm.total, (sums,), {}),
+        (op.logits, (total, *affine, head_bias), {"slope": SLOPE}),
+        (op.sums, (dy, total, *affine), {"slope": SLOPE}),
+        (op.gradient, (dy, total, *affine), options),
+    ):
+        torch.library.opcheck(function, given, named, test_utils=checks)

@@ -1,0 +1,76 @@
+"""What the kernels of a normalisation do to one block of voxels by channels, in Triton."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def place_of(first, row, Z: tl.constexpr, PADS: tl.constexpr):
+    """Return where voxels are in a map, with or without room around Z.
+
+    Args:
+        first: The first voxel.
+        row: The others, counted from the first.
+        Z: Voxels along Z, where there is room around.
+        PADS: Whether there is.
+
+    Returns:
+        The first one's place, the places of all counted from that, and where each is along Z.
+    """
+    if PADS:
+        z = (first % Z).to(tl.int32) + row
+        over = z // Z
+        return first + 2 * (first // Z) + 1, row + 2 * over, z - over * Z
+    return first, row, row
+
+
+@triton.jit
+def start_of(sample, V, Z: tl.constexpr, PADS: tl.constexpr):
+    """Return the voxels of a map, and of the room around, that lie before a sample."""
+    if PADS:
+        return sample * (V // Z * (Z + 2))
+    return sample * V
+
+
+@triton.jit
+def store_block(out, first, row, value, channel, inside, C, Z: tl.constexpr, PADS: tl.constexpr):
+    """Store a block of a sample, and the zeros before and behind its rows."""
+    base, place, z = place_of(first, row, Z, PADS)
+    at = place[:, None] * C + channel[None, :]
+    out += base * C
+    value = value.to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=inside)
+    if PADS:
+        zero = tl.zeros_like(value)
+        tl.store(out + at - C, zero, mask=inside & (z == 0)[:, None])
+        tl.store(out + at + C, zero, mask=inside & (z == Z - 1)[:, None])
+
+
+@triton.jit
+def load_block(x, first, row, channel, inside, C, Z: tl.constexpr, PADS: tl.constexpr):
+    """Load a block of a sample as float32."""
+    base, place, _ = place_of(first, row, Z, PADS)
+    at = place[:, None] * C + channel[None, :]
+    return tl.load(x + base * C + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_affine(weight, bias, means, rstds, sample, channel, known, C):
+    """Return mean, scale and shift of (x - mean) * scale + shift; and the mean's rest and rstd."""
+    column = sample * C + channel
+    mean = tl.load(means + 2 * column, mask=known, other=0.0)
+    rest = tl.load(means + 2 * column + 1, mask=known, other=0.0)
+    rstd = tl.load(rstds + column, mask=known, other=0.0)
+    scale = tl.load(weight + channel, mask=known, other=0.0).to(tl.float32) * rstd
+    shift = tl.load(bias + channel, mask=known, other=0.0).to(tl.float32) - rest * scale
+    return mean, scale, shift, rest, rstd
+
+
+@triton.jit
+def gradient_factors(totals, column, known, rest, rstd, scale, COUNT, ROW):
+    """Return what the gradient is made of: g * scale + (x - mean) * slant + level."""
+    mean_g = tl.load(totals + column, mask=known, other=0.0) / COUNT
+    mean_gx = tl.load(totals + ROW + column, mask=known, other=0.0) / COUNT
+    # (g - mean_g - normal * mean_gx) * scale, where normal is (x - mean - rest) * rstd
+    slant = -mean_gx * rstd * scale
+    return slant, -mean_g * scale - rest * slant

@@ -1,0 +1,1 @@
+"""Instance normalisation, LeakyReLU and the head behind them; nothing is imported here."""
