@@ -29,7 +29,7 @@ from unet3d.kernels.recompute import (
     recomputed,
     recomputing,
 )
-from unet3d.memory.saved_tensors import Handler, Saved, handling, storage_key
+from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save, storage_key
 from unet3d.model.blocks import Block, BlockWatcher, run_block, run_blocks
 
 Lowered = Callable[[], AbstractContextManager[None]]
@@ -39,24 +39,28 @@ Lowered = Callable[[], AbstractContextManager[None]]
 def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Block, ...], ...]:
     """Return the blocks that run again in backward, in parts that run again one by one.
 
-    The encoder is recomputed as a whole, from the image, so that none of its features is kept, and
-    its first block, which takes little time, once more beyond that: its features are then neither
-    there while the decoder's skips are at work, nor while the rest of the encoder is recomputed.
+    The encoder's parts end where features are small: behind the first block of each level, which
+    has reduced them. So the large features of a level, its skip among them, are not kept but
+    recomputed from what its first block made, at full resolution from the image.
 
     The decoder is not recomputed where backward follows at once: all that it keeps would be there
-    again when backward begins, which is when memory is at its peak. Elsewhere it is recomputed level
-    by level, as is a network without an encoder and a decoder.
+    again when backward begins, which is when memory is at its peak. Elsewhere it is recomputed
+    level by level, and so is a network without an encoder and a decoder.
 
     Args:
         blocks: A stage's blocks.
         num_alive: How many micro-batches the stage keeps at a time.
     """
+    level_of = {block.name: block.level for block in blocks}
     parts: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
         if block.path == "encoder":
-            key: tuple[object, ...] = ("encoder", block.inputs == ("image",))
+            key: tuple[object, ...] = (
+                block.path,
+                *(level_of.get(name, name) for name in block.inputs),
+            )
         else:
-            key = (block.path, block.level)
+            key = block.path, block.level
         if num_alive > 1 or block.path not in ("decoder", "head"):
             parts.setdefault(key, []).append(block)
     return tuple(map(tuple, parts.values()))
@@ -171,7 +175,7 @@ class _Part:
                 raise RuntimeError(_CHANGED)
             place = reference()
             if place is not None:  # else backward does not need it any more
-                place.fill(recomputed(tensor) or _Kept(tensor))
+                place.fill(recomputed(tensor) or Kept(tensor.detach()))  # without the graph
         return _NOTHING
 
     def _is_own(self, tensor: Tensor) -> bool:
@@ -194,16 +198,6 @@ class _Place:
             self._part.run_again()
         assert self._content is not None  # it has been filled
         return self._content.restore()
-
-
-class _Kept:
-    """A tensor that is kept."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()  # or it would keep the graph of the second run
-
-    def restore(self) -> Tensor:
-        return self._tensor
 
 
 class _Nothing:
@@ -233,11 +227,13 @@ class _Given:
     """An input that is kept."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = detached(tensor)
+        with nothing_offered():
+            self._saved = save(detached(tensor))
         self._requires_grad = tensor.requires_grad
 
     def enter(self) -> Tensor:
-        return _at_start_of_graph(self._tensor) if self._requires_grad else self._tensor
+        tensor = self._saved.restore()
+        return _at_start_of_graph(tensor) if self._requires_grad else tensor
 
 
 class _Result:
