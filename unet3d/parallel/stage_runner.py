@@ -191,8 +191,6 @@ class EagerStage:
             if leaf.requires_grad:
                 # Sent as soon as it exists, while the rest of the stage still goes backward.
                 leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
-        if alive.offloader is not None:
-            alive.offloader.begin_backward()
         # A loss may leave out a result, and frozen blocks in front have no graph.
         names = [name for name in alive.roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
