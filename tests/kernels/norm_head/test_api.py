@@ -178,17 +178,16 @@ def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
     inputs = inputs_of((2, 5, 4, 5, 6), 3, torch.float32, "cuda", adds=True)
     x, weight, bias, head, head_bias, added, dy = inputs
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    total, moments = norm.sum_moments(x, added)
-    mean, rstd, _ = norm.merge(moments, 120, EPS)
+    mean, rstd, _ = norm.merge(norm.sum_moments(x, added), 120, EPS)
     affine = (weight, bias, mean, rstd, head.flatten(1))
-    sums, _ = op.sums(dy, total, *affine, slope=SLOPE)
+    sums, _ = op.sums(dy, x, *affine, slope=SLOPE)
     of_all = norm.total(sums)
     options = {"total": of_all, "voxels": 120, "slope": SLOPE, "pads": False}
     for function, given, named in (
         (norm.sum_moments, (x, added), {}),
         (norm.total, (sums,), {}),
-        (op.logits, (total, *affine, head_bias), {"slope": SLOPE}),
-        (op.sums, (dy, total, *affine), {"slope": SLOPE}),
-        (op.gradient, (dy, total, *affine), options),
+        (op.logits, (x, *affine, head_bias), {"slope": SLOPE}),
+        (op.sums, (dy, x, *affine), {"slope": SLOPE}),
+        (op.gradient, (dy, x, *affine), options),
     ):
         torch.library.opcheck(function, given, named, test_utils=checks)

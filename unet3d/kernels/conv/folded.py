@@ -254,15 +254,15 @@ def _strided_pairs_gradients(
     pairs = kernel.reshape(outputs, inputs, 3, 3, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
     pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
     dy = F.pad(dy, (0, 1)).contiguous(memory_format=torch.channels_last_3d)
+    x = _fold(x)
     dx = dweight = None
     if wanted[1]:
-        folded = slabs.weight_gradient(dy, _fold(x), pairs, steps, padding)
+        folded = slabs.weight_gradient(dy, x, pairs, steps, padding)
         folded = folded.reshape(outputs, 2, inputs, 3, 3, 2).permute(0, 2, 3, 4, 5, 1)
         dweight = folded.flatten(4)[..., 1:].contiguous()
     if wanted[0]:
-        n, c, i, j, k = x.shape
-        like = x.new_empty(()).expand(n, 2 * c, i, j, k // 2)  # its values do not matter
-        dx = _unfold(slabs.input_gradient(dy, like, pairs, steps, padding))
+        # Of x, which is needed no more, PyTorch takes the strides for those of the gradient.
+        dx = _unfold(slabs.input_gradient(dy, x, pairs, steps, padding))
     return dx, dweight
 
 
