@@ -203,6 +203,7 @@ def _is_stem(x: Tensor, weight: Tensor) -> bool:
         is_gpu(x.device)
         and 27 * x.shape[1] <= MAX_STEM_ROWS
         and weight.shape[0] <= MAX_STEM_CHANNELS
+        and math.prod(x.shape[1:]) <= slabs.MAX_ELEMENTS
         and slabs.lowered(x) in (torch.bfloat16, torch.float16)
         and not x.requires_grad
         and triton_available(x)

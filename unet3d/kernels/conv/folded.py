@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.conv import slabs
-from unet3d.kernels.padding import MAX_CHANNELS, is_padded, padded_copy, with_padding
+from unet3d.kernels.pad import pad_z
+from unet3d.kernels.padding import MAX_CHANNELS, is_padded, with_padding
 
 _PLAIN = (1, 1, 1)
 _BOTH_SIDES = (1, 1)
@@ -126,7 +127,7 @@ class ComposedUpsampling(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the kernel."""
         x, weight = ctx.saved_tensors
-        pairs = _fold(with_padding(dy if is_padded(dy) else padded_copy(dy)))
+        pairs = _fold(with_padding(dy) if is_padded(dy) else pad_z(dy, 1, 1))
         kernel, padding = _transposed_pairs(weight), (ctx.x_padding, 1, 0)
         dx = dweight = None
         if ctx.needs_input_grad[1]:
@@ -253,16 +254,15 @@ def _strided_pairs_gradients(
     kernel = F.pad(weight, (1, 0))  # tap 2 t + q reads the neighbour q of pair t
     pairs = kernel.reshape(outputs, inputs, 3, 3, 2, 2).permute(0, 5, 1, 2, 3, 4).flatten(1, 2)
     pairs = pairs.contiguous(memory_format=torch.channels_last_3d)
-    dy = F.pad(dy, (0, 1)).contiguous(memory_format=torch.channels_last_3d)
+    dy, x = pad_z(dy, 0, 1), _fold(x)
     dx = dweight = None
     if wanted[1]:
-        folded = slabs.weight_gradient(dy, _fold(x), pairs, steps, padding)
+        folded = slabs.weight_gradient(dy, x, pairs, steps, padding)
         folded = folded.reshape(outputs, 2, inputs, 3, 3, 2).permute(0, 2, 3, 4, 5, 1)
         dweight = folded.flatten(4)[..., 1:].contiguous()
     if wanted[0]:
-        n, c, i, j, k = x.shape
-        like = x.new_empty(()).expand(n, 2 * c, i, j, k // 2)  # its values do not matter
-        dx = _unfold(slabs.input_gradient(dy, like, pairs, steps, padding))
+        # Of x, which is needed no more, PyTorch takes the strides for those of the gradient.
+        dx = _unfold(slabs.input_gradient(dy, x, pairs, steps, padding))
     return dx, dweight
 
 

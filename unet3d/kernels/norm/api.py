@@ -70,10 +70,11 @@ def instance_norm(
         pads_output=pads_output and folds,
         pads_gradient=folds and was_folded(x),
     )
-    y, mean, rstd, total = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
+    if stages is not reference:
+        x, added = laid_out(x), None if added is None else channels_last(added)
+    y, mean, rstd = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
     if options.pads_output:
         mark_padded(y)
-    x = x if total is None else total
     x, weight, bias = (value.detach() for value in (x, weight, bias))
 
     def recompute() -> Tensor:
@@ -127,20 +128,19 @@ class _InstanceNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        total = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if options.whole is not None:
             y, mean, rstd = options.whole.forward(x, weight, bias, options.eps, options.slope)
         else:
-            x, parts = moments_of(x, added, options.stages)
-            mean, rstd, _ = options.stages.merge(parts, num_voxels(x), options.eps)
+            stages = options.stages
+            parts = stages.moments(x) if added is None else stages.sum_moments(x, added)
+            mean, rstd, _ = stages.merge(parts, num_voxels(x), options.eps)
             y = _normalized(x, weight, bias, mean, rstd, options=options, pads=options.pads_output)
-            total = x if added is not None else None
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.options, ctx.adds = options, added is not None
-        ctx.mark_non_differentiable(mean, rstd, *([] if total is None else [total]))
+        ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)  # mean and rstd have none, and zeros would be launches
-        return y, mean, rstd, total
+        return y, mean, rstd
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -152,7 +152,7 @@ class _InstanceNorm(torch.autograd.Function):
         if options.whole is not None:
             dx, *others = options.whole.backward(dy, x, *affine, slope=slope)
             return dx, None, *others, None
-        x, dy = _laid_out(x), _laid_out(dy)
+        dy = channels_last(dy)
         total = stages.total(stages.sums(dy, x, *affine, slope=slope))
         dx = stages.gradient(
             dy,
@@ -169,26 +169,17 @@ class _InstanceNorm(torch.autograd.Function):
         return dx, dx if ctx.adds else None, dweight, dbias, None
 
 
-def moments_of(x: Tensor, added: Tensor | None, stages: Stages) -> tuple[Tensor, Tensor]:
-    """Return a map in channels-last memory, the sum of two where one is added, and its moments.
-
-    Args:
-        x: (N, C, X, Y, Z).
-        added: Of the same shape and type, or None.
-        stages: Computes the moments.
-    """
-    if added is None:
-        x = _laid_out(x)
-        return x, stages.moments(x)
-    return stages.sum_moments(x if has_room(x) else _laid_out(x), _laid_out(added))
-
-
 def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Tensor:
-    return options.stages.normalize(_laid_out(x), *affine, slope=options.slope, pads=pads)
+    return options.stages.normalize(x, *affine, slope=options.slope, pads=pads)
 
 
-def _laid_out(x: Tensor) -> Tensor:
-    """Return a map as Triton's stages take it."""
+def laid_out(x: Tensor) -> Tensor:
+    """Return a map as Triton's stages take it: channels-last, or with room around Z."""
+    return x if has_room(x) else channels_last(x)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return a map in channels-last memory."""
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 

@@ -15,9 +15,9 @@ Backward recomputes the normalised values from x, so only x, mean and 1 / deviat
 There are no atomics, so results are the same in every run. Each thread adds up what it reads, and
 the threads' sums are added once, at a run's end. Differences are taken from the mean of a run's
 first block, and the mean is kept as two float32 numbers (M is 2), so a mean far from zero costs no
-digits. A program's first voxel has 64 bits, what lies behind it 32. Maps are channels-last already;
-those that are stored with room around Z (:mod:`unet3d.kernels.padding`) have Z as a constant,
-because dividing by another number takes longer than reading a voxel.
+digits. A program's first voxel has 64 bits, what lies behind it 32. Maps are channels-last already.
+Where x has room around Z (:mod:`unet3d.kernels.padding`; ROOM), or what is written is to have zeros
+there (PADS), Z is a constant, because dividing by another number takes longer than reading a voxel.
 """
 
 import triton
@@ -27,6 +27,7 @@ from unet3d.kernels.norm.blocks import (
     gradient_factors,
     load_affine,
     load_block,
+    place_of,
     start_of,
     store_block,
 )
@@ -34,27 +35,28 @@ from unet3d.kernels.norm.blocks import (
 
 @triton.jit
 def _sum_block(
-    x, added, total, first, row, channel, inside, C,
-    Z: tl.constexpr, ADDS: tl.constexpr, PADS: tl.constexpr, STORES: tl.constexpr,
+    x, added, first, row, channel, inside, C,
+    Z: tl.constexpr, ADDS: tl.constexpr, ROOM: tl.constexpr, STORES: tl.constexpr,
 ):  # fmt: skip
     """Load a block of x, or of the sum of x and what is added, rounded as it is stored."""
-    value = load_block(x, first, row, channel, inside, C, Z, PADS)
+    base, place, _ = place_of(first, row, Z, ROOM)
+    at = x + base * C + place[:, None] * C + channel[None, :]
+    value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += load_block(added, first, row, channel, inside, C, Z, False)
-        stored = value.to(total.dtype.element_ty)
+        stored = value.to(x.dtype.element_ty)
         if STORES:
-            at = row[:, None] * C + channel[None, :]
-            tl.store(total + first * C + at, stored, mask=inside)
+            tl.store(at, stored, mask=inside)
         value = stored.to(tl.float32)
     return value
 
 
 @triton.jit
 def moments(
-    x, added, total, moments, V, C, RUN,
-    Z: tl.constexpr, ADDS: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    x, added, moments, V, C, RUN,
+    Z: tl.constexpr, ADDS: tl.constexpr, ROOM: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write the moments of a run, and the sum of two maps where one is added."""
+    """Write the moments of a run; where a map is added, x becomes the sum."""
     run = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -62,25 +64,26 @@ def moments(
     row = tl.arange(0, BV)
     first = run * RUN
     count = tl.minimum(RUN, V - first).to(tl.int32)
-    x += start_of(sample, V, Z, PADS) * C
+    x += start_of(sample, V, Z, ROOM) * C
     added += sample * V * C
-    total += sample * V * C
     inside = (row < count)[:, None] & known[None, :]
-    block = _sum_block(x, added, total, first, row, channel, inside, C, Z, ADDS, PADS, False)
+    block = _sum_block(x, added, first, row, channel, inside, C, Z, ADDS, ROOM, False)
     shift = tl.sum(block, axis=0) / tl.minimum(count, BV).to(tl.float32)
+    if ADDS:
+        tl.debug_barrier()  # before any thread overwrites what another has yet to read
     one = tl.zeros((BV, BC), tl.float32)
     two = tl.zeros((BV, BC), tl.float32)
     whole = count // BV * BV
     all_rows = (row >= 0)[:, None] & known[None, :]
     for start in range(0, whole, BV):
         at = first + start
-        value = _sum_block(x, added, total, at, row, channel, all_rows, C, Z, ADDS, PADS, True)
+        value = _sum_block(x, added, at, row, channel, all_rows, C, Z, ADDS, ROOM, True)
         value -= shift[None, :]
         one += value
         two += value * value
     at = first + whole
     inside = (whole + row < count)[:, None] & known[None, :]
-    value = _sum_block(x, added, total, at, row, channel, inside, C, Z, ADDS, PADS, True)
+    value = _sum_block(x, added, at, row, channel, inside, C, Z, ADDS, ROOM, True)
     value = tl.where(inside, value - shift[None, :], 0.0)
     one += value
     two += value * value
@@ -140,7 +143,7 @@ def merge(
 @triton.jit
 def normalize(
     x, y, weight, bias, means, rstds, V, C, slope,
-    Z: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the normalised values of a block."""
     sample = tl.program_id(2).to(tl.int64)
@@ -150,7 +153,8 @@ def normalize(
     known = channel < C
     inside = (row < V - first)[:, None] & known[None, :]
     mean, scale, shift, _, _ = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    value = load_block(x + sample * V * C, first, row, channel, inside, C, Z, False)
+    x += start_of(sample, V, Z, ROOM) * C
+    value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
     value = tl.where(value > 0, value, value * slope)
     y += start_of(sample, V, Z, PADS) * C
@@ -159,11 +163,12 @@ def normalize(
 
 @triton.jit
 def _add_to_sums(
-    one, two, x, dy, at, inside, mean, scale, shift, slope,
+    one, two, x, dy, first, row, channel, inside, mean, scale, shift, slope, C,
+    Z: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Add a block to the sums of g and of g * (x - mean)."""
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]
-    g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+    value = load_block(x, first, row, channel, inside, C, Z, ROOM) - mean[None, :]
+    g = load_block(dy, first, row, channel, inside, C, Z, False)
     g = tl.where(value * scale[None, :] + shift[None, :] > 0, g, g * slope)
     return one + g, two + g * value
 
@@ -171,31 +176,33 @@ def _add_to_sums(
 @triton.jit
 def sums(
     x, dy, weight, bias, means, rstds, sums, V, C, RUN, slope,
-    BV: tl.constexpr, BC: tl.constexpr,
+    Z: tl.constexpr, ROOM: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the sums over a run."""
     run = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     known = channel < C
-    given = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    mean, scale, shift, rest, rstd = given
+    affine = load_affine(weight, bias, means, rstds, sample, channel, known, C)
+    mean, scale, shift, rest, rstd = affine
     first = run * RUN
     count = tl.minimum(RUN, V - first).to(tl.int32)
-    x += (sample * V + first) * C
-    dy += (sample * V + first) * C
+    x += start_of(sample, V, Z, ROOM) * C
+    dy += sample * V * C
     row = tl.arange(0, BV)
-    at = row[:, None] * C + channel[None, :]
     one = tl.zeros((BV, BC), tl.float32)
     two = tl.zeros((BV, BC), tl.float32)
     whole = count // BV * BV
     all_rows = (row >= 0)[:, None] & known[None, :]
     for start in range(0, whole, BV):
         one, two = _add_to_sums(
-            one, two, x, dy, start * C + at, all_rows, mean, scale, shift, slope
-        )
+            one, two, x, dy, first + start, row, channel, all_rows, mean, scale, shift, slope, C,
+            Z, ROOM,
+        )  # fmt: skip
     inside = (whole + row < count)[:, None] & known[None, :]
-    one, two = _add_to_sums(one, two, x, dy, whole * C + at, inside, mean, scale, shift, slope)
+    one, two = _add_to_sums(
+        one, two, x, dy, first + whole, row, channel, inside, mean, scale, shift, slope, C, Z, ROOM
+    )
     sum_g = tl.sum(one, axis=0)
     sum_gx = (tl.sum(two, axis=0) - sum_g * rest) * rstd
     line = tl.num_programs(2) * C
@@ -225,7 +232,7 @@ def total(sums, totals, C, P, R, BP: tl.constexpr, BC: tl.constexpr):
 @triton.jit
 def gradient(
     x, dy, dx, weight, bias, means, rstds, totals, COUNT, V, C, slope,
-    Z: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block."""
     sample = tl.program_id(2).to(tl.int64)
@@ -234,7 +241,8 @@ def gradient(
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     known = channel < C
     inside = (row < V - first)[:, None] & known[None, :]
-    value = load_block(x + sample * V * C, first, row, channel, inside, C, Z, False)
+    x += start_of(sample, V, Z, ROOM) * C
+    value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     g = load_block(dy + sample * V * C, first, row, channel, inside, C, Z, False)
     given = load_affine(weight, bias, means, rstds, sample, channel, known, C)
     mean, scale, shift, rest, rstd = given

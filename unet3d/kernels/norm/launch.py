@@ -18,33 +18,23 @@ MERGED_CHANNELS = 8
 
 def moments(x: Tensor) -> Tensor:
     """Return the moments (P, 4, N, C) of the runs of a map."""
-    grid, voxels, channels = matrix_of(x)
+    return _moments(x, None)
+
+
+def sum_moments(x: Tensor, added: Tensor) -> Tensor:
+    """Add a map to x, in its memory, and return the moments (P, 4, N, C) of the sum."""
+    return _moments(x, added)
+
+
+def _moments(x: Tensor, added: Tensor | None) -> Tensor:
+    grid, *size = matrix_of(x)
+    adds = added is not None
     out = torch.empty((grid.runs, 4, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    given = (x, x, x, out, voxels, channels, grid.run)
+    start, room = start_of_memory(x)
+    given = (start, added if adds else start, out, *size, grid.run, row_of(x, room), adds, room)
     with torch.cuda.device(x.device):
-        kernel.moments[grid.over_runs](
-            *given, Z=1, ADDS=False, PADS=False, **block_of(grid), num_warps=SUMMING_WARPS
-        )
+        kernel.moments[grid.over_runs](*given, **block_of(grid), num_warps=SUMMING_WARPS)
     return out
-
-
-def sum_moments(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of two maps, and its moments (P, 4, N, C)."""
-    grid, voxels, channels = matrix_of(added)
-    total = empty_map(added, pads=False)
-    out = torch.empty((grid.runs, 4, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    pads = has_room(x)
-    given = (start_of_memory(x, pads), added, total, out, voxels, channels, grid.run)
-    with torch.cuda.device(x.device):
-        kernel.moments[grid.over_runs](
-            *given,
-            Z=row_of(x, pads),
-            ADDS=True,
-            PADS=pads,
-            **block_of(grid),
-            num_warps=SUMMING_WARPS,
-        )
-    return total, out
 
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,9 +62,10 @@ def normalize(
     """Return the normalised map, with zeros around Z or not."""
     grid, *size = matrix_of(x)
     y = empty_map(x, pads)
-    given = (weight, bias, mean, rstd, *size, slope, row_of(x, pads), pads)
+    start, room = start_of_memory(x)
+    given = (weight, bias, mean, rstd, *size, slope, row_of(x, room or pads), room, pads)
     with torch.cuda.device(x.device):
-        kernel.normalize[grid.over_blocks](x, start_of_memory(y, pads), *given, **block_of(grid))
+        kernel.normalize[grid.over_blocks](start, memory_of(y, pads), *given, **block_of(grid))
     return y
 
 
@@ -91,9 +82,10 @@ def sums(
     """Return the sums (P, 2, N, C) over the runs of a map."""
     grid, *size = matrix_of(x)
     out = torch.empty((grid.runs, 2, *x.shape[:2]), dtype=torch.float32, device=x.device)
-    given = (weight, bias, mean, rstd, out, *size, grid.run, slope)
+    start, room = start_of_memory(x)
+    given = (weight, bias, mean, rstd, out, *size, grid.run, slope, row_of(x, room), room)
     with torch.cuda.device(x.device):
-        kernel.sums[grid.over_runs](x, dy, *given, **block_of(grid), num_warps=SUMMING_WARPS)
+        kernel.sums[grid.over_runs](start, dy, *given, **block_of(grid), num_warps=SUMMING_WARPS)
     return out
 
 
@@ -123,11 +115,11 @@ def gradient(
     """Return the gradient of a map, with zeros around Z or not."""
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
-    given = (weight, bias, mean, rstd, total, voxels, *size, slope, row_of(x, pads), pads)
+    start, room = start_of_memory(x)
+    z = row_of(x, room or pads)
+    given = (weight, bias, mean, rstd, total, voxels, *size, slope, z, room, pads)
     with torch.cuda.device(x.device):
-        kernel.gradient[grid.over_blocks](
-            x, dy, start_of_memory(dx, pads), *given, **block_of(grid)
-        )
+        kernel.gradient[grid.over_blocks](start, dy, memory_of(dx, pads), *given, **block_of(grid))
     return dx
 
 
@@ -143,14 +135,20 @@ def block_of(grid: Grid) -> dict[str, int]:
     return {"BV": grid.block_voxels, "BC": grid.block_channels}
 
 
-def row_of(x: Tensor, pads: bool) -> int:
+def row_of(x: Tensor, counts: bool) -> int:
     """Return the voxels along Z where a kernel must know them; each number is another kernel."""
-    return x.shape[-1] if pads else 1
+    return x.shape[-1] if counts else 1
 
 
-def start_of_memory(x: Tensor, pads: bool) -> Tensor:
+def memory_of(x: Tensor, has_padding: bool) -> Tensor:
     """Return a tensor that begins where a map's memory does."""
-    return with_padding(x) if pads else x
+    return with_padding(x) if has_padding else x
+
+
+def start_of_memory(x: Tensor) -> tuple[Tensor, bool]:
+    """Return a tensor that begins where a map's memory does, and whether it has room around Z."""
+    room = has_room(x)
+    return memory_of(x, room), room
 
 
 def _parts() -> dict[str, int]:

@@ -3,8 +3,8 @@
 This module needs no Triton, so the memory of a network can be predicted where there is none. The
 operations are defined one by one because ``torch.library.custom_op`` adds checks to every call that
 take longer than a small kernel. They have no gradients of their own: backward is made of the last
-three. All maps are channels-last, but for one that is added to another, which may have room around
-Z (:mod:`unet3d.kernels.padding`); :mod:`unet3d.kernels.norm.stages` documents what they do.
+three. All maps are channels-last, and x may have room around Z (:mod:`unet3d.kernels.padding`);
+:mod:`unet3d.kernels.norm.stages` documents what they do.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _MAPS = "Tensor x, Tensor weight, Tensor bias, Tensor mean, Tensor rstd"
 
 for _name, _signature in {
     "norm_moments": "(Tensor x) -> Tensor",
-    "norm_sum_moments": "(Tensor x, Tensor added) -> (Tensor, Tensor)",
+    "norm_sum_moments": "(Tensor(a!) x, Tensor added) -> Tensor",
     "norm_merge": "(Tensor moments, int voxels, float eps) -> (Tensor, Tensor, Tensor)",
     "norm_normalize": f"({_MAPS}, *, float slope, bool pads) -> Tensor",
     "norm_sums": f"(Tensor dy, {_MAPS}, *, float slope) -> Tensor",
@@ -51,15 +51,15 @@ def _(x: Tensor) -> Tensor:
 
 
 @torch.library.impl("unet3d::norm_sum_moments", "cuda")
-def _(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, added: Tensor) -> Tensor:
     from unet3d.kernels.norm import launch
 
     return launch.sum_moments(x, added)
 
 
 @torch.library.register_fake("unet3d::norm_sum_moments")  # type: ignore[untyped-decorator]
-def _(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_map(added, pads=False), per_run(x, 4)
+def _(x: Tensor, added: Tensor) -> Tensor:
+    return per_run(x, 4)
 
 
 @torch.library.impl("unet3d::norm_merge", "cuda")

@@ -39,10 +39,9 @@ def moments(x: Tensor) -> Tensor:
     return torch.stack((count, variance, mean)).view(1, 3, n, c)
 
 
-def sum_moments(x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of two maps, in the memory of the first, and its moments (1, 3, N, C)."""
-    total = x.add_(added)
-    return total, moments(total)
+def sum_moments(x: Tensor, added: Tensor) -> Tensor:
+    """Add a map to x, in its memory, and return the moments (1, 3, N, C) of the sum."""
+    return moments(x.add_(added))
 
 
 def merge(moments: Tensor, voxels: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:

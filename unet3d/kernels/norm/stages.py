@@ -30,15 +30,15 @@ class Stages(Protocol):
         """
         ...
 
-    def sum_moments(self, x: Tensor, added: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Add a map to another, and return the sum and its moments.
+    def sum_moments(self, x: Tensor, added: Tensor, /) -> Tensor:
+        """Add a map to x, in its memory, and return the moments of the sum.
 
         Args:
-            x: (N, C, X, Y, Z); it may be overwritten.
+            x: (N, C, X, Y, Z); it becomes the sum.
             added: Of the same shape and type.
 
         Returns:
-            The sum, and its moments as :meth:`moments` returns them.
+            What :meth:`moments` returns.
         """
         ...
 

@@ -14,13 +14,19 @@ from torch import Tensor
 
 from unet3d.kernels.conv.api import conv1x1x1
 from unet3d.kernels.norm import op as norm
-from unet3d.kernels.norm.api import instance_norm, moments_of, num_voxels, stages_for
+from unet3d.kernels.norm.api import (
+    channels_last,
+    instance_norm,
+    laid_out,
+    num_voxels,
+    stages_for,
+)
 from unet3d.kernels.norm.grid import MAX_BLOCK_CHANNELS
 from unet3d.kernels.norm_head import op
 from unet3d.kernels.padding import can_fold, mark_padded, was_folded
 
 MAX_CLASSES = 16
-"""With more classes their matrix and sums leave a program too few registers."""
+"""With more classes the sums leave a program too few registers."""
 
 
 def instance_norm_head(
@@ -57,6 +63,7 @@ def instance_norm_head(
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
     options = _Options(eps=eps, slope=negative_slope, pads_gradient=pads_gradient)
+    x, added = laid_out(x), None if added is None else channels_last(added)
     given = (x, added, weight, bias, head_weight.flatten(1), head_bias, options)
     logits: Tensor = _InstanceNormHead.apply(*given)  # type: ignore[no-untyped-call]
     return logits
@@ -84,7 +91,7 @@ class _InstanceNormHead(torch.autograd.Function):
         head_bias: Tensor,
         options: _Options,
     ) -> Tensor:
-        x, parts = moments_of(x, added, norm)
+        parts = norm.moments(x) if added is None else norm.sum_moments(x, added)
         mean, rstd, _ = norm.merge(parts, num_voxels(x), options.eps)
         affine = (weight, bias, mean, rstd, head)
         y: Tensor = op.logits(x, *affine, head_bias, slope=options.slope)
@@ -97,7 +104,7 @@ class _InstanceNormHead(torch.autograd.Function):
         x, weight, bias, mean, rstd, head = ctx.saved_tensors
         options: _Options = ctx.options
         affine = (weight, bias, mean, rstd, head)
-        dy = dy.to(x.dtype, memory_format=torch.channels_last_3d)
+        dy = channels_last(dy.to(x.dtype))
         sums, ends = op.sums(dy, x, *affine, slope=options.slope)
         total = norm.total(sums)
         dx = op.gradient(

@@ -9,8 +9,9 @@ read x instead of writing and reading maps of its size::
                made from that of the logits, and of the gradients of the head's weight and bias
     gradient   one pass, with the same g
 
-Blocks hold all channels of a voxel. Between the passes come the stages of the normalisation
-(:mod:`unet3d.kernels.norm`).
+Blocks hold all channels of a voxel. Classes are unrolled: for a few, a matrix unit would multiply
+mostly zeros. Between the passes come the stages of the normalisation (:mod:`unet3d.kernels.norm`),
+which explains ROOM, PADS and Z.
 """
 
 import triton
@@ -26,110 +27,115 @@ from unet3d.kernels.norm.blocks import (
 
 
 @triton.jit
-def _head_matrix(head, label, channel, known, is_class, C):
-    """Return the head's matrix, (classes, channels), with zeros for classes that are not there."""
-    at = label[:, None] * C + channel[None, :]
-    return tl.load(head + at, mask=is_class[:, None] & known[None, :], other=0.0)
+def _before_head(dy, head, row, is_voxel, channel, known, C, BV, BC, K: tl.constexpr):
+    """Return the gradient of a block of the normalised map, from that of its logits."""
+    g = tl.zeros((BV, BC), tl.float32)
+    for k in tl.static_range(K):
+        given = tl.load(dy + row * K + k, mask=is_voxel, other=0.0).to(tl.float32)
+        of_class = tl.load(head + k * C + channel, mask=known, other=0.0).to(tl.float32)
+        g += given[:, None] * of_class[None, :]
+    return g
 
 
 @triton.jit
 def logits(
-    x, y, weight, bias, means, rstds, head, head_bias, V, C, K, slope,
-    BV: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    x, y, weight, bias, means, rstds, head, head_bias, V, C, slope,
+    Z: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of a block."""
     sample = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BV
     row = tl.arange(0, BV)
     channel = tl.arange(0, BC)
-    label = tl.arange(0, BK)
     known = channel < C
-    is_class = label < K
     is_voxel = row < V - first
     inside = is_voxel[:, None] & known[None, :]
+    x += start_of(sample, V, Z, ROOM) * C
+    value = load_block(x, first, row, channel, inside, C, Z, ROOM)
     mean, scale, shift, _, _ = load_affine(weight, bias, means, rstds, sample, channel, known, C)
-    value = load_block(x + sample * V * C, first, row, channel, inside, C, 1, False)
     value = (value - mean[None, :]) * scale[None, :] + shift[None, :]
-    value = tl.where(value > 0, value, value * slope).to(x.dtype.element_ty)
-    matrix = _head_matrix(head, label, channel, known, is_class, C).to(x.dtype.element_ty)
-    out = tl.dot(value, tl.trans(matrix), input_precision="ieee")
-    out += tl.load(head_bias + label, mask=is_class, other=0.0).to(tl.float32)[None, :]
-    at = (sample * V + first) * K + row[:, None] * K + label[None, :]
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=is_voxel[:, None] & is_class[None, :])
+    value = tl.where(value > 0, value, value * slope)
+    y += (sample * V + first) * K
+    for k in tl.static_range(K):
+        of_class = tl.load(head + k * C + channel, mask=known, other=0.0).to(tl.float32)
+        made = tl.sum(value * of_class[None, :], axis=1) + tl.load(head_bias + k).to(tl.float32)
+        tl.store(y + row * K + k, made.to(y.dtype.element_ty), mask=is_voxel)
 
 
 @triton.jit
 def sums(
-    x, dy, weight, bias, means, rstds, head, sums, ends, V, C, K, RUN, slope,
-    BV: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    x, dy, weight, bias, means, rstds, head, sums, ends, V, C, RUN, slope,
+    Z: tl.constexpr, ROOM: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the sums over a run."""
     run = tl.program_id(0).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
     row = tl.arange(0, BV)
     channel = tl.arange(0, BC)
-    label = tl.arange(0, BK)
     known = channel < C
-    is_class = label < K
     affine = load_affine(weight, bias, means, rstds, sample, channel, known, C)
     mean, scale, shift, rest, rstd = affine
-    matrix = _head_matrix(head, label, channel, known, is_class, C).to(x.dtype.element_ty)
     first = run * RUN
     count = tl.minimum(RUN, V - first).to(tl.int32)
-    x += (sample * V + first) * C
+    x += start_of(sample, V, Z, ROOM) * C
     dy += (sample * V + first) * K
     one = tl.zeros((BV, BC), tl.float32)
     two = tl.zeros((BV, BC), tl.float32)
-    of_head = tl.zeros((BK, BC), tl.float32)
-    of_bias = tl.zeros((BV, BK), tl.float32)
+    of_head = ()
+    of_bias = ()
+    for _ in tl.static_range(K):
+        of_head = of_head + (tl.zeros((BV, BC), tl.float32),)
+        of_bias = of_bias + (tl.zeros((BV,), tl.float32),)
     for start in range(0, count, BV):
         is_voxel = row < count - start
         inside = is_voxel[:, None] & known[None, :]
-        at = (start + row)[:, None] * C + channel[None, :]
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean[None, :]
-        at = (start + row)[:, None] * K + label[None, :]
-        given = tl.load(dy + at, mask=is_voxel[:, None] & is_class[None, :], other=0.0)
-        g = tl.dot(given, matrix, input_precision="ieee")
+        block = load_block(x, first + start, row, channel, inside, C, Z, ROOM)
+        value = tl.where(inside, block - mean[None, :], 0.0)
+        at = dy + start * K
+        g = _before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
         before = value * scale[None, :] + shift[None, :]
-        is_up = before > 0
-        g = tl.where(is_up, g, g * slope)
+        normal = tl.where(before > 0, before, before * slope)
+        g = tl.where(before > 0, g, g * slope)
         one += g
         two += g * value
-        normal = tl.where(is_up, before, before * slope).to(x.dtype.element_ty)
-        of_head = tl.dot(tl.trans(given), normal, of_head, input_precision="ieee")
-        of_bias += given.to(tl.float32)
+        next_head = ()
+        next_bias = ()
+        for k in tl.static_range(K):
+            given = tl.load(at + row * K + k, mask=is_voxel, other=0.0).to(tl.float32)
+            next_head = next_head + (of_head[k] + given[:, None] * normal,)
+            next_bias = next_bias + (of_bias[k] + given,)
+        of_head = next_head
+        of_bias = next_bias
     sum_g = tl.sum(one, axis=0)
     sum_gx = (tl.sum(two, axis=0) - sum_g * rest) * rstd
     line = tl.num_programs(1) * C
-    out = sums + run * (2 + K) * line + sample * C
-    tl.store(out + channel, sum_g, mask=known)
-    tl.store(out + line + channel, sum_gx, mask=known)
-    at = (2 + label)[:, None] * line + channel[None, :]
-    tl.store(out + at, of_head, mask=is_class[:, None] & known[None, :])
-    out = ends + (run * tl.num_programs(1) + sample) * K + label
-    tl.store(out, tl.sum(of_bias, axis=0), mask=is_class)
+    out = sums + run * (2 + K) * line + sample * C + channel
+    tl.store(out, sum_g, mask=known)
+    tl.store(out + line, sum_gx, mask=known)
+    end = ends + (run * tl.num_programs(1) + sample) * K
+    for k in tl.static_range(K):
+        tl.store(out + (2 + k) * line, tl.sum(of_head[k], axis=0), mask=known)
+        tl.store(end + k, tl.sum(of_bias[k], axis=0))
 
 
 @triton.jit
 def gradient(
-    x, dy, dx, weight, bias, means, rstds, head, totals, COUNT, V, C, K, slope,
-    Z: tl.constexpr, PADS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    x, dy, dx, weight, bias, means, rstds, head, totals, COUNT, V, C, slope,
+    Z: tl.constexpr, ROOM: tl.constexpr, PADS: tl.constexpr,
+    K: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient of a block."""
     sample = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BV
     row = tl.arange(0, BV)
     channel = tl.arange(0, BC)
-    label = tl.arange(0, BK)
     known = channel < C
-    is_class = label < K
     is_voxel = row < V - first
     inside = is_voxel[:, None] & known[None, :]
-    value = load_block(x + sample * V * C, first, row, channel, inside, C, 1, False)
-    at = (sample * V + first) * K + row[:, None] * K + label[None, :]
-    given = tl.load(dy + at, mask=is_voxel[:, None] & is_class[None, :], other=0.0)
-    matrix = _head_matrix(head, label, channel, known, is_class, C).to(x.dtype.element_ty)
-    g = tl.dot(given, matrix, input_precision="ieee")
+    x += start_of(sample, V, Z, ROOM) * C
+    value = load_block(x, first, row, channel, inside, C, Z, ROOM)
+    at = dy + (sample * V + first) * K
+    g = _before_head(at, head, row, is_voxel, channel, known, C, BV, BC, K)
     affine = load_affine(weight, bias, means, rstds, sample, channel, known, C)
     mean, scale, shift, rest, rstd = affine
     column, line = sample * C + channel, tl.num_programs(1) * C

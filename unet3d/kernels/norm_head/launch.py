@@ -6,12 +6,15 @@ import torch
 import triton
 from torch import Tensor
 
-from unet3d.kernels.norm.launch import SUMMING_WARPS, block_of, matrix_of, row_of, start_of_memory
+from unet3d.kernels.norm.launch import matrix_of, memory_of, row_of, start_of_memory
 from unet3d.kernels.norm_head import kernel
 from unet3d.kernels.padding import empty_map
 
-MIN_CLASSES = 16
-"""A matrix unit multiplies no fewer; those that are not there are zeros."""
+BLOCK_ELEMENTS = 4096
+"""Elements of a block that is read and written."""
+SUMMED_NUMBERS = 2**14
+"""Numbers that a program adds up at a time: 64 registers of each of its threads."""
+WARPS = 8
 
 
 def logits(
@@ -27,15 +30,16 @@ def logits(
 ) -> Tensor:
     """Return the logits (N, K, X, Y, Z) of a map."""
     grid, voxels, channels = matrix_of(x)
-    classes = len(head)
-    like = torch.channels_last_3d
-    y = torch.empty(
-        (len(x), classes, *x.shape[2:]), dtype=x.dtype, device=x.device, memory_format=like
-    )
-    given = (weight, bias, mean, rstd, head, head_bias, voxels, channels, classes, slope)
+    shape = (len(x), len(head), *x.shape[2:])
+    layout = torch.channels_last_3d
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+    start, room = start_of_memory(x)
+    block = BLOCK_ELEMENTS // grid.block_channels
+    given = (weight, bias, mean, rstd, head, head_bias, voxels, channels, slope, row_of(x, room))
+    sizes = {"ROOM": room, "K": len(head), "BV": block, "BC": grid.block_channels}
     with torch.cuda.device(x.device):
-        kernel.logits[(grid.over_blocks[0], len(x))](
-            x, y, *given, **block_of(grid), **_classes(head)
+        kernel.logits[(triton.cdiv(voxels, block), len(x))](
+            start, y, *given, **sizes, num_warps=WARPS
         )
     return y
 
@@ -57,11 +61,12 @@ def sums(
     classes = len(head)
     out = torch.empty((grid.runs, 2 + classes, n, c), dtype=torch.float32, device=x.device)
     ends = torch.empty((grid.runs, n, classes), dtype=torch.float32, device=x.device)
-    given = (weight, bias, mean, rstd, head, out, ends, *size, classes, grid.run, slope)
+    start, room = start_of_memory(x)
+    given = (weight, bias, mean, rstd, head, out, ends, *size, grid.run, slope, row_of(x, room))
+    block = SUMMED_NUMBERS // (triton.next_power_of_2(2 + classes) * grid.block_channels)
+    sizes = {"ROOM": room, "K": classes, "BV": block, "BC": grid.block_channels}
     with torch.cuda.device(x.device):
-        kernel.sums[(grid.runs, n)](
-            x, dy, *given, **block_of(grid), **_classes(head), num_warps=SUMMING_WARPS
-        )
+        kernel.sums[(grid.runs, n)](start, dy, *given, **sizes, num_warps=WARPS)
     return out, ends
 
 
@@ -82,14 +87,13 @@ def gradient(
     """Return the gradient of a map, with zeros around Z or not."""
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
-    given = (weight, bias, mean, rstd, head, total, voxels, *size, len(head), slope)
-    options: dict[str, Any] = {"Z": row_of(x, pads), "PADS": pads}
+    start, room = start_of_memory(x)
+    block = BLOCK_ELEMENTS // grid.block_channels
+    given = (weight, bias, mean, rstd, head, total, voxels, *size, slope, row_of(x, room or pads))
+    options: dict[str, Any] = {"ROOM": room, "PADS": pads, "K": len(head)}
+    sizes = {"BV": block, "BC": grid.block_channels, "num_warps": WARPS}
     with torch.cuda.device(x.device):
-        kernel.gradient[(grid.over_blocks[0], len(x))](
-            x, dy, start_of_memory(dx, pads), *given, **options, **block_of(grid), **_classes(head)
+        kernel.gradient[(triton.cdiv(size[0], block), len(x))](
+            start, dy, memory_of(dx, pads), *given, **options, **sizes
         )
     return dx
-
-
-def _classes(head: Tensor) -> dict[str, int]:
-    return {"BK": max(MIN_CLASSES, triton.next_power_of_2(len(head)))}
