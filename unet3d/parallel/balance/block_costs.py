@@ -21,6 +21,7 @@ from torch import Tensor
 from unet3d.config import Recompute, Shape
 from unet3d.inputs.plain_data import validated
 from unet3d.kernels import recomputed_in_backward
+from unet3d.kernels.padding import detached
 from unet3d.kernels.recompute import forget_source
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
@@ -126,7 +127,7 @@ def block_bytes(
             run: Callable[..., Tensor],
         ) -> BlockBytes:
             """Go forward and backward through one block; what it writes stays."""
-            leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
+            leaves = [detached(tensors[name]).requires_grad_(name != "image") for name in inputs]
             known = {storage_key(tensor): name for name, tensor in tensors.items()}
             given = {storage_key(tensor) for tensor in (tensors["image"], *own)}
             saved.clear()
@@ -135,7 +136,7 @@ def block_bytes(
             made = run(*leaves)
             forward_bytes = recorder.peak[place] - before
             alive.append(made)
-            tensors[name] = made.detach()
+            tensors[name] = detached(made)
             forget_source(made)  # later readers must not keep its inputs alive
             known[storage_key(made)] = name
             kept = {
