@@ -33,7 +33,7 @@ from unet3d.memory.fake_devices import is_gpu
 MAX_HEAD_COLUMNS = 128
 """Classes of eight voxels together: with more than sixteen too much of the matrix is zero."""
 
-MIN_COMPOSED_ELEMENTS = 2**21
+MIN_COMPOSED_ELEMENTS = 2**20
 """Smaller maps are upsampled and convolved apart: the normalisation's kernels do not take them."""
 MIN_COMPOSED_VOXELS = 512
 """Voxels of the result for each channel of the input: of fewer, making the kernel takes longer than

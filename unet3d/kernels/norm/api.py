@@ -23,7 +23,7 @@ from unet3d.kernels.recompute import offer
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
-MIN_ELEMENTS = 2**21
+MIN_ELEMENTS = 2**20
 """Smaller maps take the reference: launching Triton's kernels takes longer than PyTorch's two."""
 
 _FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
