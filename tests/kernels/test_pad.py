@@ -19,7 +19,7 @@ def check(x: Tensor, before: int, after: int) -> None:
     assert torch.equal(made, F.pad(x, (before, after)))
     assert made.is_contiguous(memory_format=torch.channels_last_3d)
     with FakeTensorMode():
-        fake = pad_z(torch.empty(x.shape, device=x.device), before, after)
+        fake = pad_z(torch.empty(x.shape, dtype=x.dtype, device=x.device), before, after)
     assert (fake.shape, fake.stride(), fake.dtype) == (made.shape, made.stride(), made.dtype)
 
 

@@ -8,11 +8,13 @@ from unet3d.kernels.norm.api import instance_norm
 from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
 from unet3d.kernels.recompute import kept_for, recomputed_in_backward
+from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
 __all__ = [
     "average_pool",
     "conv1x1x1",
     "conv3x3x3",
+    "conv3x3x3_instance_norm",
     "convolve",
     "instance_norm",
     "instance_norm_head",

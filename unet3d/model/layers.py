@@ -10,6 +10,7 @@ from unet3d.kernels import (
     average_pool,
     conv1x1x1,
     conv3x3x3,
+    conv3x3x3_instance_norm,
     convolve,
     instance_norm,
     instance_norm_head,
@@ -140,7 +141,18 @@ class ConvUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        out: Tensor = self.norm(*self.convolved(x))
+        norm = self.norm
+        if isinstance(norm, InstanceNorm) and self.conv.stride == (1, 1, 1):
+            return conv3x3x3_instance_norm(
+                x,
+                self.conv.weight,
+                norm.weight,
+                norm.bias,
+                NORM_EPS,
+                norm.negative_slope,
+                pads_output=norm.feeds_convolution,
+            )
+        out: Tensor = norm(*self.convolved(x))
         return out
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 NUM_WARM_UP_STEPS = 3
 """Steps of one shape in a row before a capture; they compile kernels and choose algorithms."""
-MAX_ELEMENTS = 2**24
+MAX_ELEMENTS = 2**23
 """Most elements of a micro-batch's image; above, the GPUs are slower than Python."""
 MAX_MICRO_BATCHES = 64
 """Most micro-batches; each has graphs of its own, which take time to capture and memory."""

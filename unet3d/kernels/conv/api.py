@@ -33,7 +33,7 @@ from unet3d.memory.fake_devices import is_gpu
 MAX_HEAD_COLUMNS = 128
 """Classes of eight voxels together: with more than sixteen too much of the matrix is zero."""
 
-MIN_COMPOSED_ELEMENTS = 2**21
+MIN_COMPOSED_ELEMENTS = 2**20
 """Smaller maps are upsampled and convolved apart: the normalisation's kernels do not take them."""
 MIN_COMPOSED_VOXELS = 512
 """Voxels of the result for each channel of the input: of fewer, making the kernel takes longer than
@@ -64,7 +64,7 @@ def conv3x3x3(
     Returns:
         (N, O, X', Y, Z), where X' is X + the sum of x_padding - 2.
     """
-    if _is_stem(x, weight):
+    if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
         y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype), *x_padding)
         return y
@@ -197,8 +197,13 @@ def conv1x1x1(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return y.reshape(n, i, j, k, outputs).permute(0, 4, 1, 2, 3)
 
 
-def _is_stem(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is an image: it has few channels and needs no gradient."""
+def is_stem(x: Tensor, weight: Tensor) -> bool:
+    """Return whether x is an image, which Triton convolves: it has few channels and no gradient.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (O, I, 3, 3, 3).
+    """
     return (
         is_gpu(x.device)
         and 27 * x.shape[1] <= MAX_STEM_ROWS

@@ -16,7 +16,7 @@ WANTED_PROGRAMS = 1056
 
 
 @triton.jit
-def _offsets(voxel, k, BEFORE, X, Y, Z, CI: tl.constexpr):
+def offsets(voxel, k, BEFORE, X, Y, Z, CI: tl.constexpr):
     """Return for voxels and neighbours, which broadcast, where they are and whether inside."""
     tap = k // CI
     dx = tap // 9 - BEFORE
@@ -40,7 +40,7 @@ def _forward(
     voxel = first + row
     k = tl.arange(0, K)
     o = tl.arange(0, BO)
-    at, inside = _offsets(voxel[:, None], k[None, :], BEFORE, X, Y, Z, CI)
+    at, inside = offsets(voxel[:, None], k[None, :], BEFORE, X, Y, Z, CI)
     start = x + sample * X * Y * Z * CI
     values = tl.load(start + at, mask=inside & (voxel < V)[:, None], other=0.0)
     known = (k < 27 * CI)[:, None] & (o < CO)[None, :]
@@ -67,7 +67,7 @@ def _weights(
     last = tl.minimum(first + RUN, V)
     for start in range(first, last, BV):
         voxel = start + row
-        at, inside = _offsets(voxel[None, :], k[:, None], BEFORE, X, Y, Z, CI)
+        at, inside = offsets(voxel[None, :], k[:, None], BEFORE, X, Y, Z, CI)
         values = tl.load(x + at, mask=inside & (voxel < last)[None, :], other=0.0)
         place = dy + (sample * V + start) * CO + row[:, None] * CO + o[None, :]
         given = (voxel < last)[:, None] & (o < CO)[None, :]
@@ -109,15 +109,37 @@ def forward(x: Tensor, weight: Tensor, before: int, after: int) -> Tensor:
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, before: int) -> Tensor:
     """Return the gradient of the weights; the arguments are those of :func:`forward`."""
     x, dy = (value.contiguous(memory_format=torch.channels_last_3d) for value in (x, dy))
-    n, i, *space = x.shape
-    o = weight.shape[0]
-    sizes = _sizes(i, o)
-    voxels = dy.shape[2] * space[1] * space[2]
+    runs, partial, sizes = parts_of_weights(dy, x)
+    given = (before, *x.shape[2:], *runs)
+    with torch.cuda.device(x.device):
+        _weights[(runs[-1], len(x))](x, dy, partial, *given, **sizes)
+    return sum_of_parts(partial, weight)
+
+
+def parts_of_weights(
+    dy: Tensor, x: Tensor
+) -> tuple[tuple[int, int, int, int], Tensor, dict[str, int]]:
+    """Return how the gradient of the weights is divided among programs.
+
+    Args:
+        dy: Gradient of the result.
+        x: The image.
+
+    Returns:
+        V, CO, RUN and S, as kernels take them; memory for the parts; and the sizes of blocks.
+    """
+    n, o = dy.shape[:2]
+    sizes = _sizes(x.shape[1], o)
+    voxels = dy.shape[2] * dy.shape[3] * dy.shape[4]
     run = triton.cdiv(triton.cdiv(voxels, WANTED_PROGRAMS), BLOCK_VOXELS) * BLOCK_VOXELS
     runs = triton.cdiv(voxels, run)
     partial = torch.empty((n * runs, sizes["K"], sizes["BO"]), device=x.device)
-    with torch.cuda.device(x.device):
-        _weights[(runs, n)](x, dy, partial, before, *space, voxels, o, run, runs, **sizes)
+    return (voxels, o, run, runs), partial, sizes
+
+
+def sum_of_parts(partial: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient of the weights from its parts."""
+    o, i = weight.shape[:2]
     matrix = partial.sum(0)[: 27 * i, :o]
     return matrix.view(3, 3, 3, i, o).permute(4, 3, 0, 1, 2).to(weight.dtype).contiguous()
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 BLOCK_ELEMENTS = 4096
 WANTED_PROGRAMS = 1056
-UNROLLED_VOXELS = 2048
+UNROLLED_VOXELS = 1024
 """Voxels of a program, where each class is unrolled."""
 MAX_UNROLLED = 8
 """Most classes that are."""

@@ -23,7 +23,7 @@ from unet3d.kernels.recompute import offer
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
-MIN_ELEMENTS = 2**21
+MIN_ELEMENTS = 2**20
 """Smaller maps take the reference: launching Triton's kernels takes longer than PyTorch's two."""
 
 _FAST_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,13 +89,15 @@ def instance_norm(
     return y  # type: ignore[no-any-return]
 
 
-def stages_for(x: Tensor) -> Stages:
+def stages_for(x: Tensor, channels: int | None = None) -> Stages:
     """Return the version of the stages that suits a map.
 
     Args:
         x: (N, C, X, Y, Z); for Triton's version it must be channels-last where a stage takes it.
+        channels: Of the map, where x is only of its size; None: those of x.
     """
-    if x.numel() >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
+    elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
+    if elements >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
         return op
     return reference
 

@@ -10,11 +10,12 @@ from unet3d.kernels.norm.launch import matrix_of, memory_of, row_of, start_of_me
 from unet3d.kernels.norm_head import kernel
 from unet3d.kernels.padding import empty_map
 
-BLOCK_ELEMENTS = 4096
-"""Elements of a block that is read and written."""
-SUMMED_NUMBERS = 2**14
-"""Numbers that a program adds up at a time: 64 registers of each of its threads."""
-WARPS = 8
+LOGITS_ELEMENTS = 8192
+"""Elements of a block that logits are made from."""
+GRADIENT_ELEMENTS = 4096
+"""Elements of a block that a gradient is made for."""
+SUMMED_NUMBERS = 5 * 4096
+"""Most numbers that a program adds up at a time: 160 a thread."""
 
 
 def logits(
@@ -34,13 +35,11 @@ def logits(
     layout = torch.channels_last_3d
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
     start, room = start_of_memory(x)
-    block = BLOCK_ELEMENTS // grid.block_channels
+    block = LOGITS_ELEMENTS // grid.block_channels
     given = (weight, bias, mean, rstd, head, head_bias, voxels, channels, slope, row_of(x, room))
     sizes = {"ROOM": room, "K": len(head), "BV": block, "BC": grid.block_channels}
     with torch.cuda.device(x.device):
-        kernel.logits[(triton.cdiv(voxels, block), len(x))](
-            start, y, *given, **sizes, num_warps=WARPS
-        )
+        kernel.logits[(triton.cdiv(voxels, block), len(x))](start, y, *given, **sizes)
     return y
 
 
@@ -63,10 +62,11 @@ def sums(
     ends = torch.empty((grid.runs, n, classes), dtype=torch.float32, device=x.device)
     start, room = start_of_memory(x)
     given = (weight, bias, mean, rstd, head, out, ends, *size, grid.run, slope, row_of(x, room))
-    block = SUMMED_NUMBERS // (triton.next_power_of_2(2 + classes) * grid.block_channels)
+    most = SUMMED_NUMBERS // (2 + classes) // grid.block_channels
+    block = 1 << (most.bit_length() - 1)
     sizes = {"ROOM": room, "K": classes, "BV": block, "BC": grid.block_channels}
     with torch.cuda.device(x.device):
-        kernel.sums[(grid.runs, n)](start, dy, *given, **sizes, num_warps=WARPS)
+        kernel.sums[(grid.runs, n)](start, dy, *given, **sizes)
     return out, ends
 
 
@@ -88,10 +88,10 @@ def gradient(
     grid, *size = matrix_of(x)
     dx = empty_map(x, pads)
     start, room = start_of_memory(x)
-    block = BLOCK_ELEMENTS // grid.block_channels
+    block = GRADIENT_ELEMENTS // grid.block_channels
     given = (weight, bias, mean, rstd, head, total, voxels, *size, slope, row_of(x, room or pads))
     options: dict[str, Any] = {"ROOM": room, "PADS": pads, "K": len(head)}
-    sizes = {"BV": block, "BC": grid.block_channels, "num_warps": WARPS}
+    sizes = {"BV": block, "BC": grid.block_channels}
     with torch.cuda.device(x.device):
         kernel.gradient[(triton.cdiv(size[0], block), len(x))](
             start, dy, memory_of(dx, pads), *given, **options, **sizes

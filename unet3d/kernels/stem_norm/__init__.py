@@ -1,0 +1,1 @@
+"""The first convolution with the normalisation behind it; nothing is imported here."""
