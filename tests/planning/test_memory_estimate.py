@@ -353,6 +353,14 @@ ON_GPU = {
     "residual": {"precision": "bfloat16", "model": {"encoder": "residual"}},
     "adamw": {"precision": "bfloat16", "optimizer": "adamw"},
     "offload": {"precision": "bfloat16", "offload": "skips"},
+    "level": {"precision": "bfloat16", "recompute": "level"},
+    "large level": {
+        "precision": "bfloat16",
+        "recompute": "level",
+        "size": (192, 192, 192),
+        "batch_size": 1,
+    },
+    "accumulated level": {"precision": "bfloat16", "recompute": "level", "num_micro_batches": 2},
 }
 
 
