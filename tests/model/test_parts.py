@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.saved_tensors import handling, storage_key
-from unet3d.model import Block, Topology, UNet3d, in_running_order, run_block, run_blocks
+from unet3d.model import (
+    Block,
+    Topology,
+    UNet3d,
+    in_running_order,
+    run_block,
+    run_blocks,
+    sequential_blocks,
+)
 from unet3d.model.parts import PartsOfPass, recomputed_parts
 
 SIZE = (8, 12, 8)
@@ -152,6 +160,23 @@ def test_a_part_runs_again_when_backward_comes_to_it() -> None:
         "encoder.0.1",
         "encoder.levels.0.1.conv",
     ]
+
+
+def test_what_enters_a_level_of_a_chain_is_kept() -> None:
+    """Its first module may take long, so none runs more than twice."""
+    num_runs: Counter[int] = Counter()
+    chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    blocks = sequential_blocks(chain)
+    for index, module in enumerate(chain):
+        module[0].register_forward_hook(lambda *_, index=index: num_runs.update([index]))
+    leaf = torch.ones(2, 4, requires_grad=True)
+    kept: list[Tensor] = []
+    run = PartsOfPass(recomputed_parts(blocks, 1), nullcontext).run
+    with handling(kept.append), recomputed_in_backward():
+        made = run_blocks(blocks, {"image": leaf}, [blocks[-1].name], run=run)
+    assert len(kept) == 3
+    made[blocks[-1].name].sum().backward()
+    assert num_runs == {0: 2, 1: 2, 2: 2}
 
 
 @pytest.fixture

@@ -249,8 +249,10 @@ class _Result:
 
     @property
     def is_quick(self) -> bool:
-        """Whether its part takes little time: one convolution of an image's few channels."""
-        return all(block.inputs == ("image",) for block in self._part.blocks)
+        """Whether its part takes little time: in an encoder, a convolution of few channels."""
+        return all(
+            block.path == "encoder" and block.inputs == ("image",) for block in self._part.blocks
+        )
 
     def __call__(self) -> Tensor:
         """Return it for backward."""
