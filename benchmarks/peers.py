@@ -57,9 +57,9 @@ class Variant:
     compiled: bool = False
     """Whether by ``torch.compile``."""
     recompute: Recompute = "norm"
-    """What our network makes again in backward."""
+    """What our network recomputes in backward."""
     offload: Offload = "none"
-    """What it parks in host memory."""
+    """What it offloads to host memory."""
     recorded: bool = True
     """Whether it may replay its launches as a CUDA graph."""
     channels_first: bool = False
@@ -85,7 +85,6 @@ VARIANTS = (
     Variant(key="ours-off", network="ours", recompute="off"),
     Variant(key="ours-level", network="ours", recompute="level"),
     Variant(key="ours-offload", network="ours", offload="skips"),
-    Variant(key="ours-level-offload", network="ours", recompute="level", offload="skips"),
     Variant(key="nnunet-compiled", network="nnunet", precision="float16", compiled=True),
     Variant(key="nnunet-eager", network="nnunet", precision="float16"),
     Variant(key="nnunet-keeping", network="nnunet", precision="float16", keeps_host_memory=True),

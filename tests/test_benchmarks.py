@@ -218,3 +218,76 @@ def test_chart_shows_figures_and_reasons(scripts: None, tmp_path: Path) -> None:
     assert largest.bars == {"ours": 2.0, "other": None}
     draw([times, memory, largest], tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_frontier_measures_every_setting_that_a_device_has(tmp_path: Path) -> None:
+    record, table = run(
+        "frontier.py", tmp_path / "frontier.json", "--device", "cpu", "--shape", "16,16,16",
+        "--shape", "32,16,16", "--warmup", "1", "--steps", "2", *CHANNELS,
+        "--png", str(tmp_path / "frontier.png"),
+    )  # fmt: skip
+    assert [panel["size"] for panel in record["sizes"]] == [[16] * 3, [32, 16, 16]]
+    for panel in record["sizes"]:
+        rows = {row["key"]: row for row in panel["rows"]}
+        assert list(rows) == ["norm", "level", "off"]  # a CPU's memory is the host's
+        assert all(len(row["all_seconds"]) == 2 for row in rows.values())
+        assert rows["level"]["loss"] == rows["norm"]["loss"] == rows["off"]["loss"]
+        assert rows["level"]["peak_bytes"] < rows["norm"]["peak_bytes"]
+        assert rows["level"]["beaten_by"] == []
+    assert len(table.splitlines()) == 1 + 2 * 3
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_setting_is_beaten_by_one_that_costs_no_more_of_either(scripts: None) -> None:
+    from frontier import mark_beaten
+
+    costs = {"a": (1.0, 8), "b": (2.0, 4), "c": (2.0, 5), "d": (3.0, 9), "twin of b": (2.0, 4)}
+    rows: list[dict[str, Any]] = [
+        {"key": key, "seconds": seconds, "peak_bytes": peak}
+        for key, (seconds, peak) in costs.items()
+    ]
+    mark_beaten([*rows, {"key": "e", "reason": "out of memory"}])
+    beaten = {row["key"]: row["beaten_by"] for row in rows}
+    assert beaten == {
+        "a": [],
+        "b": [],
+        "c": ["b", "twin of b"],
+        "d": ["a", "b", "c", "twin of b"],
+        "twin of b": [],
+    }
+
+
+def test_frontier_shows_what_does_not_fit(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import frontier
+    from peers import Problem, Variant
+
+    class Large:
+        def __init__(self, *_: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(frontier, "Trainee", Large)
+    variant = Variant(key="norm", network="ours")
+    problem = Problem(size=(16, 16, 16), batch_size=1, channels=(4, 8, 8))
+    row = frontier.measure(variant, problem, torch.device("cpu"), 1, 1)
+    assert row["reason"] == "out of memory" and "seconds" not in row
+    assert row["predicted_peak_bytes"] > 0
+    fits = {"key": "level", "seconds": 0.1, "peak_bytes": 2**30, "beaten_by": []}
+    record = {
+        "devices": ["a GPU"],
+        "batch_size": 1,
+        "sizes": [{"size": [16] * 3, "rows": [fits, row]}],
+    }
+    frontier.draw(record, tmp_path / "a.png")
+    frontier.draw({**record, "sizes": [{"size": [16] * 3, "rows": [row]}]}, tmp_path / "b.png")
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_offload_is_measured_where_a_device_has_memory_of_its_own(scripts: None) -> None:
+    from frontier import settings_for
+
+    on_gpu = settings_for(torch.device("cuda", 0))
+    assert ("norm", "skips") in on_gpu and ("level", "skips") not in on_gpu
+    assert all(offload == "none" for _, offload in settings_for(torch.device("cpu")))

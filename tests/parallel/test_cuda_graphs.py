@@ -286,6 +286,17 @@ def test_replayed_steps_train_as_launched_ones(
     check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_micro_batches", "schedule"), [(1, "1f1b"), (2, "all-forward")])
+@pytest.mark.parametrize("indices", [(0,), (0, 0)])
+def test_replayed_steps_recompute_levels(
+    indices: tuple[int, ...], schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
+) -> None:
+    gpus = tuple(torch.device("cuda", index) for index in indices)
+    options = {"schedule": schedule, "num_micro_batches": num_micro_batches}
+    check_replayed_steps(gpus, recompute="level", **options)
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])

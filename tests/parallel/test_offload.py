@@ -17,6 +17,7 @@ from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, offload, parallelize
 from unet3d.parallel.offload import OffloadedMemory, skip_names
+from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning.memory_estimate import Step, predict_memory
 
 CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ class Sizes(MemoryMeter):
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
-def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
+def test_a_skip_is_away_at_the_peak_and_comes_back_once(
     remade_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, where it is made again in backward, what it is made from."""
@@ -161,13 +162,83 @@ def test_a_skip_is_away_at_the_peak_and_comes_back_for_each_reader(
     expected = {(1, 4 * 2**level, *[16 // 2**level] * 3) for level in range(2)}
     assert set(sizes.seen) == expected
     for shape, seen in sizes.seen.items():
-        full = 4 * torch.Size(shape).numel()
-        # Given back in forward, fetched for the decoder, given back, fetched for the next level;
-        # the lowest skip is still there for the level below it.
-        once = [0, full]
-        assert seen[:4] == 2 * once or (shape[1] == 8 and seen[:2] == once)
+        assert seen == [0, 4 * torch.Size(shape).numel()]
     assert kept[0] - kept[1] == sum(4 * torch.Size(shape).numel() for shape in expected)
     assert [sizes._kept[slot.index].now for slot in executor.slots] == [0]
+
+
+@pytest.mark.usefixtures("parking_cpu")
+def test_skips_are_away_while_the_decoder_works_at_full_resolution() -> None:
+    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
+    assert isinstance(executor, PipelineExecutor)
+    order: list[str] = []
+
+    class Noted(Sizes):
+        def resized(self, tensor: Tensor) -> None:
+            super().resized(tensor)
+            is_here = tensor.untyped_storage().nbytes() > 0
+            order.append(f"{'in' if is_here else 'out'} {tensor.shape[1]}")
+
+    Noted(executor)
+    blocks = {block.name: block.module for block in executor.stages[0].blocks}
+    for name in ("decoder.1.1", "decoder.0.0", "decoder.0.skip", "encoder.0.1"):
+        blocks[name].register_forward_hook(lambda *_, name=name: order.append(name))
+        weight = next(iter(blocks[name].parameters()))
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(f"back {name}"))
+    step_of(executor, num_samples=1)
+    forward = ["encoder.0.1", "decoder.0.skip", "decoder.1.1", "out 4", "out 8", "decoder.0.0"]
+    # Those that backward needs first come first.
+    backward = ["decoder.0.0", "in 8", "in 4", "decoder.1.1", "decoder.0.skip", "encoder.0.1"]
+    assert order == forward + [name if name[0] == "i" else f"back {name}" for name in backward]
+
+
+class Copies:
+    """Stands for the compute stream and for events on the streams of copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited_for: list[str] = []
+        copy = OffloadedMemory._copy
+
+        def noted(memory: OffloadedMemory, target: Tensor, source: Tensor, direction: str) -> Any:
+            copy(memory, target, source, direction)
+            return direction
+
+        monkeypatch.setattr(OffloadedMemory, "_copy", noted)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self)
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event)
+
+
+def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both read the skip; only its memory must not be freed before."""
+    copies = Copies(monkeypatch)
+    memory = OffloadedMemory(torch.arange(8.0), lambda tensor: None)
+    memory.use()
+    memory.use()
+    assert copies.waited_for == []
+    memory.release()
+    memory.fetch()
+    assert copies.waited_for == ["out"]
+    memory.use()
+    memory.use()
+    assert copies.waited_for == ["out", "in"]
+    assert torch.equal(memory._tensor, torch.arange(8.0))
+
+
+def test_memory_that_was_fetched_and_not_used_is_freed_after_its_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = Copies(monkeypatch)
+    memory = OffloadedMemory(torch.arange(8.0), lambda tensor: None)
+    memory.release()
+    memory.fetch()
+    memory.release()
+    assert copies.waited_for == ["out", "in"]
+    memory.use()
+    assert copies.waited_for == ["out", "in", "in"]
 
 
 @pytest.mark.usefixtures("parking_cpu")

@@ -189,20 +189,21 @@ def test_every_parameter_and_buffer_is_on_its_device(
 def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
     level, norm, off = (
         predict_memory(
-            make_step(devices, (128, 128, 128), 1, 1, "bfloat16", LARGE, recompute=how),
+            make_step(devices, (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute=how),
             counts_reserved=False,
         )
         for how in ("level", "norm", "off")
     )
+    kept = [[m.activations_bytes for m in one.memory.values()] for one in (level, norm, off)]
+    peaks = [[m.peak_bytes for m in one.memory.values()] for one in (level, norm, off)]
+    # Of the first stage: of a decoder alone nothing is recomputed that norm keeps.
+    assert kept[0][0] < 0.65 * kept[1][0]
+    assert peaks[0][0] < 0.85 * peaks[1][0]
     for index in range(len(devices)):
-        kept = [one.memory[index].activations_bytes for one in (level, norm, off)]
-        assert kept[0] < 0.7 * kept[1] < 0.7 * kept[2]
-        assert kept[1] < 0.75 * kept[2]
-    peaks = [sum(memory.peak_bytes for memory in one.memory.values()) for one in (level, norm, off)]
-    assert max(peaks[:2]) < peaks[2]
+        assert kept[0][index] <= kept[1][index] < 0.85 * kept[2][index]
+        assert peaks[0][index] <= peaks[1][index] < peaks[2][index]
     if len(devices) == 1:
-        # On two, the encoder's peak is in its first level, which is there whole in either case.
-        assert peaks[0] < peaks[1]
+        assert peaks[0][0] < 0.75 * peaks[1][0]
 
 
 def test_two_slots_on_one_gpu_share_its_peak() -> None:
@@ -352,6 +353,14 @@ ON_GPU = {
     "residual": {"precision": "bfloat16", "model": {"encoder": "residual"}},
     "adamw": {"precision": "bfloat16", "optimizer": "adamw"},
     "offload": {"precision": "bfloat16", "offload": "skips"},
+    "level": {"precision": "bfloat16", "recompute": "level"},
+    "large level": {
+        "precision": "bfloat16",
+        "recompute": "level",
+        "size": (192, 192, 192),
+        "batch_size": 1,
+    },
+    "accumulated level": {"precision": "bfloat16", "recompute": "level", "num_micro_batches": 2},
 }
 
 

@@ -78,7 +78,8 @@ replicas_option = click.option(
 offload_option = click.option(
     "--offload",
     type=click.Choice(["none", "skips"]),
-    help="skips: GPUs keep what waits for the decoder in host memory.",
+    help="skips: GPUs keep what waits for the decoder in host memory. It takes time: copies last "
+    "longer than the work beside them. memory.recompute=level saves more memory.",
 )
 
 

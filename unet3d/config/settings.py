@@ -359,11 +359,14 @@ class MemorySettings(Section):
     """What is kept for backward, and where."""
 
     recompute: Recompute = "norm"
-    """What backward recomputes instead of keeping it. norm: normalised features; level: everything
-    within a level; off: nothing, all is kept."""
+    """What backward recomputes instead of keeping it. norm: normalised features; level: also the
+    encoder, one level after the other, which takes the least memory and the time of its forward
+    pass; off: nothing, all is kept."""
     offload: Offload = "none"
     """skips: GPUs offload what the encoder hands to the decoder to host memory while it is not
-    used; the numbers are the same to the bit. none: everything stays on the GPU."""
+    used; the numbers are the same to the bit. It costs what the copies take longer than the work
+    below full resolution, and saves less memory than recompute=level. none: everything stays on the
+    GPU."""
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -414,8 +417,8 @@ class Config(Section):
             )
         if self.memory.offload == "skips" and self.memory.recompute == "level":
             raise ValueError(
-                "memory.offload=skips with memory.recompute=level is not possible: a level that "
-                "is recomputed runs in one go; use memory.recompute=norm"
+                "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
+                "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
         self._check_replicas()
         if self.model.norm == "batch" and self.training.num_micro_batches > 1:

@@ -110,6 +110,19 @@ def with_padding(x: Tensor) -> Tensor:
     return x.as_strided((n, c, i, j, k + 2), x.stride(), x.storage_offset() - c)
 
 
+def detached(x: Tensor) -> Tensor:
+    """Return a tensor of the same memory, without a graph but with the marks."""
+    return with_marks(x.detach(), x)
+
+
+def with_marks(x: Tensor, other: Tensor) -> Tensor:
+    """Give a tensor the marks of another one with the same memory, and return it."""
+    for mark in (_PADDED, _FOLDED):
+        if hasattr(other, mark):
+            setattr(x, mark, getattr(other, mark))
+    return x
+
+
 def mark_folded(x: Tensor) -> Tensor:
     """Mark the result of a folded convolution, which wants its gradient padded, and return it."""
     setattr(x, _FOLDED, True)

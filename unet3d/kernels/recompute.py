@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.padding import is_padded
-from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.memory.saved_tensors import Saved, handling, storage_key
 
 Recompute = Callable[[], Tensor]
 """Computes a tensor once more, in the same memory layout."""
@@ -30,8 +30,8 @@ class _Offer:
     """A tensor that can be recomputed."""
 
     recompute: Recompute
-    source: Tensor
-    """The large tensor that it is computed from."""
+    source: Tensor | None
+    """The large tensor that it is computed from, which is kept; None: there is none."""
     shape: torch.Size
     is_dense: bool
     """Whether it has no zeros around."""
@@ -44,29 +44,44 @@ _known: ContextVar[dict[int, _Offer] | None] = ContextVar("known", default=None)
 def recomputed_in_backward() -> Iterator[None]:
     """Keep no tensor that is offered in the context (:func:`offer`): backward recomputes it."""
     known: dict[int, _Offer] = {}
-
-    def handler(tensor: Tensor) -> _Recomputed | None:
-        offered = known.get(storage_key(tensor))
-        if offered is None:
-            return None
-        if tensor.shape == offered.shape:
-            return _Recomputed(recompute=offered.recompute, view=None)
-        if not offered.is_dense:  # the recomputed tensor has no zeros around
-            return None
-        view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return _Recomputed(recompute=offered.recompute, view=view)
-
     token = _known.set(known)
     try:
-        with handling(handler):
+        with handling(recomputed):
             yield
     finally:
         _known.reset(token)
         known.clear()  # a result that lives on must not keep its source alive
 
 
+@contextmanager
+def nothing_offered() -> Iterator[None]:
+    """Offer nothing in the context, because what is computed in it is recomputed as a whole."""
+    token = _known.set(None)
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def recomputed(tensor: Tensor) -> Saved | None:
+    """Return what stands for a tensor that was offered in this context, or None.
+
+    Args:
+        tensor: A tensor that is about to be saved, or a view of one.
+    """
+    offered = (_known.get() or {}).get(storage_key(tensor))
+    if offered is None:
+        return None
+    if tensor.shape == offered.shape:
+        return _Recomputed(recompute=offered.recompute, view=None)
+    if not offered.is_dense:  # the recomputed tensor has no zeros around
+        return None
+    view = (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    return _Recomputed(recompute=offered.recompute, view=view)
+
+
 def offer(tensor: Tensor, recompute: Recompute, source: Tensor) -> None:
-    """Let a tensor be recomputed, where a context asks for it.
+    """Let a tensor be recomputed, where a context asks for it and the tensor is large.
 
     Args:
         tensor: A tensor that was just computed.
@@ -74,8 +89,23 @@ def offer(tensor: Tensor, recompute: Recompute, source: Tensor) -> None:
             :mod:`unet3d.kernels.padding`); holds nothing that is not kept for backward anyway.
         source: The large tensor that ``recompute`` holds.
     """
+    if tensor.numel() >= MIN_ELEMENTS:
+        _offer(tensor, recompute, source)
+
+
+def offer_result(tensor: Tensor, recompute: Recompute) -> None:
+    """Let the result of a part of the network be recomputed with that part, of whatever size.
+
+    Args:
+        tensor: The result.
+        recompute: Computes it once more, as in :func:`offer`; holds nothing large.
+    """
+    _offer(tensor, recompute, None)
+
+
+def _offer(tensor: Tensor, recompute: Recompute, source: Tensor | None) -> None:
     known = _known.get()
-    if known is None or tensor.numel() < MIN_ELEMENTS:
+    if known is None:
         return
     key = storage_key(tensor)
     known[key] = _Offer(
@@ -103,7 +133,7 @@ def kept_for(tensor: Tensor) -> Tensor:
         tensor: A tensor that was computed in this context.
     """
     offered = (_known.get() or {}).get(storage_key(tensor))
-    return tensor if offered is None else offered.source
+    return tensor if offered is None or offered.source is None else offered.source
 
 
 def forget_source(tensor: Tensor) -> None:

@@ -52,6 +52,27 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+class Kept:
+    """A tensor that is kept as it is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def restore(self) -> Tensor:
+        """Return the tensor."""
+        return self._tensor
+
+
+def save(tensor: Tensor) -> Saved:
+    """Return what stands for a tensor that is kept for backward, but not by autograd.
+
+    Args:
+        tensor: The tensor; the handlers of the context are asked about it.
+    """
+    saved = _pack(tensor)
+    return Kept(saved) if isinstance(saved, Tensor) else saved
+
+
 def _pack(tensor: Tensor) -> Tensor | Saved:
     for handler in _handlers.get():
         saved = handler(tensor)

@@ -1,6 +1,12 @@
 """The network: topology, blocks, U-Net and loss. Nothing here names a device."""
 
-from unet3d.model.blocks import Block, BlockWatcher, run_blocks, run_levels
+from unet3d.model.blocks import (
+    Block,
+    BlockWatcher,
+    in_running_order,
+    run_block,
+    run_blocks,
+)
 from unet3d.model.loss import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
@@ -17,10 +23,11 @@ __all__ = [
     "Topology",
     "UNet3d",
     "dice_cross_entropy",
+    "in_running_order",
     "loss_from_sums",
     "loss_sums",
     "plan_topology",
+    "run_block",
     "run_blocks",
-    "run_levels",
     "sequential_blocks",
 ]

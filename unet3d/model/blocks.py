@@ -1,14 +1,10 @@
 """The list of blocks that a cut divides, and how they run."""
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +45,27 @@ class BlockWatcher(Protocol):
         ...
 
 
+RunBlock = Callable[[Block, Mapping[str, Tensor]], Tensor]
+"""Runs one block on its inputs, which it gets by name."""
+
+
+def run_block(block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Return what a block makes of its inputs.
+
+    Args:
+        block: The block.
+        inputs: Its inputs by name.
+    """
+    made: Tensor = block.module(*(inputs[name] for name in block.inputs))
+    return made
+
+
 def run_blocks(
     blocks: Sequence[Block],
     tensors: dict[str, Tensor],
     keep: Iterable[str],
     watcher: BlockWatcher | None = None,
+    run: RunBlock = run_block,
 ) -> dict[str, Tensor]:
     """Run blocks in order, letting go of each tensor after its last reader.
 
@@ -63,6 +75,7 @@ def run_blocks(
             no block reads any more.
         keep: Names of the tensors to return.
         watcher: Is called before and after each block.
+        run: Runs each block.
 
     Returns:
         The kept tensors by name.
@@ -72,7 +85,7 @@ def run_blocks(
     for block in blocks:
         if watcher is not None:
             watcher.before(block)
-        tensors[block.name] = block.module(*(tensors[name] for name in block.inputs))
+        tensors[block.name] = run(block, {name: tensors[name] for name in block.inputs})
         if watcher is not None:
             watcher.after(block, tensors[block.name])
         for name in set(block.inputs):
@@ -81,73 +94,26 @@ def run_blocks(
     return {name: tensors.pop(name) for name in kept}
 
 
-def run_levels(
-    blocks: Sequence[Block], tensors: dict[str, Tensor], keep: Iterable[str]
-) -> dict[str, Tensor]:
-    """Run blocks as :func:`run_blocks` does, but keep only what enters each level for backward.
+def in_running_order(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """Return blocks in the order in which their backward passes need the least memory.
 
-    The rest is recomputed when backward comes to the level (Chen et al., arXiv 1604.06174). A
-    second forward pass saves most of the activations' memory.
+    The convolution of a skip can run long before the decoder needs its result. Then backward, which
+    goes the other way, comes to it late, right before the encoder's level that computed the skip:
+    so the skip is needed once in backward, not at two times far from each other.
 
     Args:
-        blocks: A run of a network's blocks.
-        tensors: What they need from outside, by name. It is emptied.
-        keep: Names of the tensors to return.
+        blocks: A run of a network's blocks, in an order in which they can run.
+
+    Returns:
+        The same blocks. One that reads a single tensor follows the first reader of that tensor, if
+        both are made and read among these blocks.
     """
-    levels = [tuple(group) for _, group in itertools.groupby(blocks, lambda b: (b.path, b.level))]
-    kept = set(keep)
-    for index, level in enumerate(levels):
-        later = {name for after in levels[index + 1 :] for block in after for name in block.inputs}
-        made = {block.name for block in level}
-        inputs = list(dict.fromkeys(n for block in level for n in block.inputs if n not in made))
-        outputs = [name for name in made if name in later or name in kept]
-
-        def run(
-            *values: Tensor,
-            level: tuple[Block, ...] = level,
-            inputs: list[str] = inputs,
-            outputs: list[str] = outputs,
-        ) -> tuple[Tensor, ...]:
-            results = run_blocks(level, dict(zip(inputs, values, strict=True)), outputs)
-            return tuple(results[name] for name in outputs)
-
-        values = [tensors[name] for name in inputs]
-        results = checkpoint(
-            run,
-            *values,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(_contexts, level),
-        )
-        tensors.update(zip(outputs, results, strict=True))
-        for name in inputs:
-            if name not in later and name not in kept:
-                del tensors[name]
-        del values, results
-    return {name: tensors.pop(name) for name in kept}
-
-
-def _contexts(
-    level: Sequence[Block],
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _second_pass(level)
-
-
-@contextmanager
-def _second_pass(level: Sequence[Block]) -> Iterator[None]:
-    """Keep batch normalisations from counting the same samples twice in their running means."""
-    norms = [
-        (module, module.momentum, module.num_batches_tracked, module.num_batches_tracked.clone())
-        for block in level
-        for module in block.module.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm)
-        and module.num_batches_tracked is not None
-    ]
-    for norm, *_ in norms:
-        norm.momentum = 0.0
-    try:
-        yield
-    finally:
-        for norm, momentum, count, before in norms:
-            norm.momentum = momentum
-            count.copy_(before)
+    ordered: list[Block] = []
+    for block in blocks:
+        place = len(ordered)
+        made = {other.name for other in ordered}
+        if len(block.inputs) == 1 and block.inputs[0] in made:
+            readers = (i for i, other in enumerate(ordered) if block.inputs[0] in other.inputs)
+            place = next(readers, place - 1) + 1
+        ordered.insert(place, block)
+    return tuple(ordered)

@@ -1,19 +1,20 @@
 """Offloads skips to host memory while nothing on their device reads them.
 
-A skip is produced early in forward and read late, and in backward the other way round. At the peak
-of a step, between the two, all skips exist and none is in use::
+A skip is produced early in forward and read last in backward. At the peak of a step, while the
+decoder works at full resolution, all skips exist and none is in use::
 
-    forward    encoder.0.1 ─ encoder.1.0 … decoder.0.0 ─ … head ─ loss
-                    └─ copy out ─────────────┘ free the memory
-    backward   … decoder.0.1 ─ decoder.0.0 ─ … ─ encoder.1.0 ─ encoder.0.1
-                    └─ copy in ─┘ free         copy in ─┘
+    forward    encoder.0.1 ─ encoder.1.0 … decoder.1.1 ─ decoder.0.0 … head ─ loss
+                    └─ copy out ─────────────────────┘ free the memory
+    backward   head … decoder.0.0 ─ decoder.1.1 … decoder.0.skip ─ encoder.1.0 ─ encoder.0.1
+                                      └─ copy in ──────┘
 
 What is offloaded is memory, not a tensor: it is freed and filled again underneath every tensor
 that shares it, whether a stage still passes that tensor on or autograd has saved it. So backward
 does the same as without offloading, on the same values. Where a skip is not kept but recomputed
 (:mod:`unet3d.kernels.recompute`), the tensors it is recomputed from are offloaded instead.
 
-A copy runs on a stream of its own, but memory is allocated and freed on the compute stream, in the
+A copy runs on a stream of its own, beside the work at coarse resolution: only what that takes less
+than the copies do is lost. But memory is allocated and freed on the compute stream, in the
 order of its work. So no event of another stream decides when memory is free, and the predicted peak
 is the measured one.
 """
@@ -75,12 +76,13 @@ class OffloadedMemory:
         pinned = tensor.device.type == "cuda"
         self._host = torch.empty_like(self._tensor, device="cpu", pin_memory=pinned)
         self._is_here = True
+        self._is_filling = False
         self._copied = self._copy(self._host, self._tensor, direction="out")
 
     def release(self) -> None:
         """Free the memory, once the copy to the host is complete."""
         if self._is_here:
-            self.wait()
+            self._wait()
             self._resize(0)
             self._is_here = False
 
@@ -90,10 +92,16 @@ class OffloadedMemory:
             self._resize(self._num_bytes)
             self._is_here = True
             self._copied = self._copy(self._tensor, self._host, direction="in")
+            self._is_filling = True
 
-    def wait(self) -> None:
+    def use(self) -> None:
         """Make work that is queued from now on see the values."""
         self.fetch()
+        if self._is_filling:  # a copy to the host reads them too, and need not be waited for
+            self._wait()
+            self._is_filling = False
+
+    def _wait(self) -> None:
         if self._copied is not None:
             torch.cuda.current_stream(self._tensor.device).wait_event(self._copied)
             self._copied = None
@@ -159,11 +167,11 @@ class StepOffload:
 
 
 class SkipOffloader:
-    """Offloads the skips of one micro-batch in one stage, block by block.
+    """Offloads the skips of one micro-batch in one stage.
 
-    In forward a skip's memory is freed after its last reader, or at the end of the stage where only
-    the next level reads it here, which leaves time for its copy. In backward it is fetched for each
-    reader and freed in between. While one skip is in use, the next is being copied.
+    They are away while the stage works at full resolution on its way from forward to backward: from
+    the last block that is coarser, or the end of the stage, until backward comes to that block. All
+    are then fetched, in the order in which they will be needed, and stay: memory is past its peak.
     """
 
     def __init__(
@@ -176,7 +184,7 @@ class SkipOffloader:
         """Find out when the stage needs which skip.
 
         Args:
-            blocks: The stage's blocks.
+            blocks: The stage's blocks, in the order in which they run.
             skips: Names of the skips of the whole network.
             offloaded: What other stages have offloaded of this micro-batch, by storage: two stages
                 on one device share the memory of a skip.
@@ -188,9 +196,12 @@ class SkipOffloader:
         self._held: dict[str, OffloadedMemory] = {}
         self._index = {block.name: index for index, block in enumerate(blocks)}
         self._needs = [
-            {name for name in (block.name, *block.inputs) if name in skips} for block in blocks
+            [name for name in (block.name, *block.inputs) if name in skips] for block in blocks
         ]
-        self._last_reader = {name: block.name for block in blocks for name in block.inputs}
+        self._last_reader = {name: i for i, needs in enumerate(self._needs) for name in needs}
+        finest = min(block.level for block in blocks)
+        coarse = (index for index, block in enumerate(blocks) if block.level > finest)
+        self._last_coarse = max(coarse, default=len(blocks) - 1)
 
     def begin(self, leaves: Mapping[str, Tensor]) -> None:
         """Offload the skips that other stages produced.
@@ -205,10 +216,10 @@ class SkipOffloader:
         """Fetch a block's inputs, in forward."""
         for name in block.inputs:
             if name in self._held:
-                self._held[name].wait()
+                self._held[name].use()
 
     def after(self, block: Block, made: Tensor) -> None:
-        """Offload what a block produced, and free what it was the last to read, in forward.
+        """Offload what a block produced, or free all that is offloaded, in forward.
 
         Args:
             block: The block that has run.
@@ -216,26 +227,20 @@ class SkipOffloader:
         """
         index = self._index[block.name]
         self._hold(block.name, kept_for(made))
-        made.register_hook(lambda _: self._before_backward(index))  # type: ignore[no-untyped-call]
-        for name in block.inputs:
-            follows_maker = self._index.get(name) == index - 1
-            is_last = self._last_reader[name] == block.name
-            if name in self._held and is_last and not follows_maker:
-                self._held[name].release()
+        if made.requires_grad:
+            made.register_hook(lambda _: self._before_backward(index))  # type: ignore[no-untyped-call]
+        if index >= self._last_coarse:
+            for name, memory in self._held.items():
+                if index >= self._last_reader.get(name, 0):
+                    memory.release()
 
     def end_forward(self) -> None:
         """Free all skips that remain; what other stages read has been sent."""
         for memory in self._held.values():
             memory.release()
 
-    def begin_backward(self) -> None:
-        """Start to fetch the skips that the last block needs."""
-        for name in self._needs[-1]:
-            if name in self._held:
-                self._held[name].fetch()
-
     def end_backward(self) -> None:
-        """Release everything."""
+        """Free what another stage on this device will need, and let go of everything."""
         for memory in self._held.values():
             memory.release()
         self._held.clear()
@@ -253,25 +258,20 @@ class SkipOffloader:
             self._held[name] = memory
 
     def _before_backward(self, index: int) -> None:
-        """Fetch what a block needs and start with the next; free what neither needs.
+        """Fetch what a block needs, and from the last coarse block on all that will be needed.
 
         Autograd goes through the blocks in the reverse of the order in which they ran.
         """
-        earlier = [number for number in range(index) if self._needs[number]]
-        following = self._needs[earlier[-1]] if earlier else set()
-        # The first one comes just in time, because memory peaks when backward starts.
-        is_soon = bool(self._needs[index]) or bool(self._needs[index - 1] if index else ())
-        for name in list(self._held):
-            memory = self._held[name]
-            if name in self._needs[index]:
-                memory.wait()
+        if index <= self._last_coarse:
+            for needs in reversed(self._needs[:index]):
+                for name in needs:
+                    if name in self._held:
+                        self._held[name].fetch()
+        for name in self._needs[index]:
+            if name in self._held:
+                self._held[name].use()
                 if self._index.get(name) == index:  # its producer comes last; autograd frees it
                     del self._held[name]
-            elif name in following:
-                if is_soon:
-                    memory.fetch()
-            else:
-                memory.release()
 
 
 @cache

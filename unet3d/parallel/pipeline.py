@@ -25,7 +25,7 @@ from unet3d.parallel.mail import DirectMail, Mail, Routes
 from unet3d.parallel.offload import StepOffload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.schedule import Schedule
+from unet3d.parallel.schedule import Schedule, most_alive
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
 from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
@@ -91,14 +91,16 @@ class PipelineExecutor:
             if offloads_skips
             else None
         )
+        alive = most_alive(schedule, num_micro_batches, len(stages))
         self._eager = tuple(
             EagerStage(
                 stage=stage,
                 autocast=autocast,
                 recompute=recompute,
+                num_alive=alive[index][index],
                 offload=offload,
             )
-            for stage in stages
+            for index, stage in enumerate(stages)
         )
         self.exchange = NoExchange() if exchange is None else exchange(module, self.stages)
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.

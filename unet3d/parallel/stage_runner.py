@@ -25,7 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
 from unet3d.kernels import recomputed_in_backward
-from unet3d.model import Block, run_blocks, run_levels
+from unet3d.model import Block, in_running_order, run_block, run_blocks
+from unet3d.model.parts import PartsOfPass, recomputed_parts
 from unet3d.parallel.executor import Loss, LossFunction, as_loss
 from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.offload import SkipOffloader, StepOffload
@@ -118,6 +119,7 @@ class EagerStage:
         stage: Stage,
         autocast: torch.dtype | None,
         recompute: Recompute,
+        num_alive: int,
         offload: StepOffload | None,
     ) -> None:
         """Move the stage's parameters to its device.
@@ -126,11 +128,14 @@ class EagerStage:
             stage: Slot and blocks; the parameters are all of one precision.
             autocast: Lower precision where the device has it, or None.
             recompute: What is recomputed in backward instead of being kept.
+            num_alive: How many micro-batches the stage keeps at a time.
             offload: Offloads skips to host memory and back, shared by the stages; None: no offload.
         """
         self.stage = stage
         self.recompute = recompute
         self.offload = offload
+        self._blocks = in_running_order(stage.blocks)
+        self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
         self._alive: dict[int, _Alive] = {}
         device = stage.slot.device
         self.autocast = lowered_on(device, autocast)
@@ -186,8 +191,6 @@ class EagerStage:
             if leaf.requires_grad:
                 # Sent as soon as it exists, while the rest of the stage still goes backward.
                 leaf.register_post_accumulate_grad_hook(_sender(name, send))  # type: ignore[no-untyped-call]
-        if alive.offloader is not None:
-            alive.offloader.begin_backward()
         # A loss may leave out a result, and frozen blocks in front have no graph.
         names = [name for name in alive.roots if gradients[name]]
         # They are added in the order in which they came, so that a run can be repeated.
@@ -229,19 +232,16 @@ class EagerStage:
 
     def _compute(self, leaves: dict[str, Tensor], sending: "_Sending") -> dict[str, Tensor]:
         """Run the blocks forward, and keep all that backward will need."""
-        blocks, outputs = self.stage.blocks, self.stage.outputs
-        recomputing = recomputed_in_backward() if self.recompute == "norm" else nullcontext()
+        sending.wanted = frozenset(self.stage.outputs)
+        run = PartsOfPass(self._parts, self._lowered).run if self._parts else run_block
+        recomputing = nullcontext() if self.recompute == "off" else recomputed_in_backward()
         with self._lowered(), recomputing:
-            if self.recompute == "level":
-                return run_levels(blocks, dict(leaves), outputs)
-            sending.wanted = frozenset(outputs)
-            return run_blocks(blocks, dict(leaves), outputs, sending)
+            return run_blocks(self._blocks, dict(leaves), self.stage.outputs, sending, run)
 
     def _offloader(self, micro_batch: int, leaves: dict[str, Tensor]) -> SkipOffloader | None:
         if self.offload is None:
             return None
-        device, blocks = self.stage.slot.device, self.stage.blocks
-        return self.offload.of_stage(device, blocks, micro_batch, leaves)
+        return self.offload.of_stage(self.stage.slot.device, self._blocks, micro_batch, leaves)
 
     def _lowered(self) -> AbstractContextManager[None]:
         # Weights are lowered once per micro-batch and stage.

@@ -106,12 +106,13 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
     whole = replace(step, layout=replace(step.layout, num_micro_batches=step.batch_size))
     if step.layout.num_micro_batches < step.batch_size:
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
-    if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
-        offloaded = replace(step, layout=replace(step.layout, offload="skips"))
-        yield from _advice("--offload skips", offloaded, limits)
     if step.layout.recompute != "level":
-        again = replace(step, layout=replace(step.layout, recompute="level"))
-        yield from _advice("--set memory.recompute=level", again, limits)
+        again = replace(step, layout=replace(step.layout, recompute="level", offload="none"))
+        without = "" if step.layout.offload == "none" else "--offload none "
+        yield from _advice(f"{without}--set memory.recompute=level", again, limits)
+        if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
+            offloaded = replace(step, layout=replace(step.layout, offload="skips"))
+            yield from _advice("--offload skips", offloaded, limits)
     num_gpus = torch.cuda.device_count()
     if len(step.layout.devices) < num_gpus:
         gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))

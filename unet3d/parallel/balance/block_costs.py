@@ -21,6 +21,7 @@ from torch import Tensor
 from unet3d.config import Recompute, Shape
 from unet3d.inputs.plain_data import validated
 from unet3d.kernels import recomputed_in_backward
+from unet3d.kernels.padding import detached
 from unet3d.kernels.recompute import forget_source
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
@@ -54,8 +55,6 @@ class BlockBytes:
 
     name: str
     """Name of the block, or ``loss``."""
-    level: tuple[str, int]
-    """The level that the block belongs to; see :class:`~unet3d.model.Block`."""
     inputs: tuple[str, ...]
     """Names of the tensors that it reads."""
     shape: tuple[int, ...]
@@ -68,6 +67,8 @@ class BlockBytes:
     """What autograd keeps for backward, parameters and the image left out: bytes by name. What a
     block writes has the block's name: two blocks may keep the same tensor, which counts once in a
     stage."""
+    forward_bytes: int
+    """The most that its forward allocates, with what it writes and keeps."""
     work_bytes: int
     """The most that its backward needs beyond that: gradients of what it writes and reads, those of
     its parameters, and intermediates. The gradient of what it writes is counted all the time,
@@ -100,8 +101,8 @@ def block_bytes(
         num_samples: Number of samples in one micro-batch.
         autocast: Lower precision where the device has it, or None.
         device: A CPU and a GPU may keep different things; this machine need not have it.
-        recompute: ``norm`` leaves out what is recomputed. ``level`` counts all that a level keeps
-            while backward is in it.
+        recompute: ``norm`` leaves out what is recomputed, and so does ``level``, of which it counts
+            what is there while backward is in a level.
 
     Returns:
         One entry for each block, and one for the loss.
@@ -110,7 +111,7 @@ def block_bytes(
     place = fake_device(device)
     format_ = memory_format(place, lowered_on(place, autocast) or dtype)
     entries = []
-    recomputing = recomputed_in_backward() if recompute == "norm" else nullcontext()
+    recomputing = nullcontext() if recompute == "off" else recomputed_in_backward()
     alive: list[Tensor] = []  # what is recomputed must live while others read it
     # What is recomputed is not kept, so the handler that notes what is kept is asked last.
     counting = counted_allocations(autocast is not None)
@@ -121,20 +122,21 @@ def block_bytes(
 
         def entry(
             name: str,
-            level: tuple[str, int],
             inputs: tuple[str, ...],
             own: Sequence[Tensor],
             run: Callable[..., Tensor],
         ) -> BlockBytes:
             """Go forward and backward through one block; what it writes stays."""
-            leaves = [tensors[name].detach().requires_grad_(name != "image") for name in inputs]
+            leaves = [detached(tensors[name]).requires_grad_(name != "image") for name in inputs]
             known = {storage_key(tensor): name for name, tensor in tensors.items()}
             given = {storage_key(tensor) for tensor in (tensors["image"], *own)}
             saved.clear()
             recorder.workspace_bytes.clear()
+            before = recorder.peak[place] = recorder.now[place]
             made = run(*leaves)
+            forward_bytes = recorder.peak[place] - before
             alive.append(made)
-            tensors[name] = made.detach()
+            tensors[name] = detached(made)
             forget_source(made)  # later readers must not keep its inputs alive
             known[storage_key(made)] = name
             kept = {
@@ -158,12 +160,12 @@ def block_bytes(
             shape = tuple(made.shape)
             return BlockBytes(
                 name=name,
-                level=level,
                 inputs=inputs,
                 shape=shape,
                 dtype=made.dtype,
                 parameters_bytes=own_bytes,
                 kept=kept,
+                forward_bytes=forward_bytes,
                 work_bytes=work_bytes,
                 passing_work_bytes=passing_work_bytes,
                 workspace_bytes=recorder.workspace_bytes[place],
@@ -182,12 +184,8 @@ def block_bytes(
                     made: Tensor = torch.func.functional_call(block.module, own, inputs)
                 return made
 
-            entries.append(
-                entry(block.name, (block.path, block.level), block.inputs, tuple(own.values()), run)
-            )
-        entries.append(
-            entry(LOSS, (LOSS, 0), model.outputs(), (), lambda *logits: _loss(logits, target))
-        )
+            entries.append(entry(block.name, block.inputs, tuple(own.values()), run))
+        entries.append(entry(LOSS, model.outputs(), (), lambda *logits: _loss(logits, target)))
     return tuple(entries)
 
 

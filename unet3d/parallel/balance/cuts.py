@@ -7,11 +7,12 @@ is full; for memory, because its device is the first that a larger volume no lon
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from unet3d.config import Balance, Shape
-from unet3d.model import UNet3d
+from unet3d.model import UNet3d, in_running_order
+from unet3d.model.parts import recomputed_parts
 from unet3d.parallel.balance.block_costs import BlockBytes, block_bytes, block_seconds
 from unet3d.parallel.partition import StageCost, cheapest_cuts, check_num_stages, default_cuts
 from unet3d.parallel.placement import Layout
@@ -112,7 +113,9 @@ def memory_cost(
         )
         for device in layout.devices
     }
-    num_stages, num_blocks = len(layout.devices), len(model.blocks())
+    blocks, recomputes_parts = model.blocks(), layout.recompute == "level"
+    place = {block.name: index for index, block in enumerate(blocks)}
+    num_stages, num_blocks = len(layout.devices), len(blocks)
     num_micro_batches = min(layout.num_micro_batches, batch_size)
     alive = most_alive(SCHEDULES[layout.schedule], num_micro_batches, num_stages)
     results = frozenset(model.outputs())
@@ -121,7 +124,10 @@ def memory_cost(
 
     def cost(stage: int, start: int, end: int) -> float:
         mine = entries[layout.devices[stage].type]
-        run, loss = mine[start:end], mine[-1] if end == num_blocks else None
+        ordered = in_running_order(blocks[start:end])
+        parts = recomputed_parts(ordered, alive[stage][stage]) if recomputes_parts else ()
+        run = [mine[place[block.name]] for block in ordered]
+        loss = mine[-1] if end == num_blocks else None
         later = {name for entry in mine[end:] for name in entry.inputs}
         # A copy exists as soon as its producer has run, which may be before its reader's turn.
         # With more than two stages, the producer is taken to be the previous stage.
@@ -134,7 +140,7 @@ def memory_cost(
             outputs=outputs,
             num_alive=alive[stage][stage],
             num_early=early,
-            by_level=layout.recompute == "level",
+            parts=[[block.name for block in part] for part in parts],
         )
         parameters = sum(entry.parameters_bytes for entry in run)
         image = voxels * model.topology.in_channels * dtype.itemsize if stage == 0 else 0
@@ -153,68 +159,84 @@ def stage_bytes(
     outputs: Mapping[str, BlockBytes],
     num_alive: int,
     num_early: int,
-    by_level: bool = False,
+    parts: Sequence[Sequence[str]] = (),
 ) -> int:
     """Return the most that a stage holds beside parameters, image and target.
 
     While one micro-batch goes backward, the others that are alive keep everything. What it keeps
-    itself shrinks block by block; at each block there are the gradients that it works with, those
-    that came from later stages, and those that wait to go to earlier ones. Where only what enters a
-    level is kept, the level that backward is in is recomputed and counts as well.
+    itself grows block by block in forward, and shrinks in backward; at each block there are also
+    the tensors that wait for a later one, or gradients that wait for an earlier one, those that
+    came from later stages, and those that wait to go to earlier stages. Of a part that runs again
+    in backward only what enters it is kept, until backward comes to its last block.
 
     Args:
-        run: The stage's blocks.
+        run: The stage's blocks, in the order in which they run.
         loss: Costs of the loss, in the last stage.
         read_elsewhere: Names of tensors that later stages or the loss read.
         outputs: By name, the block that writes each tensor of the network.
         num_alive: Micro-batches whose activations the stage keeps at a time.
         num_early: Micro-batches beyond them whose inputs have already come.
-        by_level: Whether what is within a level is recomputed in backward.
+        parts: Names of the blocks of each part (:func:`~unet3d.model.parts.recomputed_parts`).
     """
-    made = {entry.name for entry in run}
-    received = {
-        name: outputs[name].output_bytes
-        for entry in run
-        for name in entry.inputs
-        if name not in made and name in outputs
-    }
+    names = {entry.name for entry in run}
+    read = [[outputs[name] for name in entry.inputs if name in outputs] for entry in run]
+    received = {m.name: m.output_bytes for makers in read for m in makers if m.name not in names}
     sent = {entry.name: entry.output_bytes for entry in run if entry.name in read_elsewhere}
-    read_here = {name for entry in run for name in entry.inputs}
-    levels = [tuple(of) for _, of in groupby(run, lambda entry: entry.level if by_level else None)]
-    entering = [_entering(level, outputs) for level in levels]
-    whole = _sum(received | (_merged(entering) if by_level else _kept(run)))
+    last_reader = {maker.name: i for i, makers in enumerate(read) for maker in makers}
+    part_of = {name: part for part in parts for name in part}
+    quick = {entry.name for entry in run if entry.inputs == ("image",) and entry.name in part_of}
+
+    def kept(end: int, filled: Collection[str] = ()) -> dict[str, int]:
+        """Return what is kept of the blocks before one of them; one part has run again."""
+        found = dict(received)
+        for entry, makers in zip(run[:end], read, strict=False):
+            part = part_of.get(entry.name)
+            if part is None or entry.name in filled:
+                found |= entry.kept
+            else:
+                entering = (maker for maker in makers if maker.name not in {*part, *quick})
+                found |= {maker.name: maker.output_bytes for maker in entering}
+        return found
+
+    def waiting(index: int) -> dict[str, int]:
+        """Return the results, or their gradients, that exist while a block runs."""
+        earlier = (entry for entry in run[:index] if last_reader.get(entry.name, -1) >= index)
+        return {entry.name: entry.output_bytes for entry in earlier}
+
+    def running_again(index: int, part: Collection[str]) -> int:
+        """Return the most that is there while a part runs again for its last block."""
+        most = 0
+        for number, entry in enumerate(run):
+            if entry.name in part:
+                now = waiting(number).items()
+                inside = {name: size for name, size in now if name in {*part, *quick}}
+                held = kept(index + 1) | kept(number, part) | inside
+                most = max(most, _sum(held) + entry.forward_bytes)
+        return most
+
+    whole = _sum(kept(len(run)))
     most = whole + (_sum(loss.kept) + loss.work_bytes if loss is not None else 0)
     leaves = 0
-    for number, level in reversed(list(enumerate(levels))):
-        before = received | _merged(entering[: number + 1])
-        for index, entry in reversed(list(enumerate(level))):
-            read = [outputs[name] for name in entry.inputs if name in outputs]
-            if entry.name in read_here:
-                # Gradients of readers in this stage; those that others sent are added to their sum.
-                work_bytes = entry.passing_work_bytes
-            else:
-                work_bytes = entry.work_bytes - sent.get(entry.name, 0)
-            now = _sum(before | _kept(level[: index + 1])) + _sum(sent) + leaves + work_bytes
-            most = max(most, now)
-            leaves += sum(maker.output_bytes for maker in read if maker.name not in made)
+    for index, entry in reversed(list(enumerate(run))):
+        most = max(most, _sum(kept(index) | waiting(index)) + entry.forward_bytes)
+        if entry.name in last_reader:
+            # Gradients of readers in this stage; those that others sent are added to their sum.
+            work_bytes = entry.passing_work_bytes
+        else:
+            work_bytes = entry.work_bytes - sent.get(entry.name, 0)
+        gradients = {name: n for name, n in waiting(index).items() if last_reader[name] > index}
+        beside = _sum(sent) + leaves + _sum(gradients)
+        part = part_of.get(entry.name, ())
+        # What a block reads of a quick part makes that run again.
+        now = _sum(kept(index + 1, {*part, *quick.intersection(entry.inputs)})) + work_bytes
+        if part and entry.name == part[-1]:
+            own_gradient = 0 if entry.name in sent else entry.output_bytes
+            now = max(now, running_again(index, part) + own_gradient)
+        most = max(most, beside + now)
+        leaves += sum(maker.output_bytes for maker in read[index] if maker.name not in names)
     if loss is not None:  # its gradients exist as soon as a micro-batch has reached the end
         whole += sum(sent.get(name, 0) for name in loss.inputs)
     return (num_alive - 1) * whole + num_early * _sum(received) + most
-
-
-def _entering(level: Sequence[BlockBytes], outputs: Mapping[str, BlockBytes]) -> dict[str, int]:
-    """Return what a level reads from others, without the image, which exists anyway."""
-    made = {entry.name for entry in level}
-    read = {name for entry in level for name in entry.inputs if name in outputs}
-    return {name: outputs[name].output_bytes for name in read - made}
-
-
-def _kept(run: Sequence[BlockBytes]) -> dict[str, int]:
-    return _merged([entry.kept for entry in run])
-
-
-def _merged(several: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: size for one in several for name, size in one.items()}
 
 
 def _sum(memory: Mapping[str, int]) -> int:

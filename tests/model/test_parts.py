@@ -1,0 +1,260 @@
+"""Parts that run again in backward: the same gradients, and nothing kept that need not be."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unet3d.kernels import recompute as recomputing
+from unet3d.kernels import recomputed_in_backward
+from unet3d.memory.saved_tensors import handling, storage_key
+from unet3d.model import Block, Topology, UNet3d, in_running_order, run_block, run_blocks
+from unet3d.model.parts import PartsOfPass, recomputed_parts
+
+SIZE = (8, 12, 8)
+FULL, HALF, LOW = 8 * 12 * 8, 4 * 6 * 4, 2 * 3 * 2
+"""Voxels of each level."""
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
+
+
+def make_model(encoder: Literal["plain", "residual"] = "plain", **options: Any) -> UNet3d:
+    topology = Topology(
+        in_channels=2,
+        num_classes=3,
+        channels=(4, 8, 8),
+        strides=((1, 1, 1), (2, 2, 2), (2, 2, 2)),
+        encoder=encoder,
+        **options,
+    )
+    torch.manual_seed(0)
+    return UNet3d(topology).double()
+
+
+def make_image() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(1, 2, *SIZE, dtype=torch.float64, generator=generator)
+
+
+def forward(model: UNet3d, num_alive: int | None) -> dict[str, Tensor]:
+    """Run the network, with parts unless ``num_alive`` is None."""
+    blocks = in_running_order(model.blocks())
+    run = run_block
+    if num_alive is not None:
+        run = PartsOfPass(recomputed_parts(blocks, num_alive), nullcontext).run
+    with recomputed_in_backward():
+        return run_blocks(blocks, {"image": make_image()}, model.outputs(), run=run)
+
+
+def backward(model: UNet3d, made: dict[str, Tensor]) -> list[Tensor | None]:
+    sum(value.square().mean() for value in made.values()).backward()  # type: ignore[union-attr]
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("num_alive", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"deep_supervision": True}, {"norm": "batch"}], ids=str)
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_results_and_gradients_are_the_same_to_the_bit(
+    encoder: Literal["plain", "residual"], options: dict[str, Any], num_alive: int
+) -> None:
+    found = []
+    for alive in (None, num_alive):
+        model = make_model(encoder, **options)
+        made = forward(model, alive)
+        found.append([*made.values(), *backward(model, made), *model.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("frozen", ["encoder.levels.0", "encoder", "decoder"])
+def test_parameters_may_be_frozen(frozen: str) -> None:
+    found = []
+    for alive in (None, 1, 2):
+        model = make_model()
+        model.get_submodule(frozen).requires_grad_(False)
+        found.append(backward(model, forward(model, alive)))
+    for gradients in found[1:]:
+        for actual, expected in zip(gradients, found[0], strict=True):
+            assert actual is expected is None or torch.equal(actual, expected)
+
+
+def kept_sizes(num_alive: int) -> list[int]:
+    """Return the numbers of elements that are kept, of the large tensors."""
+    model = make_model()
+    own = {storage_key(value) for value in model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> None:
+        if storage_key(tensor) not in own:
+            kept[storage_key(tensor)] = tensor
+
+    with handling(note):
+        made = forward(model, num_alive)
+    del made
+    return sorted(tensor.numel() for tensor in kept.values() if tensor.numel() >= 8 * LOW)
+
+
+def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept() -> None:
+    reduced = [2 * FULL, 8 * HALF, 8 * LOW]
+    # The decoder's units keep what they normalise: two at full resolution, two at half.
+    assert kept_sizes(1) == sorted([*reduced, 4 * FULL, 4 * FULL, 8 * HALF, 8 * HALF])
+
+
+def test_of_the_decoder_only_what_enters_a_level_is_kept_where_others_come_between() -> None:
+    # Both skips and the lowest features enter it, half of it enters the rest, and that the head.
+    entering = [4 * FULL, 8 * HALF, 8 * LOW, 8 * HALF]
+    found = kept_sizes(2)
+    assert Counter(found) == Counter([2 * FULL, 8 * HALF, 8 * LOW, *entering])
+
+
+@pytest.mark.parametrize(("num_alive", "decoder_runs"), [(1, 1), (2, 2)])
+def test_a_block_runs_twice_at_most_and_the_first_once_more(
+    num_alive: int, decoder_runs: int
+) -> None:
+    model = make_model()
+    num_runs: Counter[str] = Counter()
+    for block in model.blocks():
+        block.module.register_forward_hook(lambda *_, name=block.name: num_runs.update([name]))
+    made = forward(model, num_alive)
+    assert set(num_runs.values()) == {1}
+    backward(model, made)
+    paths = {block.name: block.path for block in model.blocks()}
+    assert num_runs.pop("encoder.0.0") == 3
+    for name, number in num_runs.items():
+        assert number == (2 if paths[name] == "encoder" else decoder_runs), name
+
+
+def test_a_part_runs_again_when_backward_comes_to_it() -> None:
+    """And not before: the features of one level exist at a time."""
+    model = make_model()
+    order: list[str] = []
+    for block in model.blocks():
+        block.module.register_forward_hook(lambda *_, name=block.name: order.append(name))
+    made = forward(model, 1)
+    for name in ("encoder.levels.2.1.conv", "encoder.levels.1.1.conv", "encoder.levels.0.1.conv"):
+        weight = model.get_submodule(name).weight
+        weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    order.clear()
+    backward(model, made)
+    assert [name for name in order if name.startswith("encoder.levels") or name[-1] == "1"] == [
+        "encoder.2.1",
+        "encoder.levels.2.1.conv",
+        "encoder.1.1",
+        "encoder.levels.1.1.conv",
+        "encoder.0.1",
+        "encoder.levels.0.1.conv",
+    ]
+
+
+@pytest.fixture
+def without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("without_collection")
+@pytest.mark.parametrize("num_alive", [1, 2])
+def test_nothing_is_alive_after_backward(num_alive: int) -> None:
+    """Memory must not wait for the garbage collector."""
+    model = make_model()
+    seen: list[weakref.ref[Tensor]] = []
+
+    def note(_module: nn.Module, _inputs: Any, result: Tensor) -> None:
+        seen.append(weakref.ref(result.untyped_storage()))
+
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(note)
+    made = forward(model, num_alive)
+    backward(model, made)
+    del made
+    assert len(seen) > 10
+    assert [reference for reference in seen if reference() is not None] == []
+
+
+class Failing(nn.Module):
+    """Runs out of memory the second time."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.num_runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_runs += 1
+        if self.num_runs == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made: Tensor = self.module(x)
+        return made
+
+
+def test_memory_that_runs_out_the_second_time_is_reported_as_such() -> None:
+    """And a later step is possible, for instance with a smaller patch."""
+    model = make_model()
+    unit = model.encoder.levels[1][1]
+    failing = model.encoder.levels[1][1] = Failing(unit)
+    made = forward(model, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        backward(model, made)
+    del made
+    model.zero_grad()
+    again = backward(model, forward(model, 1))
+    assert failing.num_runs == 4
+    model.encoder.levels[1][1] = unit
+    model.zero_grad()
+    for actual, expected in zip(again, backward(model, forward(model, None)), strict=True):
+        assert actual is not None and expected is not None and torch.equal(actual, expected)
+
+
+class Changing(nn.Module):
+    """Saves more, or fewer, tensors each time."""
+
+    def __init__(self, num_squares: list[int]) -> None:
+        super().__init__()
+        self.num_squares = num_squares
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.num_squares.pop()):
+            x = x.square()
+        return x
+
+
+@pytest.mark.parametrize("num_squares", [[1, 2], [2, 1]], ids=str)
+def test_a_module_that_does_something_else_the_second_time_is_refused(
+    num_squares: list[int],
+) -> None:
+    block = Block(name="a", module=Changing(num_squares), inputs=("image",), path="encoder")
+    run = PartsOfPass([[block]], nullcontext).run
+    leaf = torch.ones(3, requires_grad=True)
+    with recomputed_in_backward():
+        made = run_blocks([block], {"image": leaf}, ["a"], run=run)
+    with pytest.raises(RuntimeError, match=r"saved other tensors .* memory\.recompute=norm or off"):
+        made["a"].sum().backward()
+
+
+def test_it_runs_again_in_the_same_precision() -> None:
+    """Backward is outside of the autocast that forward was in."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    block = Block(name="a", module=module, inputs=("image",), path="encoder")
+    found = []
+    for parts in ([], [[block]]):
+        module.zero_grad()
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        run = PartsOfPass(parts, lambda: torch.autocast("cpu", dtype=torch.bfloat16)).run
+        with autocast, recomputed_in_backward():
+            made = run_blocks([block], {"image": x}, ["a"], run=run)["a"]
+        made.float().square().sum().backward()
+        found.append([parameter.grad for parameter in module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

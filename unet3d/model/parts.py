@@ -1,0 +1,307 @@
+"""Parts of a network that keep nothing for backward but run again when it comes to them.
+
+PyTorch's graph is built once, in forward, and in place of every tensor that it would save it gets a
+place to put one. The first time that backward asks for one of them the part runs again, and what
+the second run saves is put into the places (Chen et al., arXiv 1604.06174). So backward itself is
+that of a network that keeps everything: the same gradients, added in the same order, and each
+tensor is freed as soon as it has been used.
+
+In the second run normalised features are recomputed once more instead of being kept
+(:mod:`unet3d.kernels.recompute`), as they are in a network without parts.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.kernels import recomputed_in_backward
+from unet3d.kernels.padding import detached, with_marks
+from unet3d.kernels.recompute import (
+    Recompute,
+    nothing_offered,
+    offer_result,
+    recomputed,
+    recomputing,
+)
+from unet3d.memory.saved_tensors import Handler, Kept, Saved, handling, save, storage_key
+from unet3d.model.blocks import Block, BlockWatcher, run_block, run_blocks
+
+Lowered = Callable[[], AbstractContextManager[None]]
+"""Returns the context, such as autocast, that blocks run in."""
+
+
+def recomputed_parts(blocks: Sequence[Block], num_alive: int) -> tuple[tuple[Block, ...], ...]:
+    """Return the blocks that run again in backward, in parts that run again one by one.
+
+    The encoder's parts end where features are small: behind the first block of each level, which
+    has reduced them. So the large features of a level, its skip among them, are not kept but
+    recomputed from what its first block made, at full resolution from the image.
+
+    The decoder is not recomputed where backward follows at once: all that it keeps would be there
+    again when backward begins, which is when memory is at its peak. Elsewhere it is recomputed
+    level by level, and so is a network without an encoder and a decoder.
+
+    Args:
+        blocks: A stage's blocks.
+        num_alive: How many micro-batches the stage keeps at a time.
+    """
+    level_of = {block.name: block.level for block in blocks}
+    parts: dict[tuple[object, ...], list[Block]] = {}
+    for block in blocks:
+        if block.path == "encoder":
+            key: tuple[object, ...] = (
+                block.path,
+                *(level_of.get(name, name) for name in block.inputs),
+            )
+        else:
+            key = block.path, block.level
+        if num_alive > 1 or block.path not in ("decoder", "head"):
+            parts.setdefault(key, []).append(block)
+    return tuple(map(tuple, parts.values()))
+
+
+class PartsOfPass:
+    """The parts of one forward pass; keeps nothing itself once the pass has ended."""
+
+    def __init__(self, parts: Sequence[Sequence[Block]], lowered: Lowered) -> None:
+        """Prepare a pass.
+
+        Args:
+            parts: The blocks of each part, in the order in which they run.
+            lowered: Gives the context that they run in.
+        """
+        made = [_Part(blocks, lowered) for blocks in parts]
+        self._part_of = {block.name: part for part in made for block in part.blocks}
+        self._results: dict[str, _Result] = {}
+
+    def run(self, block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one block; see :func:`~unet3d.model.run_blocks`.
+
+        Args:
+            block: The block, of a part or of none.
+            inputs: Its inputs by name.
+        """
+        part = self._part_of.get(block.name)
+        if part is None:
+            return run_block(block, inputs)
+        for name, tensor in inputs.items():
+            if name not in part.inputs and self._part_of.get(name) is not part:
+                known = self._results.get(name)
+                is_quick = known is not None and known.is_quick
+                part.inputs[name] = known if known and is_quick else _Given(tensor)
+        made = part.run(block, inputs)
+        result = self._results[block.name] = _Result(part, block.name, made.requires_grad)
+        offer_result(made, result)
+        return made
+
+
+class _Part:
+    """Blocks that run again together."""
+
+    def __init__(self, blocks: Sequence[Block], lowered: Lowered) -> None:
+        self.blocks = blocks
+        self.inputs: dict[str, _Input] = {}
+        """What enters the part, until it has run again."""
+        self.results: WeakValueDictionary[str, _Result] = WeakValueDictionary()
+        """Results that someone may ask for in backward."""
+        self._lowered = lowered
+        self._places: list[weakref.ref[_Place]] = []
+        self._own = frozenset(
+            storage_key(tensor)
+            for block in blocks
+            for tensor in (*block.module.parameters(), *block.module.buffers())
+        )
+
+    def run(self, block: Block, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run a block for the first time."""
+        with nothing_offered(), handling(self._leave_place):
+            return run_block(block, inputs)
+
+    def run_again(self) -> None:
+        """Fill the places, and give the results to those who will ask for them."""
+        places = iter(self._places)
+        self._run_all(partial(self._fill, places), watcher=self)
+        if next(places, None) is not None:
+            raise RuntimeError(_CHANGED)
+        self.inputs.clear()
+
+    def run_for(self, name: str) -> Tensor:
+        """Return one result, and keep nothing."""
+        return self._run_all(lambda tensor: _NOTHING, wanted=(name,))[name]
+
+    def before(self, block: Block) -> None:
+        """Do nothing."""
+
+    def after(self, block: Block, made: Tensor) -> None:
+        """Let a result be had without another run."""
+        result = self.results.get(block.name)
+        if result is not None:
+            result.again = recomputing(made)
+
+    def _run_all(
+        self,
+        handler: Handler,
+        wanted: Sequence[str] = (),
+        watcher: BlockWatcher | None = None,
+    ) -> dict[str, Tensor]:
+        with (
+            torch.enable_grad(),
+            self._lowered(),
+            recomputed_in_backward(),
+            handling(handler),
+            _counted_once(self.blocks),
+        ):
+            inputs = {name: source.enter() for name, source in self.inputs.items()}
+            made = run_blocks(self.blocks, inputs, wanted, watcher)
+            return {name: detached(tensor) for name, tensor in made.items()}
+
+    def _leave_place(self, tensor: Tensor) -> Saved | None:
+        if self._is_own(tensor):
+            return None
+        place = _Place(self)
+        self._places.append(weakref.ref(place))
+        return place
+
+    def _fill(self, places: Iterator["weakref.ref[_Place]"], tensor: Tensor) -> Saved:
+        if not self._is_own(tensor):
+            reference = next(places, None)
+            if reference is None:
+                raise RuntimeError(_CHANGED)
+            place = reference()
+            if place is not None:  # else backward does not need it any more
+                place.fill(recomputed(tensor) or Kept(tensor.detach()))  # without the graph
+        return _NOTHING
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is a parameter or a buffer, which exists anyway."""
+        return storage_key(tensor) in self._own
+
+
+class _Place:
+    """Stands for a tensor that a part saves, before and after it has run again."""
+
+    def __init__(self, part: _Part) -> None:
+        self._part: _Part | None = part
+        self._content: Saved | None = None
+
+    def fill(self, content: Saved) -> None:
+        self._part, self._content = None, content
+
+    def restore(self) -> Tensor:
+        if self._part is not None:
+            self._part.run_again()
+        assert self._content is not None  # it has been filled
+        return self._content.restore()
+
+
+class _Nothing:
+    """Stands for what the graph of a second run would save; nothing goes backward through it."""
+
+    def restore(self) -> Tensor:
+        raise AssertionError(_NO_BACKWARD)
+
+
+_NO_BACKWARD = "no backward goes through the graph of a second run"
+_NOTHING = _Nothing()
+_CHANGED = (
+    "a part of the network saved other tensors for backward when it ran again; a module that does "
+    "not do the same each time needs memory.recompute=norm or off"
+)
+
+
+class _Input(Protocol):
+    """What enters a part when it runs again."""
+
+    def enter(self) -> Tensor:
+        """Return the tensor, at the end of no graph; offer it to be recomputed, if it can be."""
+        ...
+
+
+class _Given:
+    """An input that is kept."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        with nothing_offered():
+            self._saved = save(detached(tensor))
+        self._requires_grad = tensor.requires_grad
+
+    def enter(self) -> Tensor:
+        tensor = self._saved.restore()
+        return _at_start_of_graph(tensor) if self._requires_grad else tensor
+
+
+class _Result:
+    """Gives the result of a block in backward, by running its part again."""
+
+    def __init__(self, part: _Part, name: str, requires_grad: bool) -> None:
+        self.again: Recompute | None = None
+        """Computes the result, once the part has run again."""
+        self._part = part
+        self._name = name
+        self._requires_grad = requires_grad
+        part.results[name] = self
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether its part takes little time: one convolution of an image's few channels."""
+        return all(block.inputs == ("image",) for block in self._part.blocks)
+
+    def __call__(self) -> Tensor:
+        """Return it for backward."""
+        if self.again is None:
+            self._part.run_again()
+        assert self.again is not None  # that has set it
+        return self.again()
+
+    def enter(self) -> Tensor:
+        """Return it for the second run of another part, which comes before that of its own."""
+        tensor = self._part.run_for(self._name) if self.again is None else self.again()
+        if self._requires_grad:
+            tensor = _at_start_of_graph(tensor)
+        offer_result(tensor, self)
+        return tensor
+
+
+def _at_start_of_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor that requires a gradient; a leaf would live as long as its graph."""
+    leaf = torch.empty(0, device=tensor.device, requires_grad=True)
+    entered: Tensor = _Start.apply(leaf, tensor)  # type: ignore[no-untyped-call]
+    return with_marks(entered, tensor)
+
+
+class _Start(torch.autograd.Function):
+    """Gives a tensor a graph, through which nothing goes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise AssertionError(_NO_BACKWARD)
+
+
+@contextmanager
+def _counted_once(blocks: Sequence[Block]) -> Iterator[None]:
+    """Keep batch normalisations from counting the same samples twice in their running means."""
+    norms = [
+        module
+        for block in blocks
+        for module in block.module.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and module.training
+        and module.track_running_stats
+    ]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
