@@ -8,8 +8,15 @@ channels and shapes alone, without looking at our code. With N voxels of its out
   many for the gradient of its input and as many for that of its weights; the first has no gradient
   of its input. A transposed convolution whose kernel is its stride has k = 1 here: each voxel of
   its output comes from one of its input;
+* upsampling and the convolution behind it are one transposed convolution whose kernel has s + 2
+  taps along an axis that is upsampled s times, of which a voxel reads (s + 2) / s: for s = 2 eight
+  in all. It is counted, and the operations that make its kernel from both weights each time, where
+  that is less than both apart;
 * a normalisation with its activation moves its tensor 3 times forward (read for the statistics,
-  read, write) and 5 times backward (input and gradient read for the sums, both again, write);
+  read, write) and 5 times backward (input and gradient read for the sums, both again, write). The
+  first need not write its gradient, which only the weights' gradient reads: 4 times backward. The
+  last need not write its result, which only the head reads, nor read its gradient, which follows
+  from that of the logits: 2 times forward and 3 backward;
 * the loss reads the logits forward, and reads and writes them backward;
 * the optimizer (SGD with momentum) reads weight, gradient and momentum, and writes weight and
   momentum, in float32.
@@ -84,21 +91,19 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
         nonlocal num_weights
         num_weights += 2 * channels[level]
         tensor = element_bytes * channels[level] * voxels[level]
-        passes.append(
-            Pass(
-                layer=f"{layer}.norm", direction="forward", num_operations=0, moved_bytes=3 * tensor
+        is_first, is_last = layer == "encoder.0.0", layer == "decoder.0.1"
+        moved = {"forward": 2 if is_last else 3, "backward": 4 if is_first else 3 if is_last else 5}
+        for direction, times in moved.items():
+            passes.append(
+                Pass(
+                    layer=f"{layer}.norm",
+                    direction=direction,
+                    num_operations=0,
+                    moved_bytes=times * tensor,
+                )
             )
-        )
-        passes.append(
-            Pass(
-                layer=f"{layer}.norm",
-                direction="backward",
-                num_operations=0,
-                moved_bytes=5 * tensor,
-            )
-        )
 
-    def unit(layer: str, inputs: int, read: int, level: int) -> None:
+    def convolve(layer: str, inputs: int, read: int, level: int) -> None:
         kernel = KERNEL_VOXELS
         convolution(
             layer,
@@ -109,7 +114,51 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
             kernel=kernel,
             stored=kernel,
         )
+
+    def unit(layer: str, inputs: int, read: int, level: int) -> None:
+        convolve(layer, inputs, read, level)
         norm(layer, level)
+
+    def upsampled(level: int) -> None:
+        nonlocal num_weights
+        stride, below = topology.strides[level + 1], level + 1
+        inputs, outputs = channels[below], channels[level]
+        up, name = math.prod(stride), f"decoder.{level}"
+        taps = math.prod(step + 2 for step in stride)
+        made = 2 * KERNEL_VOXELS * taps * inputs * outputs**2
+        apart = 2 * outputs * voxels[level] * (inputs + KERNEL_VOXELS * outputs)
+        together = 2 * outputs * voxels[level] * inputs * taps // up
+        if together + made >= apart:
+            convolution(
+                f"{name}.up",
+                inputs=inputs,
+                outputs=outputs,
+                read=voxels[below],
+                written=voxels[level],
+                kernel=1,
+                stored=up,
+            )
+            convolve(f"{name}.0", outputs, voxels[level], level)
+            return
+        num_weights += inputs * outputs * up + KERNEL_VOXELS * outputs**2
+        moved = element_bytes * (inputs * voxels[below] + outputs * voxels[level])
+        for direction in ("forward", "data gradient", "weight gradient"):
+            passes.append(
+                Pass(
+                    layer=f"{name}.up and {name}.0",
+                    direction=direction,
+                    num_operations=together,
+                    moved_bytes=moved,
+                )
+            )
+            passes.append(
+                Pass(
+                    layer=f"kernel of {name}.up and {name}.0",
+                    direction=direction,
+                    num_operations=made,
+                    moved_bytes=4 * inputs * outputs * taps,
+                )
+            )
 
     inputs, read = topology.in_channels, voxels[0]
     for level in range(topology.num_levels):
@@ -117,18 +166,9 @@ def count_passes(problem: Problem, element_bytes: int) -> list[Pass]:
         unit(f"encoder.{level}.1", channels[level], voxels[level], level)
         inputs, read = channels[level], voxels[level]
     for level in reversed(range(topology.num_levels - 1)):
-        below = level + 1
-        stored = math.prod(topology.strides[below])
-        convolution(
-            f"decoder.{level}.up",
-            inputs=channels[below],
-            outputs=channels[level],
-            read=voxels[below],
-            written=voxels[level],
-            kernel=1,
-            stored=stored,
-        )
-        unit(f"decoder.{level}.0", 2 * channels[level], voxels[level], level)
+        upsampled(level)
+        convolve(f"decoder.{level}.skip", channels[level], voxels[level], level)
+        norm(f"decoder.{level}.0", level)
         unit(f"decoder.{level}.1", channels[level], voxels[level], level)
     convolution(
         "head",
