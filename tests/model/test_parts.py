@@ -174,7 +174,7 @@ def test_what_enters_a_level_of_a_chain_is_kept() -> None:
     run = PartsOfPass(recomputed_parts(blocks, 1), nullcontext).run
     with handling(kept.append), recomputed_in_backward():
         made = run_blocks(blocks, {"image": leaf}, [blocks[-1].name], run=run)
-    assert len(kept) == 3
+    assert sum(tensor.shape == leaf.shape for tensor in kept) == 3
     made[blocks[-1].name].sum().backward()
     assert num_runs == {0: 2, 1: 2, 2: 2}
 
