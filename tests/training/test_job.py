@@ -152,7 +152,7 @@ def test_making_levels_again_trains_to_the_same_weights_with_less(
     ]
     for kind in ("measured", "predicted"):
         again, kept = (slot[kind]["activations_bytes"] for slot in slots)
-        assert again < kept / 2, kind
+        assert again < 0.7 * kept, kind  # of the decoder all is kept
 
 
 def test_cuts_overrule_the_balance(
