@@ -145,7 +145,7 @@ def test_more_stages_than_blocks_are_refused(
     folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = ",".join(["cpu"] * 60)
-    words = "60 devices for a network of 9 blocks; name at most 9 devices"
+    words = "60 devices for a network of 7 blocks; name at most 7 devices"
     assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "--devices", many)
     write_msd(folder / "data")
     line = refusal(capsys, "train", "data", *SMALL, "--parallel", "model", "--devices", many)

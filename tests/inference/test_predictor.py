@@ -142,7 +142,7 @@ def test_a_whole_volume_is_segmented_as_the_plain_network_does(tmp_path: Path) -
         (("cpu", "cpu"), {}),
         (("cpu", "cpu", "cpu"), {}),
         (("cpu", "cpu"), {"cuts": (1,)}),
-        (("cpu",) * 8, {}),
+        (("cpu",) * 7, {}),
     ],
     ids=["two", "three", "early cut", "one block each"],
 )

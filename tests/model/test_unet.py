@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
@@ -112,6 +113,18 @@ def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
         ("decoder.0.0", ("encoder.1.1", "decoder.0.skip")),
         ("head", ("decoder.0.0",)),
     ]
+
+
+def test_joined_blocks_stay_those_of_their_network() -> None:
+    model = UNet3d(make_topology(2))
+    assert [a.module is b.module for a, b in zip(model.blocks(), model.blocks(), strict=True)] == [
+        True
+    ] * 7
+    copied = copy.deepcopy(model)
+    assert {id(v) for b in copied.blocks() for v in b.module.parameters()} == {
+        id(v) for v in copied.parameters()
+    }
+    assert not {id(v) for v in copied.parameters()} & {id(v) for v in model.parameters()}
 
 
 def test_the_residual_encoder_has_nnunets_units_and_one_decoder_convolution() -> None:

@@ -209,7 +209,7 @@ def test_cuts_that_do_not_exist_are_refused_before_anything_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "Bench", None)
-    with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 9 blocks"):
+    with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 7 blocks"):
         sweep(tmp_path, "parallel.cuts=999")
 
 

@@ -162,7 +162,7 @@ def test_cuts_overrule_the_balance(
     run(settings(cache, *spread, "parallel.cuts=2", "training.epochs=1"), tmp_path / "run")
     assert "parallel.cuts says where the network is cut" in caplog.text
     record = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 7]
+    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:

@@ -4,7 +4,7 @@ from unet3d.kernels.classes import strongest_class
 from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
-from unet3d.kernels.norm.api import instance_norm
+from unet3d.kernels.norm.api import instance_norm, sum_of
 from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
 from unet3d.kernels.recompute import kept_for, recomputed_in_backward
@@ -23,5 +23,6 @@ __all__ = [
     "recomputed_in_backward",
     "strided_conv3x3x3",
     "strongest_class",
+    "sum_of",
     "upsampled_conv3x3x3",
 ]

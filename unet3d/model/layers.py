@@ -15,6 +15,7 @@ from unet3d.kernels import (
     instance_norm,
     instance_norm_head,
     strided_conv3x3x3,
+    sum_of,
     upsampled_conv3x3x3,
 )
 
@@ -65,7 +66,7 @@ class OtherNorm(nn.Sequential):
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
-        out: Tensor = super().forward(x if added is None else x.add_(added))  # type: ignore[no-untyped-call]
+        out: Tensor = super().forward(x if added is None else sum_of(x, added))  # type: ignore[no-untyped-call]
         return out
 
 

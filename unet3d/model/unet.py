@@ -21,8 +21,7 @@ from :meth:`UNet3d.blocks`.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +147,19 @@ class Decoder(nn.Module):
         self.heads = nn.ModuleList(
             Head(topology.channels[level], topology.num_classes) for level in range(supervised)
         )
+        # Not registered: their parameters are those of the modules above, under those names.
+        self._joined = {int(name): self._units_of(int(name)) for name in self.levels}
+
+    def _units_of(self, level: int) -> dict[str, nn.Module]:
+        """Return the units of a level by the names of their blocks, with what belongs to them."""
+        parts: Any = self.levels[str(level)]
+        units: list[Any] = _units(parts["units"])
+        units[0] = UpsampledUnit(parts["up"], units[0])
+        names = [f"decoder.{level}.{index}" for index in range(len(units))]
+        if level == 0:
+            units[-1] = HeadUnit(units[-1], cast(Head, self.heads[0]))
+            names[-1] = _head_name(0)
+        return dict(zip(names, units, strict=True))
 
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks from the lowest level up, each head after its level."""
@@ -159,14 +171,9 @@ class Decoder(nn.Module):
             skip = f"decoder.{level}.skip"
             blocks.append(here(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
             inputs: tuple[str, ...] = (source, skip)
-            units: Sequence[Any] = _units(parts["units"])  # type: ignore[index]
-            for index, unit in enumerate(units):
-                module = unit if index else UpsampledUnit(parts["up"], unit)  # type: ignore[index]
-                name = f"decoder.{level}.{index}"
-                if level == 0 and index == len(units) - 1:
-                    module, name = HeadUnit(module, self.heads[0]), _head_name(0)  # type: ignore[arg-type]
-                blocks.append(here(name=name, module=module, inputs=inputs))
-                inputs = (name,)
+            for block_name, module in self._joined[level].items():
+                blocks.append(here(name=block_name, module=module, inputs=inputs))
+                inputs = (block_name,)
             source = blocks[-1].name
             if 0 < level < len(self.heads):
                 blocks.append(

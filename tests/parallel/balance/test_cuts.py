@@ -115,7 +115,7 @@ def test_a_dear_block_and_a_dear_loss_pull_the_cut(
     fake_times(monkeypatch, {CPU: [*ones, 0.0]})
     assert choose_cuts(
         model, layout=layout, balance="time", size=SIZE, batch_size=1, num_states=1, folder=tmp_path
-    ) in ((7,), (8,))
+    ) == (6,)
     fake_times(monkeypatch, {CPU: [20.0, *ones[1:], 0.0]})
     assert choose_cuts(
         model, layout=layout, balance="time", size=SIZE, batch_size=1, num_states=1, folder=tmp_path

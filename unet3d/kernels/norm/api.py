@@ -60,7 +60,7 @@ def instance_norm(
     """
     stages = stages_for(x)
     if stages is reference and added is not None:
-        x, added = x.add_(added), None
+        x, added = sum_of(x, added), None
     folds = stages is not reference and can_fold(x, x.shape[1])
     options = _Options(
         stages=stages,
@@ -87,6 +87,17 @@ def instance_norm(
 
     offer(y, recompute, x)
     return y  # type: ignore[no-any-return]
+
+
+def sum_of(x: Tensor, added: Tensor) -> Tensor:
+    """Add a map to another, in its memory where autograd allows that.
+
+    Args:
+        x: A convolution's result, (N, C, X, Y, Z), that nobody else reads.
+        added: Of the same shape.
+    """
+    # A view that an autograd function returned cannot become another tensor.
+    return x + added if x._is_view() else x.add_(added)
 
 
 def stages_for(x: Tensor, channels: int | None = None) -> Stages:
