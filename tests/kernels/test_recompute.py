@@ -15,7 +15,8 @@ from unet3d.kernels import (
 )
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv.api import upsample
-from unet3d.kernels.recompute import offer
+from unet3d.kernels.padding import detached, is_padded, mark_folded, mark_padded, was_folded
+from unet3d.kernels.recompute import nothing_offered, offer, offer_result
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 
@@ -151,3 +152,41 @@ def test_outside_the_context_nothing_is_offered(reading: list[Tensor]) -> None:
     y = instance_norm(x, weight, bias, 1e-5, 0.01)
     y.square()
     assert storage_key(y) in map(storage_key, reading)
+
+
+def test_a_part_that_is_recomputed_as_a_whole_offers_nothing(reading: list[Tensor]) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with recomputed_in_backward():
+        with nothing_offered():
+            inside = torch.full((3,), 2.0)
+            offer(inside, inside.clone, leaf)
+        leaf * inside
+        outside = torch.full((3,), 2.0)
+        offer(outside, outside.clone, leaf)
+        leaf * outside
+    seen = set(map(storage_key, reading))
+    assert storage_key(inside) in seen and storage_key(outside) not in seen
+
+
+def test_results_of_parts_are_recomputed_however_small(
+    monkeypatch: pytest.MonkeyPatch, reading: list[Tensor]
+) -> None:
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 10**9)
+    leaf = torch.ones(3, requires_grad=True)
+    result = torch.full((3,), 2.0)
+    with recomputed_in_backward():
+        offer_result(result, lambda: torch.full((3,), 5.0))
+        made = leaf * result
+    assert storage_key(result) not in map(storage_key, reading)
+    made.sum().backward()
+    assert leaf.grad.tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_a_detached_tensor_has_the_marks_of_its_own(is_marked: bool) -> None:
+    x = torch.ones(1, 2, 3, 3, 4, requires_grad=True) * 2
+    if is_marked:
+        mark_padded(mark_folded(x))
+    alone = detached(x)
+    assert not alone.requires_grad and storage_key(alone) == storage_key(x)
+    assert is_padded(alone) == was_folded(alone) == is_marked

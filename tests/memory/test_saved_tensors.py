@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unet3d.memory.saved_tensors import Saved, handling, storage_key
+from unet3d.memory.saved_tensors import Saved, handling, save, storage_key
 
 
 class Copy:
@@ -89,3 +89,15 @@ def test_views_share_a_key_and_copies_do_not() -> None:
     assert storage_key(tensor[1:].T) == storage_key(tensor.detach()) == storage_key(tensor)
     copy = tensor.clone()
     assert storage_key(copy) != storage_key(tensor)
+
+
+def test_what_is_kept_beside_autograd_is_shown_to_the_handlers_too() -> None:
+    outer, inner = Asked(), Asked(takes=(2, 3))
+    taken, passed = torch.ones(2, 3), torch.ones(3, 4)
+    with handling(outer), handling(inner):
+        copy, own = save(taken), save(passed)
+    assert outer.shapes == [(3, 4)]
+    assert storage_key(copy.restore()) != storage_key(taken)
+    assert torch.equal(copy.restore(), taken)
+    assert own.restore() is passed
+    assert save(taken).restore() is taken  # where nobody is asked
