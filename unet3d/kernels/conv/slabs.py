@@ -83,7 +83,13 @@ def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
     return y
 
 
-def transposed(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Padding) -> Tensor:
+def transposed(
+    x: Tensor,
+    weight: Tensor,
+    stride: Sequence[int],
+    padding: Padding,
+    size: Sequence[int] | None = None,
+) -> Tensor:
     """Return a transposed convolution, without a gradient.
 
     It is the gradient of the input of :func:`convolve`, which is its own gradient's other half.
@@ -94,15 +100,21 @@ def transposed(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Paddin
         stride: Along X, Y, Z.
         padding: Planes of the result on either side of X, Y, Z that are left out; those of X may be
             a pair, before and behind.
+        size: X', Y', Z', of the sizes from which the stride leads to that of x; None: the smallest.
 
     Returns:
         (N, O, X', Y', Z').
     """
-    shape = transposed_shape(x, weight, stride, padding)
+    smallest = transposed_shape(x, weight, stride, padding)
+    shape = (*smallest[:2], *(smallest[2:] if size is None else size))
+    more = tuple(wanted - least for wanted, least in zip(shape[2:], smallest[2:], strict=True))
     axis, in_plane = axis_of(shape[2], weight, stride, padding), padding_in_plane(padding)
     is_even = axis.before == axis.after
     if is_even and max(x.numel(), math.prod(shape)) <= MAX_ELEMENTS:
-        return F.conv_transpose3d(x, weight, stride=tuple(stride), padding=(axis.before, *in_plane))
+        sides = (axis.before, *in_plane)
+        return F.conv_transpose3d(
+            x, weight, stride=tuple(stride), padding=sides, output_padding=more
+        )
     y = empty(shape, x)
     fits = _fits(plane_elements(y), plane_elements(x))
     slabs = divide(axis.for_gradient, range(axis.size), fits)
@@ -114,7 +126,7 @@ def transposed(x: Tensor, weight: Tensor, stride: Sequence[int], padding: Paddin
                 weight,
                 stride=tuple(stride),
                 padding=(slab.padding, *in_plane),
-                output_padding=(len(slab.x) - fewest, 0, 0),
+                output_padding=(len(slab.x) - fewest, *more[1:]),
             )
             put(made, slab.x, y_one, slab.wanted)
             del made  # before the next one
