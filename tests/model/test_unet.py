@@ -115,6 +115,21 @@ def test_the_plain_block_list_is_what_the_diagram_shows() -> None:
     ]
 
 
+def test_a_replica_that_shares_the_network_joins_its_own_modules() -> None:
+    model = UNet3d(make_topology(2)).double()
+    image = make_image().double()
+    replica = copy.copy(model.decoder)  # as nn.DataParallel makes them
+    replica._modules = dict(copy.deepcopy(model.decoder)._modules)
+    with torch.no_grad():
+        for value in replica._modules["levels"]["0"]["up"].parameters():
+            value.zero_()
+    features = model.encoder(image)
+    with_skip_only = replica(features)[0]
+    assert not torch.equal(with_skip_only, model.decoder(features)[0])
+    own = {id(value) for module in replica._modules.values() for value in module.parameters()}
+    assert {id(v) for block in replica.blocks() for v in block.module.parameters()} == own
+
+
 def test_joined_blocks_stay_those_of_their_network() -> None:
     model = UNet3d(make_topology(2))
     assert [a.module is b.module for a, b in zip(model.blocks(), model.blocks(), strict=True)] == [

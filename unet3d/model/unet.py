@@ -148,9 +148,9 @@ class Decoder(nn.Module):
             Head(topology.channels[level], topology.num_classes) for level in range(supervised)
         )
         # Not registered: their parameters are those of the modules above, under those names.
-        self._joined = {int(name): self._units_of(int(name)) for name in self.levels}
+        self._joined = {int(name): self._join(int(name)) for name in self.levels}
 
-    def _units_of(self, level: int) -> dict[str, nn.Module]:
+    def _join(self, level: int) -> dict[str, nn.Module]:
         """Return the units of a level by the names of their blocks, with what belongs to them."""
         parts: Any = self.levels[str(level)]
         units: list[Any] = _units(parts["units"])
@@ -160,6 +160,14 @@ class Decoder(nn.Module):
             units[-1] = HeadUnit(units[-1], cast(Head, self.heads[0]))
             names[-1] = _head_name(0)
         return dict(zip(names, units, strict=True))
+
+    def _units_of(self, level: int) -> dict[str, nn.Module]:
+        """Return the same joined modules each time, but in a copy that shares them its own."""
+        first: Any = next(iter(self._joined[level].values()))
+        upsampled = first.unit if isinstance(first, HeadUnit) else first
+        parts: Any = self.levels[str(level)]
+        # A replica of nn.DataParallel has other modules, and this dictionary.
+        return self._joined[level] if upsampled.up is parts["up"] else self._join(level)
 
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks from the lowest level up, each head after its level."""
@@ -171,7 +179,7 @@ class Decoder(nn.Module):
             skip = f"decoder.{level}.skip"
             blocks.append(here(name=skip, module=parts["skip"], inputs=(self.skips[level],)))  # type: ignore[index]
             inputs: tuple[str, ...] = (source, skip)
-            for block_name, module in self._joined[level].items():
+            for block_name, module in self._units_of(level).items():
                 blocks.append(here(name=block_name, module=module, inputs=inputs))
                 inputs = (block_name,)
             source = blocks[-1].name
