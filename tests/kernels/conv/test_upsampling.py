@@ -63,6 +63,14 @@ def test_both_are_one_transposed_convolution(
     assert_same(results(composed, [x, up, weight], given), expected)
 
 
+def test_second_derivatives_are_refused() -> None:
+    x, (up, weight) = tensor(1, 6, 3, 4, 2).requires_grad_(), weights(6, 8, (2, 2, 2))
+    y = composed(x, up, weight)
+    (dx,) = torch.autograd.grad(y, x, tensor(*y.shape).requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 @pytest.mark.parametrize("outputs", [8, 40])
 def test_slabs_of_it_are_the_whole(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, (up, weight) = tensor(1, 6, 7, 2, 3), weights(6, outputs, (2, 2, 2))

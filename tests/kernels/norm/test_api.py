@@ -29,6 +29,15 @@ def test_the_reference_has_right_derivatives() -> None:
     assert torch.autograd.gradcheck(instance_norm, (x, weight, bias, 1e-5, 0.01))
 
 
+@pytest.mark.parametrize("slope", [0.01, 1.0])
+def test_second_derivatives_are_refused(slope: float) -> None:
+    x, weight, bias, dy = arguments((2, 3, 2, 3, 2), 0.0, torch.float32, "cpu")
+    y = instance_norm(x.requires_grad_(), weight, bias, 1e-5, slope)
+    (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
 def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
     x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cpu")
     kept: list[Tensor] = []

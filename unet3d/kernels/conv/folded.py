@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.pad import pad_z
@@ -80,6 +81,7 @@ class PaddedStridedConvolution(torch.autograd.Function):
         return slabs.convolve(with_padding(x), weight, stride, (x_padding, 1, 0))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and weight."""
         x, weight = ctx.saved_tensors
@@ -128,6 +130,7 @@ class ComposedUpsampling(torch.autograd.Function):
         return _unfold(made)[..., 1:-1]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the kernel."""
         x, weight = ctx.saved_tensors

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
@@ -156,6 +157,7 @@ class _InstanceNorm(torch.autograd.Function):
         return y, mean, rstd
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None, None

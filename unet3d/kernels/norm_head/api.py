@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv.api import conv1x1x1
 from unet3d.kernels.norm import op as norm
@@ -100,6 +101,7 @@ class _InstanceNormHead(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd, head = ctx.saved_tensors
         options: _Options = ctx.options

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
@@ -85,6 +86,7 @@ class _StemNorm(torch.autograd.Function):
         return made, y, mean, rstd, pads
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None, None
