@@ -13,10 +13,11 @@ from torch import Tensor
 from tests.steps import measure
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as remake
+from unet3d.kernels.padding import mark_padded, padded_copy, with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, offload, parallelize
-from unet3d.parallel.offload import OffloadedMemory, skip_names
+from unet3d.parallel.offload import OffloadedMemory, SkipOffloader, skip_names
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning.memory_estimate import Step, predict_memory
 
@@ -143,6 +144,18 @@ class Sizes(MemoryMeter):
         if kind == "loss":
             self.at_loss = sum(kept.now for kept in self._kept.values())
         return super().during(slot, kind, micro_batch)
+
+
+def test_a_skip_is_parked_with_the_zeros_around_it() -> None:
+    blocks = UNet3d(topology_of(num_levels=2)).blocks()
+    offloader = SkipOffloader(blocks, skip_names(blocks), {}, lambda tensor: None)
+    skip = mark_padded(padded_copy(torch.randn(1, 4, 6, 6, 6)))
+    expected = with_padding(skip).clone()
+    offloader.after(blocks[1], skip)
+    offloader.end_forward()
+    assert skip.untyped_storage().nbytes() == 0
+    offloader.before(blocks[2])
+    assert torch.equal(with_padding(skip), expected)
 
 
 @pytest.mark.usefixtures("parking_cpu")

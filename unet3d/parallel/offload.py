@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels import kept_for
+from unet3d.kernels.padding import is_padded, with_padding
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Block
 
@@ -246,10 +247,12 @@ class SkipOffloader:
         self._held.clear()
 
     def _hold(self, name: str, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
         if name not in self._skips:
             return
+        if is_padded(tensor):
+            tensor = with_padding(tensor.detach())
+        storage = tensor.untyped_storage()
+        is_all = storage.nbytes() == tensor.numel() * tensor.element_size()
         memory = self._offloaded.get(storage._cdata)
         if memory is None and is_all:
             memory = OffloadedMemory(tensor, self._resized)
