@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from unet3d.config import ModelSettings
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.model import Decoder, Encoder, Topology, UNet3d, plan_topology, run_blocks
+from unet3d.model.layers import Head
 from unet3d.model.unet import refuse_beyond_memory
 
 VARIANTS = [
@@ -140,6 +141,19 @@ def test_joined_blocks_stay_those_of_their_network() -> None:
         id(v) for v in copied.parameters()
     }
     assert not {id(v) for v in copied.parameters()} & {id(v) for v in model.parameters()}
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_a_module_that_takes_the_place_of_another_is_the_one_that_runs(encoder: str) -> None:
+    model = UNet3d(make_topology(2, encoder=encoder)).eval()
+    image = make_image()
+    before = model(image)
+    model.decoder.heads[0] = Head(model.topology.channels[0], 7)
+    assert model(image).shape == (*before.shape[:1], 7, *before.shape[2:])
+    assert {id(v) for block in model.blocks() for v in block.module.parameters()} == {
+        id(value) for value in model.parameters()
+    }
+    assert all(a.module is b.module for a, b in zip(model.blocks(), model.blocks(), strict=True))
 
 
 def test_the_residual_encoder_has_nnunets_units_and_one_decoder_convolution() -> None:

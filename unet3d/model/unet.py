@@ -21,6 +21,7 @@ from :meth:`UNet3d.blocks`.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -107,6 +108,16 @@ class Encoder(nn.Module):
         return tuple(features[name] for name in self.outputs())
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Joined:
+    """Modules of a level that run together."""
+
+    joins: list[nn.Module]
+    """The modules that are joined."""
+    units: dict[str, nn.Module]
+    """What they are joined to, by the name of its block."""
+
+
 class Decoder(nn.Module):
     """The expanding path and the heads; it knows the encoder's outputs by name only."""
 
@@ -148,10 +159,24 @@ class Decoder(nn.Module):
             Head(topology.channels[level], topology.num_classes) for level in range(supervised)
         )
         # Not registered: their parameters are those of the modules above, under those names.
-        self._joined = {int(name): self._join(int(name)) for name in self.levels}
+        self._joined: dict[int, _Joined] = {}
+
+    def _units_of(self, level: int) -> dict[str, nn.Module]:
+        """Return the units of a level by the names of their blocks, with what belongs to them.
+
+        They are the same modules each time, as long as those that they join are the same: in a
+        replica of nn.DataParallel, which has this dictionary, or after one was replaced, they are
+        not.
+        """
+        parts: Any = self.levels[str(level)]
+        joins = [parts["up"], *_units(parts["units"]), *([self.heads[0]] if level == 0 else [])]
+        joined = self._joined.get(level)
+        if joined is None or joined.joins != joins:
+            joined = _Joined(joins=joins, units=self._join(level))
+            self._joined = self._joined | {level: joined}
+        return joined.units
 
     def _join(self, level: int) -> dict[str, nn.Module]:
-        """Return the units of a level by the names of their blocks, with what belongs to them."""
         parts: Any = self.levels[str(level)]
         units: list[Any] = _units(parts["units"])
         units[0] = UpsampledUnit(parts["up"], units[0])
@@ -160,14 +185,6 @@ class Decoder(nn.Module):
             units[-1] = HeadUnit(units[-1], cast(Head, self.heads[0]))
             names[-1] = _head_name(0)
         return dict(zip(names, units, strict=True))
-
-    def _units_of(self, level: int) -> dict[str, nn.Module]:
-        """Return the same joined modules each time, but in a copy that shares them its own."""
-        first: Any = next(iter(self._joined[level].values()))
-        upsampled = first.unit if isinstance(first, HeadUnit) else first
-        parts: Any = self.levels[str(level)]
-        # A replica of nn.DataParallel has other modules, and this dictionary.
-        return self._joined[level] if upsampled.up is parts["up"] else self._join(level)
 
     def blocks(self) -> tuple[Block, ...]:
         """Return the blocks from the lowest level up, each head after its level."""
