@@ -163,7 +163,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
         axis.plot([x for x, _ in frontier], [y for _, y in frontier], color=BLUE, linewidth=1)
         for key, place in places.items():
             axis.plot(*place, marker="o", color=GREY if key in beaten else BLUE)
-            axis.annotate(key, place, (6, 5), textcoords="offset points", size=9)
+            above = "offload" not in key  # beside the same setting without it
+            axis.annotate(key, place, (6, 5 if above else -12), textcoords="offset points", size=9)
         missing = [f"{row['key']}: {row['reason']}" for row in panel["rows"] if "reason" in row]
         axis.text(0.98, 0.02, "\n".join(missing), transform=axis.transAxes, ha="right", size=9)
         shape = "×".join(map(str, panel["size"]))

@@ -138,7 +138,7 @@ def test_gpus_are_predicted_without_gpus() -> None:
         )
         assert counted < memory.peak_bytes < 2 * counted
         # Gaps between tensors; the allocator grows by 20 MiB at a time.
-        assert memory.peak_bytes < memory.reserved_bytes < 1.5 * memory.peak_bytes
+        assert memory.peak_bytes < memory.reserved_bytes < 1.6 * memory.peak_bytes
     needed = prediction.needed_bytes()
     assert needed[GPUS[0]] == prediction.memory[0].peak_bytes + UNCOUNTED_BYTES
     for index, memory in prediction.memory.items():
@@ -198,7 +198,7 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
     peaks = [[m.peak_bytes for m in one.memory.values()] for one in (level, norm, off)]
     # Of the first stage: of a decoder alone nothing is recomputed that norm keeps.
     assert kept[0][0] < 0.65 * kept[1][0]
-    assert peaks[0][0] < 0.85 * peaks[1][0]
+    assert peaks[0][0] < 0.9 * peaks[1][0]
     for index in range(len(devices)):
         assert kept[0][index] <= kept[1][index] < 0.85 * kept[2][index]
         assert peaks[0][index] <= peaks[1][index] < peaks[2][index]
