@@ -16,6 +16,7 @@ from unet3d.kernels import (
     padding,
     recomputed_in_backward,
     strided_conv3x3x3,
+    upsampled_conv3x3x3,
 )
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import api as convolution
@@ -365,12 +366,12 @@ def blocks(size: int, num_blocks: int) -> list[tuple[int, ...]]:
     return [*ends, *(tuple(corner) for corner in anywhere)]
 
 
-def crop(x: Tensor, corner: Sequence[int], margin: int) -> Tensor:
-    """Return a block of 12 voxels with a margin, which is zero outside the volume."""
+def crop(x: Tensor, corner: Sequence[int], margin: int, size: int = 12) -> Tensor:
+    """Return a block of so many voxels with a margin, which is zero outside the volume."""
     slices: list[slice] = [slice(None), slice(None)]
     pads: list[int] = []
     for first, voxels in zip(corner, x.shape[2:], strict=True):
-        start, stop = first - margin, first + 12 + margin
+        start, stop = first - margin, first + size + margin
         slices.append(slice(max(start, 0), min(stop, voxels)))
         pads = [max(-start, 0), max(stop - voxels, 0), *pads]
     return F.pad(x[tuple(slices)].double(), pads)
@@ -431,3 +432,50 @@ def test_upsampling_above_the_limit_on_a_gpu() -> None:
         expected = F.conv_transpose3d(coarse.double(), weight.double(), stride=2)
         error = (crop(y, corner, 0) - expected).norm() / expected.norm()
         assert error <= 4e-3, corner
+
+
+def composed_blocks(x: Tensor, up: Tensor, weight: Tensor, edge: int) -> list[tuple[Tensor, ...]]:
+    """Return blocks of the upsampled convolution and of its gradient by x, each with its float64.
+
+    Args:
+        x: (1, I, edge / 2, ...), a leaf.
+        up: Upsamples by two.
+        weight: Of the convolution behind it.
+        edge: Voxels of the result along each axis.
+    """
+    y = upsampled_conv3x3x3(x, up, weight, (2, 2, 2))
+    dy = torch.empty_like(y, memory_format=torch.channels_last_3d)
+    for planes in dy.split(52, 2):
+        planes.normal_()
+    (dx,) = torch.autograd.grad(y, x, dy)
+    kernel = F.conv3d(up.double(), weight.double(), padding=2)
+    found = []
+    for corner in blocks(edge, 8):
+        corner = tuple(first // 2 * 2 for first in corner)
+        coarse = [first // 2 for first in corner]
+        full = F.conv_transpose3d(crop(x, coarse, 1, 6), up.double(), stride=2)
+        wanted = F.conv3d(full, weight.double())[..., 1:-1, 1:-1, 1:-1]
+        found.append((crop(y, corner, 0), wanted))
+        found.append((crop(dx, coarse, 0, 6), F.conv3d(crop(dy, corner, 1), kernel, stride=2)))
+    return found
+
+
+def test_blocks_of_an_upsampled_convolution_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution, "_composes", lambda *_: True)
+    x = channels_last(tensor(1, 6, 12, 12, 12)).requires_grad_()
+    weights = tensor(6, 8, 2, 2, 2, seed=1), tensor(8, 8, 3, 3, 3, seed=2)
+    for actual, expected in composed_blocks(x, *weights, 24):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+def test_an_upsampled_convolution_above_the_limit_on_a_gpu() -> None:
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    x = torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16)
+    x = channels_last(x).requires_grad_()
+    up = (tensor(64, 32, 2, 2, 2) * 0.1).float().cuda()
+    weight = (tensor(32, 32, 3, 3, 3, seed=1) * 0.03).float().cuda()
+    assert 32 * 416**3 > slabs.MAX_ELEMENTS
+    for actual, expected in composed_blocks(x, up, weight, 416):
+        assert (actual - expected).norm() <= 1e-2 * expected.norm()

@@ -171,6 +171,45 @@ def test_low_precision_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
         assert torch.equal(a, b)
 
 
+def repeated(inputs: list[Tensor], times: int) -> list[Tensor]:
+    """Return a volume of copies of one: the same statistics, logits, and gradient of x."""
+    x, *others, dy = inputs
+    return [
+        v.repeat(1, 1, times, times, times).contiguous(memory_format=torch.channels_last_3d)
+        if v.dim() == 5 and v.shape[2:] == x.shape[2:]
+        else v
+        for v in (x, *others, dy)
+    ]
+
+
+def check_copies(inputs: list[Tensor], times: int, tolerance: float) -> None:
+    """Compare a volume of copies with float64 of one, in the last of them."""
+    expected = results(apart, [value.cpu().double() for value in inputs])
+    actual = results(joined, repeated(inputs, times))
+    size = inputs[0].shape[-1]
+    for name, a, b in zip(NAMES, actual, expected, strict=False):
+        if name in ("y", "x"):
+            a = a[..., -size:, -size:, -size:]
+        else:  # sums over all copies
+            a = a / times**3
+        assert (a.cpu().double() - b).norm() <= tolerance * b.norm(), name
+
+
+def test_copies_of_a_volume_are_normalised_as_one() -> None:
+    inputs = inputs_of((1, 4, 6, 6, 6), 3, torch.float64, "cpu", adds=False)
+    check_copies([value.double() for value in inputs], 2, 1e-10)
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    inputs = inputs_of((1, 32, 8, 8, 8), 3, torch.bfloat16, "cuda", adds=False)
+    inputs[3] = inputs[3].to(torch.bfloat16).float()
+    assert 32 * (8 * 52) ** 3 > 2**31
+    check_copies(inputs, 52, 1e-2)
+
+
 @pytest.mark.gpu
 def test_the_gradient_for_a_folded_convolution_has_zeros_around() -> None:
     x, weight, bias, head, head_bias, dy = inputs_of(
