@@ -13,7 +13,8 @@ from torch import Tensor
 from tests.steps import measure
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as remake
-from unet3d.kernels.padding import mark_padded, padded_copy, with_padding
+from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import mark_padded, with_padding
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, offload, parallelize

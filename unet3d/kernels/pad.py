@@ -23,6 +23,11 @@ def pad_z(x: Tensor, before: int, after: int) -> Tensor:
     return padded
 
 
+def padded_copy(x: Tensor) -> Tensor:
+    """Return a copy of a map (N, C, X, Y, Z) that is stored with zeros around; it has no mark."""
+    return pad_z(x, 1, 1)[..., 1:-1]
+
+
 def _empty(x: Tensor, before: int, after: int) -> Tensor:
     shape = (*x.shape[:-1], before + x.shape[-1] + after)
     layout = torch.channels_last_3d

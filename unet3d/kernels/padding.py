@@ -64,13 +64,6 @@ def empty_map(like: Tensor, pads: bool) -> Tensor:
     return torch.empty_like(like, memory_format=torch.channels_last_3d)
 
 
-def padded_copy(x: Tensor) -> Tensor:
-    """Return a copy of a map (N, C, X, Y, Z) that is stored with zeros around; it has no mark."""
-    copy = empty_padded(x)
-    with_padding(copy).zero_()
-    return copy.copy_(x)
-
-
 def mark_padded(x: Tensor) -> Tensor:
     """Mark a tensor from :func:`empty_padded`, whose zeros are written, and return it.
 

@@ -7,7 +7,8 @@ from unet3d.kernels import conv1x1x1, conv3x3x3, padding
 from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import folded
 from unet3d.kernels.conv.folded import FoldedConvolution, PaddedStridedConvolution
-from unet3d.kernels.padding import can_fold, mark_padded, padded_copy, with_padding
+from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import can_fold, mark_padded, with_padding
 
 SIZE = (5, 4, 6)
 

@@ -12,7 +12,8 @@ from tests.kernels.conv.maps import tensor
 from unet3d.kernels import conv3x3x3, strided_conv3x3x3
 from unet3d.kernels.conv import api, slabs
 from unet3d.kernels.conv.folded import FoldedConvolution
-from unet3d.kernels.padding import mark_padded, padded_copy
+from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import mark_padded
 
 Sides = tuple[int, int]
 SIDES = [(1, 0), (0, 1), (0, 0), (1, 1), (2, 0), (2, 1)]

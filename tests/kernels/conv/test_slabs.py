@@ -23,6 +23,7 @@ from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import upsample
 from unet3d.kernels.conv.folded import FoldedConvolution
+from unet3d.kernels.pad import padded_copy
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
 Shape = tuple[int, int, int]
@@ -218,7 +219,7 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch: pytest.Mon
 
 def padded(x: Tensor) -> Tensor:
     """Return a map that is stored with zeros around Z."""
-    return padding.mark_padded(padding.padded_copy(x))
+    return padding.mark_padded(padded_copy(x))
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

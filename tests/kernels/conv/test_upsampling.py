@@ -9,7 +9,8 @@ from tests.kernels.conv.maps import tensor
 from unet3d.kernels import padding, upsampled_conv3x3x3
 from unet3d.kernels.conv import api, folded
 from unet3d.kernels.conv.folded import ComposedUpsampling, composed_kernel
-from unet3d.kernels.padding import has_room, mark_padded, padded_copy, was_folded
+from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import has_room, mark_padded, was_folded
 
 Stride = tuple[int, int, int]
 STRIDES = [(2, 2, 2), (1, 2, 2), (2, 1, 2)]

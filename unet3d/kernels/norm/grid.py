@@ -25,8 +25,6 @@ class Grid(NamedTuple):
     """A program for each run, block of channels and sample."""
     over_blocks: tuple[int, int, int]
     """A program for each block of voxels, block of channels and sample."""
-    over_channels: tuple[int, int]
-    """A program for each block of channels and sample."""
 
 
 @functools.cache  # its arithmetic takes longer than a launch
@@ -52,5 +50,4 @@ def grid_of(samples: int, channels: int, voxels: int) -> Grid:
         runs=runs,
         over_runs=(runs, channel_blocks, samples),
         over_blocks=(blocks, channel_blocks, samples),
-        over_channels=(channel_blocks, samples),
     )

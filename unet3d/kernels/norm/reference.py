@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unet3d.kernels.padding import padded_copy
+from unet3d.kernels.pad import padded_copy
 
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 
