@@ -24,7 +24,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from unet3d.atomic import publish_folder, unfinished_folder
-from unet3d.errors import reason_of
+from unet3d.errors import CacheError, reason_of
 from unet3d.inputs.reading import open_regular, read_bytes
 
 RECORD = "entry.json"
@@ -148,6 +148,34 @@ def _write_array(path: Path, array: npt.NDArray[Any]) -> None:
 def array_path(folder: Path, name: str) -> Path:
     """Return the file of an array of an entry."""
     return folder / f"{name}.npy"
+
+
+def map_array(path: Path) -> npt.NDArray[Any]:
+    """Return a read-only map of an array of an entry.
+
+    Args:
+        path: Its file.
+
+    Raises:
+        CacheError: The file is gone or damaged.
+    """
+    try:
+        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except Exception as error:  # a damaged header can raise anything in NumPy
+        raise gone_error(path) from error
+    return array
+
+
+def gone_error(path: Path) -> CacheError:
+    """Return the error for a file that was sound when the run began, and is not any more.
+
+    Args:
+        path: The file.
+    """
+    return CacheError(
+        f"{path} is gone or damaged since training began; run again to prepare it anew, and "
+        "leave the folder of data.cache alone during a run"
+    )
 
 
 def json_checksum(tree: Any) -> int:

@@ -23,7 +23,7 @@ from unet3d.errors import ConfigError, DatasetError
 from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
-from unet3d.volumes.resample import grid_shape
+from unet3d.volumes.packed_label import PackedLabel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class PatchSampler:
             epoch: From 0.
             index: From 0 to ``num_patches`` - 1.
         """
-        return self.size or padded_shape(grid_shape(self._case(epoch, index).label()), self.stride)
+        return self.size or padded_shape(self._case(epoch, index).label().shape, self.stride)
 
     def _case(self, epoch: int, index: int) -> PreparedCase:
         if self._ordered is None or self._ordered[0] != epoch:
@@ -138,7 +138,7 @@ class PatchSampler:
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
         case = self._case(epoch, index)
         stored_image, stored_label = case.image(), case.label()
-        shape = grid_shape(stored_label)
+        shape = stored_label.shape
         size = self.size or padded_shape(shape, self.stride)
         start = _start(shape, size, self._centre(rng, case, shape, size))
         matrix = None
@@ -147,7 +147,7 @@ class PatchSampler:
         margin = (0, 0, 0) if matrix is None else affine_margin(matrix, size)
         corner = [first - extra for first, extra in zip(start, margin, strict=True)]
         box = [voxels + 2 * extra for voxels, extra in zip(size, margin, strict=True)]
-        image = torch.from_numpy(_cut(stored_image, corner, box))
+        image = torch.from_numpy(_cut(stored_image, corner, box)).float()
         classes = _cut(stored_label, corner, box)
         target = torch.from_numpy(
             classes if classes.dtype == np.uint8 else classes.astype(np.int64)
@@ -167,7 +167,8 @@ class PatchSampler:
             present = [voxels for voxels in case.foreground() if len(voxels)]
             if present:
                 voxels = present[rng.integers(len(present))]
-                return [int(index) for index in voxels[rng.integers(len(voxels))]]
+                voxel = int(voxels[rng.integers(len(voxels))])
+                return [int(index) for index in np.unravel_index(voxel, shape)]
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [
             int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
@@ -213,8 +214,10 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
     ]
 
 
-def _cut(array: npt.NDArray[Any], corner: Sequence[int], box: Sequence[int]) -> npt.NDArray[Any]:
-    """Copy a box out of the last three axes of a mapped array; zeros where it leaves the array."""
+def _cut(
+    array: npt.NDArray[Any] | PackedLabel, corner: Sequence[int], box: Sequence[int]
+) -> npt.NDArray[Any]:
+    """Copy a box out of the last three axes of a stored array; zeros where it leaves the array."""
     source, place = [], []
     for first, voxels, available in zip(corner, box, array.shape[-3:], strict=True):
         begin, end = max(first, 0), min(first + voxels, available)
