@@ -232,9 +232,8 @@ def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelN
     values, weights = values[order], weights[order]
     mean = float(np.average(values, weights=weights))
     std = math.sqrt(np.average((values - mean) ** 2, weights=weights))
-    # With equal weights these are the percentiles of np.percentile.
-    below = np.cumsum(weights) - weights
-    low, high = np.interp([0.005 * below[-1], 0.995 * below[-1]], below, values)
+    shares = np.cumsum(weights) / weights.sum()
+    low, high = values[np.searchsorted(shares, [0.005, 0.995])]
     return ChannelNormalization(
         kind="ct", low=float(low), high=float(high), mean=mean, std=std if std > 0 else 1.0
     )
