@@ -12,6 +12,7 @@ accident; who may write to the cache folder may also write what is trained on.
 
 import errno
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Mapping
@@ -160,10 +161,16 @@ def map_array(path: Path) -> npt.NDArray[Any]:
         CacheError: The file is gone or damaged.
     """
     try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # np.load opens the file three times, which takes a tenth of a patch's time.
+            if is_fortran or dtype.hasobject:
+                raise ValueError("no array of this package")
+            return np.ndarray(shape, dtype, content, file.tell())
     except Exception as error:  # a damaged header can raise anything in NumPy
         raise gone_error(path) from error
-    return array
 
 
 def gone_error(path: Path) -> CacheError:

@@ -70,7 +70,7 @@ class PackedLabel:
             CacheError: The file is gone or damaged.
         """
         self._path = path
-        packed = np.asarray(map_array(path))
+        packed = map_array(path)
         try:
             fixed = packed[: _NUM_FIXED_WORDS * _WORD.itemsize].view(_WORD).tolist()
             voxel_bytes, x, y, z = fixed
@@ -80,7 +80,6 @@ class PackedLabel:
             is_sound = packed.ndim == 1 and voxel_bytes in _VOXEL_BYTES and min(self.shape) > 0
             if not is_sound or num_bytes > packed.nbytes:
                 raise ValueError("no packed label map begins so")
-            # As plain ndarrays: each slice of a memmap would be a memmap, which takes longer.
             self._starts = packed[:num_bytes].view(_WORD)[_NUM_FIXED_WORDS:]
             self._chunks = packed.data[num_bytes:]
         except (TypeError, ValueError) as error:
@@ -99,9 +98,10 @@ class PackedLabel:
         box = [range(size)[part] for size, part in zip(self.shape, _slices(key), strict=True)]
         result = np.empty([len(voxels) for voxels in box], self.dtype)
         if result.size:
-            for pieces in itertools.product(*map(_pieces, box, CHUNK_SHAPE)):
-                (x, *of_x), (y, *of_y), (z, *of_z) = pieces
-                chunk = self._chunk((x, y, z))
+            pieces = map(_pieces, box, CHUNK_SHAPE, self.shape)
+            for (x, nx, *of_x), (y, ny, *of_y), (z, nz, *of_z) in itertools.product(*pieces):
+                number = (x * self._grid[1] + y) * self._grid[2] + z
+                chunk = self._chunk(number, (nx, ny, nz))
                 inside, place = zip(of_x, of_y, of_z, strict=True)
                 result[place] = chunk[inside] if chunk.ndim == 3 else chunk
         return result
@@ -112,16 +112,10 @@ class PackedLabel:
         """Return the whole label map."""
         return self[...].astype(dtype or self.dtype, copy=False)
 
-    def _chunk(self, place: tuple[int, int, int]) -> npt.NDArray[np.unsignedinteger[Any]]:
-        """Return a chunk, or an array of one voxel that stands for all of them."""
-        x, y, z = place
-        number = (x * self._grid[1] + y) * self._grid[2] + z
+    def _chunk(self, number: int, shape: Shape) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return a chunk of this shape, or an array of one voxel that stands for all of them."""
         start, end = self._starts[number : number + 2].tolist()
         packed = self._chunks[start:end]
-        shape = [
-            min(size, available - index * size)
-            for index, size, available in zip(place, CHUNK_SHAPE, self.shape, strict=True)
-        ]
         num_bytes = math.prod(shape) * self.dtype.itemsize
         try:
             if end - start == self.dtype.itemsize:
@@ -157,9 +151,10 @@ def _slices(key: Key) -> list[slice]:
     return slices
 
 
-def _pieces(voxels: range, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield the chunks along an axis: each one's index, what is wanted of it, where that goes."""
+def _pieces(voxels: range, size: int, available: int) -> Iterator[tuple[int, int, slice, slice]]:
+    """Yield the chunks along an axis: index, length, what is wanted of it, where that goes."""
     for index in range(voxels.start // size, -(-voxels.stop // size)):
-        start, stop = max(voxels.start, index * size), min(voxels.stop, (index + 1) * size)
-        inside = slice(start - index * size, stop - index * size)
-        yield index, inside, slice(start - voxels.start, stop - voxels.start)
+        first, end = index * size, min((index + 1) * size, available)
+        start, stop = max(voxels.start, first), min(voxels.stop, end)
+        inside = slice(start - first, stop - first)
+        yield index, end - first, inside, slice(start - voxels.start, stop - voxels.start)
