@@ -158,12 +158,12 @@ def cut_seconds(forms: dict[str, Form], size: Shape, num_cuts: int) -> dict[str,
     for number in range(num_cuts):
         name = names[number % len(names)]
         place = rng.random(3)
-        for form, cases in forms.items():
+        for form in rng.permutation(list(forms)):  # each after each, as caches remember
             shape = shapes[form, name]
             starts = [int(p * (n - s + 1)) for p, n, s in zip(place, shape, size, strict=True)]
             box = tuple(slice(a, a + s) for a, s in zip(starts, size, strict=True))
             began = time.perf_counter()
-            image, label = cases[name]()
+            image, label = forms[form][name]()
             _copied(image, box), _copied(label, box)
             seconds[form].append(time.perf_counter() - began)
     return {form: statistics.median(times) for form, times in seconds.items()}
@@ -171,7 +171,8 @@ def cut_seconds(forms: dict[str, Form], size: Shape, num_cuts: int) -> dict[str,
 
 def _copied(array: Any, box: tuple[slice, ...]) -> npt.NDArray[Any]:
     lead = (slice(None),) * (len(array.shape) - 3)
-    return np.array(array[(*lead, *box)])
+    part: npt.NDArray[Any] = array[(*lead, *box)]
+    return part if part.flags.writeable else part.copy()  # of a map
 
 
 def measure(dataset: Dataset, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -223,6 +223,9 @@ def _cut(
         begin, end = max(first, 0), min(first + voxels, available)
         source.append(slice(begin, end))
         place.append(slice(begin - first, end - first))
+    part: npt.NDArray[Any] = array[..., source[0], source[1], source[2]]
+    if part.shape[-3:] == tuple(box):
+        return part if part.flags.writeable else part.copy()  # of a map
     result = np.zeros((*array.shape[:-3], *box), array.dtype)
-    result[..., place[0], place[1], place[2]] = array[..., source[0], source[1], source[2]]
+    result[..., place[0], place[1], place[2]] = part
     return result
