@@ -4,6 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from tests.rank_threads import in_threads
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inputs.plain_data import is_printable
@@ -27,6 +28,15 @@ def test_losses_are_weighted_by_their_samples() -> None:
         "dice": pytest.approx((3 * 0.5 + 1.0 + 4 * 0.25) / 8),
         "cross_entropy": pytest.approx((3 * 1.5 + 5.0 + 4 * 0.75) / 8),
     }
+
+
+def test_the_ranks_have_waited_as_long_as_on_average() -> None:
+    def waited(group: Group) -> float:
+        state = TrainingState()
+        state.add_steps([(1, terms(1.0, 0.5))], 0.5 + group.ranks.rank, group)
+        return state.waited_seconds
+
+    assert in_threads(3, waited) == [1.5, 1.5, 1.5]
 
 
 def test_a_rank_without_samples_adds_nothing() -> None:

@@ -71,7 +71,9 @@ class DataClock:
 
     def take_start(self) -> float:
         """Return, once, the seconds of the very first batch, which loading processes start with."""
-        seconds, self._start_seconds = self._start_seconds or 0.0, 0.0
+        if self._start_seconds is None:
+            return 0.0
+        seconds, self._start_seconds = self._start_seconds, 0.0
         return seconds
 
     def _event(self) -> torch.cuda.Event | None:
