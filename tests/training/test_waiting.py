@@ -259,6 +259,22 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
 
 
 @pytest.mark.trains
+def test_a_run_of_a_version_that_did_not_measure_it_goes_on(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(settings(cache, "training.epochs=2"), folder)
+    path = folder / "checkpoint-latest.pt"
+    content = torch.load(path, weights_only=True)
+    del content["training"]["state"]["waited_seconds"]
+    del content["training"]["state"]["total_waited_seconds"]
+    torch.save(content, path)
+    run(settings(cache), folder, resume=True)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert last["epoch"] == 3
+    assert summary["waited_seconds"] == last["waited_seconds"] > 0
+
+
+@pytest.mark.trains
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_whose_batches_are_there_does_not_wait(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
