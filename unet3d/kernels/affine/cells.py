@@ -1,0 +1,208 @@
+"""Where the voxels of an output lie in a box: block by block, as cells and weights.
+
+Positions are integers, a voxel being a power of two: their sums are exact, and cell and weight of
+a position are its upper and lower bits.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from unet3d.kernels.affine.geometry import Matrix, Offset
+
+Region = tuple[slice, slice, slice]
+
+BLOCK_EDGE = 48
+"""Most voxels of a block along an axis: what is read and computed for it stays in a cache."""
+MAX_REACH = 2**20
+"""Most voxels of the box around the positions of a block that could be smaller."""
+FRACTION_BITS = 24
+"""As many bits as a float32 has; fewer where a block reaches over more than 127 voxels."""
+
+
+class Cells(Protocol):
+    """The cells of a block's positions, in the voxels that the block reads."""
+
+    first: Tensor
+    """Index of each cell's first voxel in the flattened voxels that are read (V); int64."""
+
+    def weights(self, points: Tensor) -> Tensor:
+        """Return how much some positions take of the second voxel along each axis (3, P)."""
+
+    def interpolated(self, read: Tensor) -> Tensor:
+        """Return the values (V) at all positions, from the voxels that are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A part of the output and where it lies in the box."""
+
+    region: Region
+    """The part."""
+    origin: list[int]
+    """First voxel of the box that is read; it may lie outside."""
+    reach: list[int]
+    """Voxels that are read along each axis, at least 2."""
+    cells: Cells
+    """The cells of the part's voxels."""
+
+
+class ScatteredCells:
+    """Cells of any positions."""
+
+    def __init__(
+        self, positions: list[Tensor], reach: list[int], bits: int, dtype: torch.dtype
+    ) -> None:
+        """Divide positions into cells and weights.
+
+        Args:
+            positions: Along X, Y and Z, each int32 of the block's shape.
+            reach: Voxels that are read along each axis.
+            bits: The lower bits, which are a position's fraction.
+            dtype: Of the weights.
+        """
+        self._strides = (reach[1] * reach[2], reach[2], 1)
+        x, y, z = (position >> bits for position in positions)
+        self.first = x.mul_(reach[1]).add_(y).mul_(reach[2]).add_(z).long().view(-1)
+        self._weights = [_fraction(position, bits, dtype).view(-1) for position in positions]
+
+    def weights(self, points: Tensor) -> Tensor:
+        """Return how much some positions take of the second voxel along each axis (3, P)."""
+        return torch.stack([weight.index_select(0, points) for weight in self._weights])
+
+    def interpolated(self, read: Tensor) -> Tensor:
+        """Return the values (V) at all positions, from the voxels that are read."""
+        flat = read.view(-1)
+
+        def line(start: int) -> Tensor:
+            ends = (flat[start + step :].index_select(0, self.first) for step in (0, 1))
+            return next(ends).lerp_(next(ends), z)
+
+        def plane(start: int) -> Tensor:
+            return line(start).lerp_(line(start + self._strides[1]), y)
+
+        x, y, z = self._weights
+        return plane(0).lerp_(plane(self._strides[0]), x)
+
+
+class LatticeCells:
+    """Cells of positions whose X, Y and Z follow from those of the output alone."""
+
+    def __init__(
+        self, positions: list[Tensor], reach: list[int], bits: int, dtype: torch.dtype
+    ) -> None:
+        """Divide positions into cells and weights.
+
+        Args:
+            positions: Along X, Y and Z, each int32 (L) of the block's length.
+            reach: Voxels that are read along each axis.
+            bits: The lower bits, which are a position's fraction.
+            dtype: Of the weights.
+        """
+        self._cells = [(position >> bits).long() for position in positions]
+        self._weights = [_fraction(position, bits, dtype) for position in positions]
+        x, y, z = self._cells
+        rows = (x[:, None] * reach[1] + y).mul_(reach[2])
+        self.first = (rows[:, :, None] + z).view(-1)
+        lines = torch.arange(len(x) * len(y)).mul_(reach[2])
+        self._along_z = (lines[:, None] + z).view(-1)
+
+    def weights(self, points: Tensor) -> Tensor:
+        """Return how much some positions take of the second voxel along each axis (3, P)."""
+        _, lines, voxels = (len(cells) for cells in self._cells)
+        row = points // voxels
+        places = (row // lines, row % lines, points % voxels)
+        found = zip(self._weights, places, strict=True)
+        return torch.stack([weight.index_select(0, place) for weight, place in found])
+
+    def interpolated(self, read: Tensor) -> Tensor:
+        """Return the values (V) at all positions, from the voxels that are read."""
+        x, y, _ = self._cells
+        along_x, along_y, along_z = self._weights
+        read = _between(
+            read.index_select(0, x), read.index_select(0, x + 1), along_x[:, None, None]
+        )
+        read = _between(read.index_select(1, y), read.index_select(1, y + 1), along_y[:, None])
+        flat = read.view(-1)
+        first, second = (flat[step:].index_select(0, self._along_z) for step in (0, 1))
+        return _between(first.view(-1, len(along_z)), second.view(-1, len(along_z)), along_z).view(
+            -1
+        )
+
+
+def blocks(matrix: Matrix, offset: Offset, size: torch.Size, dtype: torch.dtype) -> Iterator[Block]:
+    """Yield the blocks of an output.
+
+    Args:
+        matrix: 3 rows of 3 numbers: voxel o of the output lies at ``matrix @ o + offset``.
+        offset: 3 numbers, in voxels of the box.
+        size: Voxels of the output along X, Y, Z.
+        dtype: In which is interpolated.
+    """
+    edges = _edges(matrix, size)
+    bits = min(FRACTION_BITS, 31 - max(_reach(row, edges) for row in matrix).bit_length())
+    is_lattice = not any(matrix[i][j] for i, j in itertools.permutations(range(3), 2))
+    # What a step along each axis of the output adds along each axis of the box.
+    steps = [
+        [_steps(factor, edge, bits) for factor, edge in zip(row, edges, strict=True)]
+        for row in matrix
+    ]
+    ranges = (range(0, voxels, edge) for voxels, edge in zip(size, edges, strict=True))
+    for start in itertools.product(*ranges):
+        lengths = [min(edge, n - i) for i, edge, n in zip(start, edges, size, strict=True)]
+        x, y, z = (slice(i, i + length) for i, length in zip(start, lengths, strict=True))
+        origin: list[int] = []
+        reach: list[int] = []
+        positions = []
+        for axis, row in enumerate(matrix):
+            first = math.fsum([offset[axis], *(a * i for a, i in zip(row, start, strict=True))])
+            added = [step[:length] for step, length in zip(steps[axis], lengths, strict=True)]
+            begin = round(math.ldexp(first, bits))
+            ends = [(0, int(step[-1])) for step in added]
+            origin.append((begin + sum(map(min, ends))) >> bits)
+            begin -= origin[-1] << bits
+            reach.append(((begin + sum(map(max, ends))) >> bits) + 2)
+            if is_lattice:
+                positions.append(added[axis] + begin)
+            else:
+                in_plane = added[0][:, None] + (added[1] + begin)
+                positions.append(in_plane[:, :, None] + added[2])
+        kind = LatticeCells if is_lattice else ScatteredCells
+        cells = kind(positions, reach, bits, dtype)
+        yield Block(region=(x, y, z), origin=origin, reach=reach, cells=cells)
+
+
+def _fraction(position: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
+    return (position & ((1 << bits) - 1)).to(dtype).mul_(math.ldexp(1, -bits))
+
+
+def _between(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
+    """Return ``torch.lerp``, which is slow where the weight is not as large as the others."""
+    return first.add_(second.sub_(first).mul_(weight))
+
+
+def _steps(factor: float, count: int, bits: int) -> Tensor:
+    steps = torch.arange(count, dtype=torch.float64) * math.ldexp(factor, bits)
+    return steps.round_().int()
+
+
+def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
+    """Return the sides of a block, smaller along the axes along which it reaches far."""
+    edges = [min(BLOCK_EDGE, voxels) for voxels in size]
+    while math.prod(_reach(row, edges) for row in matrix) > MAX_REACH and max(edges) > 1:
+        lengths = [
+            (edge - 1) * max(abs(row[axis]) for row in matrix) for axis, edge in enumerate(edges)
+        ]
+        longest = lengths.index(max(lengths))
+        edges[longest] = (edges[longest] + 1) // 2
+    return edges
+
+
+def _reach(row: tuple[float, float, float], edges: list[int]) -> int:
+    """Return about how many voxels of the box a block reads along an axis, never too few."""
+    return math.ceil(sum(abs(a) * (edge - 1) for a, edge in zip(row, edges, strict=True))) + 3
