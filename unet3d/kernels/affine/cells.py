@@ -26,16 +26,19 @@ FRACTION_BITS = 24
 
 
 class Cells(Protocol):
-    """The cells of a block's positions, in the voxels that the block reads."""
+    """The cells of a block's V positions, in the voxels that the block reads."""
 
-    first: Tensor
-    """Index of each cell's first voxel in the flattened voxels that are read (V); int64."""
+    def taken(self, read: Tensor) -> Tensor:
+        """Return the first voxel of each cell (V)."""
 
-    def weights(self, points: Tensor) -> Tensor:
-        """Return how much some positions take of the second voxel along each axis (3, P)."""
+    def chosen(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where some cells begin in what is read, flattened (P), and their weights (3, P).
+
+        The weights are how much positions take of the second voxel along each axis.
+        """
 
     def interpolated(self, read: Tensor) -> Tensor:
-        """Return the values (V) at all positions, from the voxels that are read."""
+        """Return the values at the positions (V)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +69,36 @@ class ScatteredCells:
             bits: The lower bits, which are a position's fraction.
             dtype: Of the weights.
         """
-        self._strides = (reach[1] * reach[2], reach[2], 1)
         x, y, z = (position >> bits for position in positions)
-        self.first = x.mul_(reach[1]).add_(y).mul_(reach[2]).add_(z).long().view(-1)
+        self._first = x.mul_(reach[1]).add_(y).mul_(reach[2]).add_(z).long().view(-1)
         self._weights = [_fraction(position, bits, dtype).view(-1) for position in positions]
 
-    def weights(self, points: Tensor) -> Tensor:
-        """Return how much some positions take of the second voxel along each axis (3, P)."""
-        return torch.stack([weight.index_select(0, points) for weight in self._weights])
+    def taken(self, read: Tensor) -> Tensor:
+        """Return the first voxel of each cell (V)."""
+        return read.view(-1).index_select(0, self._first)
+
+    def chosen(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where some cells begin in what is read (P), and their weights (3, P)."""
+        weights = [weight.index_select(0, points) for weight in self._weights]
+        return self._first.index_select(0, points), torch.stack(weights)
 
     def interpolated(self, read: Tensor) -> Tensor:
-        """Return the values (V) at all positions, from the voxels that are read."""
+        """Return the values at the positions (V)."""
         flat = read.view(-1)
+        along_x, along_y, along_z = self._weights
 
         def line(start: int) -> Tensor:
-            ends = (flat[start + step :].index_select(0, self.first) for step in (0, 1))
-            return next(ends).lerp_(next(ends), z)
+            first, second = (flat[start + i :].index_select(0, self._first) for i in (0, 1))
+            return first.lerp_(second, along_z)
 
         def plane(start: int) -> Tensor:
-            return line(start).lerp_(line(start + self._strides[1]), y)
+            return line(start).lerp_(line(start + read.stride(1)), along_y)
 
-        x, y, z = self._weights
-        return plane(0).lerp_(plane(self._strides[0]), x)
+        return plane(0).lerp_(plane(read.stride(0)), along_x)
 
 
 class LatticeCells:
-    """Cells of positions whose X, Y and Z follow from those of the output alone."""
+    """Cells of positions that lie on a lattice along X, Y and Z: the block is only scaled."""
 
     def __init__(
         self, positions: list[Tensor], reach: list[int], bits: int, dtype: torch.dtype
@@ -104,35 +111,39 @@ class LatticeCells:
             bits: The lower bits, which are a position's fraction.
             dtype: Of the weights.
         """
+        self._reach = reach
         self._cells = [(position >> bits).long() for position in positions]
         self._weights = [_fraction(position, bits, dtype) for position in positions]
         x, y, z = self._cells
-        rows = (x[:, None] * reach[1] + y).mul_(reach[2])
-        self.first = (rows[:, :, None] + z).view(-1)
         lines = torch.arange(len(x) * len(y)).mul_(reach[2])
         self._along_z = (lines[:, None] + z).view(-1)
 
-    def weights(self, points: Tensor) -> Tensor:
-        """Return how much some positions take of the second voxel along each axis (3, P)."""
+    def taken(self, read: Tensor) -> Tensor:
+        """Return the first voxel of each cell (V)."""
+        x, y, _ = self._cells
+        lines = read.index_select(0, x).index_select(1, y)
+        return lines.view(-1).index_select(0, self._along_z)
+
+    def chosen(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where some cells begin in what is read (P), and their weights (3, P)."""
         _, lines, voxels = (len(cells) for cells in self._cells)
         row = points // voxels
-        places = (row // lines, row % lines, points % voxels)
-        found = zip(self._weights, places, strict=True)
-        return torch.stack([weight.index_select(0, place) for weight, place in found])
+        x = row // lines
+        places = (x, row - x * lines, points - row * voxels)
+        weights = [w.index_select(0, at) for w, at in zip(self._weights, places, strict=True)]
+        x, y, z = (cell.index_select(0, at) for cell, at in zip(self._cells, places, strict=True))
+        return (x * self._reach[1] + y) * self._reach[2] + z, torch.stack(weights)
 
     def interpolated(self, read: Tensor) -> Tensor:
-        """Return the values (V) at all positions, from the voxels that are read."""
-        x, y, _ = self._cells
+        """Return the values at the positions (V)."""
+        x, y, z = self._cells
         along_x, along_y, along_z = self._weights
-        read = _between(
-            read.index_select(0, x), read.index_select(0, x + 1), along_x[:, None, None]
-        )
-        read = _between(read.index_select(1, y), read.index_select(1, y + 1), along_y[:, None])
-        flat = read.view(-1)
+        first, second = (read.index_select(0, x + step) for step in (0, 1))
+        read = _between(first, second, along_x[:, None, None])
+        first, second = (read.index_select(1, y + step) for step in (0, 1))
+        flat = _between(first, second, along_y[:, None]).view(-1)
         first, second = (flat[step:].index_select(0, self._along_z) for step in (0, 1))
-        return _between(first.view(-1, len(along_z)), second.view(-1, len(along_z)), along_z).view(
-            -1
-        )
+        return _between(first.view(-1, len(z)), second.view(-1, len(z)), along_z).view(-1)
 
 
 def blocks(matrix: Matrix, offset: Offset, size: torch.Size, dtype: torch.dtype) -> Iterator[Block]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unet3d.kernels.affine.cells import Block, Region, blocks
 from unet3d.kernels.affine.geometry import CORNERS, Matrix, Offset
-from unet3d.kernels.affine.voting import Votes
+from unet3d.kernels.affine.voting import corner_weights, largest_share
 
 
 def sample(
@@ -22,7 +22,6 @@ def sample(
     label_out: Tensor,
 ) -> None:
     """Sample a box into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
-    votes = Votes(label_out)
     for block in blocks(matrix, offset, label_out.shape, image_out.dtype):
         inside = _inside(block, label.shape)
         if inside is None:
@@ -33,46 +32,39 @@ def sample(
             target = out[block.region]
             values = block.cells.interpolated(_read(channel, block, inside, image_out.dtype))
             target.copy_(values.view(target.shape))
-        _label(_read(label, block, inside, label.dtype), block, label_out, votes)
-    votes.count()
+        _label(_read(label, block, inside, label.dtype), block, label_out[block.region])
 
 
-def _label(read: Tensor, block: Block, label_out: Tensor, votes: Votes) -> None:
-    """Write the labels of a block where a cell has one class; let vote where it has several."""
-    target = label_out[block.region]
+def _label(read: Tensor, block: Block, target: Tensor) -> None:
+    """Write the labels of a block: a cell has one class, or its voxels vote."""
     least, most = read.aminmax()
     if least == most:
         target.copy_(least)
         return
-    flat = read.view(-1)
-    first = block.cells.first
-    target.copy_(flat.index_select(0, first).view(target.shape))
-    points = _is_mixed(flat, block.reach).index_select(0, first).nonzero().squeeze(1)
-    if len(points) == 0:
-        return
-    first = first.index_select(0, points)
-    _, y, z = block.reach
-    corners = [flat[(i * y + j) * z + k :].index_select(0, first) for i, j, k in CORNERS]
-    places = _places(points, target, label_out)
-    votes.add(places, torch.stack(corners), block.cells.weights(points))
+    cells = block.cells
+    labels = cells.taken(read)
+    is_mixed = cells.taken(_is_mixed(read))
+    points = is_mixed.nonzero().squeeze(1)
+    if len(points) > 0:
+        first, second = cells.chosen(points)
+        steps = torch.tensor([i * read.stride(0) + j * read.stride(1) + k for i, j, k in CORNERS])
+        corners = read.view(-1).index_select(0, (steps[:, None] + first).view(-1)).view(8, -1)
+        labels[points] = largest_share(corners, corner_weights(second))
+    target.copy_(labels.view(target.shape))
 
 
-def _places(points: Tensor, part: Tensor, whole: Tensor) -> Tensor:
-    """Return where voxels of a flattened part lie in the flattened volume that it is a view of."""
-    _, lines, voxels = part.shape
-    plane, line, _ = part.stride()
-    row = points // voxels
-    begin = int(part.storage_offset()) - int(whole.storage_offset())
-    return points + row * (line - voxels) + row // lines * (plane - lines * line) + begin
+def _is_mixed(read: Tensor) -> Tensor:
+    """Return, for each voxel, whether the cell that begins there has several classes.
 
-
-def _is_mixed(flat: Tensor, reach: list[int]) -> Tensor:
-    """Return whether the cell that begins at a voxel has several classes."""
-    least = most = flat
-    for step in (1, reach[2], reach[1] * reach[2]):
+    At the last voxels along an axis begins none.
+    """
+    is_mixed = torch.empty_like(read, dtype=torch.bool)
+    least = most = read.view(-1)
+    for step in read.stride():
         least = torch.minimum(least[:-step], least[step:])
         most = torch.maximum(most[:-step], most[step:])
-    return least != most
+    torch.ne(least, most, out=is_mixed.view(-1)[: len(least)])
+    return is_mixed
 
 
 def _inside(block: Block, shape: torch.Size) -> Region | None:

@@ -7,45 +7,15 @@ from torch import Tensor
 
 from unet3d.kernels.affine.geometry import CORNERS, EQUAL_SHARES
 
-MAX_VOTES = 2**16
-"""Positions for which it is voted at a time."""
 
+def corner_weights(second: Tensor) -> Tensor:
+    """Return how much positions take of each corner of their cells (8, V).
 
-class Votes:
-    """Positions between several classes, which wait until they are many."""
-
-    def __init__(self, label_out: Tensor) -> None:
-        """Begin without any.
-
-        Args:
-            label_out: (X, Y, Z), to which winners are written.
-        """
-        self._label_out = label_out
-        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._count = 0
-
-    def add(self, places: Tensor, corners: Tensor, weights: Tensor) -> None:
-        """Add positions.
-
-        Args:
-            places: Their indices in the flattened output (V).
-            corners: The classes of their cells' voxels (8, V).
-            weights: How much they take of the second voxel along X, Y and Z (3, V).
-        """
-        self._waiting.append((places, corners, weights))
-        self._count += len(places)
-        if self._count >= MAX_VOTES:
-            self.count()
-
-    def count(self) -> None:
-        """Write the class of every position that waits."""
-        if self._waiting:
-            waiting = zip(*self._waiting, strict=True)
-            places, corners, seconds = (torch.cat(some, -1) for some in waiting)
-            x, y, z = ((1 - second, second) for second in seconds)
-            weights = torch.stack([x[i] * y[j] * z[k] for i, j, k in CORNERS])
-            self._label_out.view(-1)[places] = largest_share(corners, weights)
-        self._waiting, self._count = [], 0
+    Args:
+        second: How much they take of the second voxel along X, Y and Z (3, V).
+    """
+    x, y, z = torch.stack([1 - second, second], 1)
+    return torch.stack([x[i] * y[j] * z[k] for i, j, k in CORNERS])
 
 
 def largest_share(classes: Tensor, weights: Tensor) -> Tensor:
@@ -55,11 +25,13 @@ def largest_share(classes: Tensor, weights: Tensor) -> Tensor:
         classes: (8, V), not negative.
         weights: (8, V).
     """
-    shares = weights.clone()
-    for i, j in itertools.combinations(range(len(classes)), 2):
-        is_equal = (classes[i] == classes[j]).to(shares.dtype)
+    shares = list(weights.clone())
+    corners = list(classes)
+    for i, j in itertools.combinations(range(len(corners)), 2):
+        is_equal = (corners[i] == corners[j]).view(torch.uint8).to(weights.dtype)
         shares[i].addcmul_(is_equal, weights[j])
         shares[j].addcmul_(is_equal, weights[i])
-    is_beaten = (shares < shares.amax(0) - EQUAL_SHARES).to(classes.dtype)
+    summed = torch.stack(shares)
+    is_beaten = (summed < summed.amax(0) - EQUAL_SHARES).view(torch.uint8).to(classes.dtype)
     # masked_fill is not vectorised; this is: nothing is larger than all bits but the sign's.
     return (classes | is_beaten * torch.iinfo(classes.dtype).max).amin(0)
