@@ -17,7 +17,7 @@ from unet3d.kernels.affine.geometry import Matrix, Offset
 
 Region = tuple[slice, slice, slice]
 
-BLOCK_EDGE = 48
+BLOCK_EDGE = 64
 """Most voxels of a block along an axis: what is read and computed for it stays in a cache."""
 MAX_REACH = 2**20
 """Most voxels of the box around the positions of a block that could be smaller."""
@@ -115,7 +115,7 @@ class LatticeCells:
         self._cells = [(position >> bits).long() for position in positions]
         self._weights = [_fraction(position, bits, dtype) for position in positions]
         x, y, z = self._cells
-        lines = torch.arange(len(x) * len(y)).mul_(reach[2])
+        lines = torch.arange(len(x) * len(y), device=z.device).mul_(reach[2])
         self._along_z = (lines[:, None] + z).view(-1)
 
     def taken(self, read: Tensor) -> Tensor:
@@ -146,15 +146,15 @@ class LatticeCells:
         return _between(first.view(-1, len(z)), second.view(-1, len(z)), along_z).view(-1)
 
 
-def blocks(matrix: Matrix, offset: Offset, size: torch.Size, dtype: torch.dtype) -> Iterator[Block]:
+def blocks(matrix: Matrix, offset: Offset, out: Tensor) -> Iterator[Block]:
     """Yield the blocks of an output.
 
     Args:
         matrix: 3 rows of 3 numbers: voxel o of the output lies at ``matrix @ o + offset``.
         offset: 3 numbers, in voxels of the box.
-        size: Voxels of the output along X, Y, Z.
-        dtype: In which is interpolated.
+        out: The image's output (C, X, Y, Z); cells and weights are made on its device.
     """
+    size = out.shape[1:]
     edges = _edges(matrix, size)
     bits = min(FRACTION_BITS, 31 - max(_reach(row, edges) for row in matrix).bit_length())
     is_lattice = not any(matrix[i][j] for i, j in itertools.permutations(range(3), 2))
@@ -179,12 +179,12 @@ def blocks(matrix: Matrix, offset: Offset, size: torch.Size, dtype: torch.dtype)
             begin -= origin[-1] << bits
             reach.append(((begin + sum(map(max, ends))) >> bits) + 2)
             if is_lattice:
-                positions.append(added[axis] + begin)
+                positions.append((added[axis] + begin).to(out.device))
             else:
                 in_plane = added[0][:, None] + (added[1] + begin)
-                positions.append(in_plane[:, :, None] + added[2])
+                positions.append(in_plane.to(out.device)[:, :, None] + added[2].to(out.device))
         kind = LatticeCells if is_lattice else ScatteredCells
-        cells = kind(positions, reach, bits, dtype)
+        cells = kind(positions, reach, bits, out.dtype)
         yield Block(region=(x, y, z), origin=origin, reach=reach, cells=cells)
 
 

@@ -22,7 +22,7 @@ def sample(
     label_out: Tensor,
 ) -> None:
     """Sample a box into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
-    for block in blocks(matrix, offset, label_out.shape, image_out.dtype):
+    for block in blocks(matrix, offset, image_out):
         inside = _inside(block, label.shape)
         if inside is None:
             image_out[:, *block.region] = 0
@@ -47,7 +47,9 @@ def _label(read: Tensor, block: Block, target: Tensor) -> None:
     points = is_mixed.nonzero().squeeze(1)
     if len(points) > 0:
         first, second = cells.chosen(points)
-        steps = torch.tensor([i * read.stride(0) + j * read.stride(1) + k for i, j, k in CORNERS])
+        steps = torch.tensor(
+            [i * read.stride(0) + j * read.stride(1) + k for i, j, k in CORNERS], device=read.device
+        )
         corners = read.view(-1).index_select(0, (steps[:, None] + first).view(-1)).view(8, -1)
         labels[points] = largest_share(corners, corner_weights(second))
     target.copy_(labels.view(target.shape))

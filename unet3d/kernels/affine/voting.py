@@ -25,12 +25,11 @@ def largest_share(classes: Tensor, weights: Tensor) -> Tensor:
         classes: (8, V), not negative.
         weights: (8, V).
     """
-    shares = list(weights.clone())
-    corners = list(classes)
+    shares, parts, corners = list(weights.clone()), list(weights), list(classes)
     for i, j in itertools.combinations(range(len(corners)), 2):
         is_equal = (corners[i] == corners[j]).view(torch.uint8).to(weights.dtype)
-        shares[i].addcmul_(is_equal, weights[j])
-        shares[j].addcmul_(is_equal, weights[i])
+        shares[i].addcmul_(is_equal, parts[j])
+        shares[j].addcmul_(is_equal, parts[i])
     summed = torch.stack(shares)
     is_beaten = (summed < summed.amax(0) - EQUAL_SHARES).view(torch.uint8).to(classes.dtype)
     # masked_fill is not vectorised; this is: nothing is larger than all bits but the sign's.
