@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unet3d.kernels.affine.geometry import EQUAL_SHARES, Matrix, Offset
 
-BLOCK_VOXELS = 256
+BLOCK_VOXELS = 128
 
 
 @triton.jit
@@ -75,9 +75,9 @@ def _sample(
     weights = ()
     are_read = ()
     for corner in tl.static_range(8):
-        a: tl.constexpr = corner // 4
-        b: tl.constexpr = corner // 2 % 2
-        c: tl.constexpr = corner % 2
+        a = corner // 4
+        b = corner // 2 % 2
+        c = corner % 2
         weight = (u if a else 1 - u) * (v if b else 1 - v) * (w if c else 1 - w)
         is_inside = (i >= -a) & (i < X - a) & (j >= -b) & (j < Y - b) & (k >= -c) & (k < Z - c)
         places = places + (first + (a * Y + b) * Z + c,)
