@@ -16,9 +16,11 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,9 +38,12 @@ DATASET_ID = 731
 PREPARED = "prepared.json"
 """Is written last into the folder of nnU-Net's data."""
 
+AUGMENTATION = "nnU-Net's"
 NUM_WARM_UP_STEPS = 8
 MAX_SECONDS = 20.0
 """Of the steps that are timed, where the processes are too few: two need 0.2 s for a step."""
+LIMIT_SECONDS = 300
+"""Of one request."""
 MIN_STEPS = 10
 """However long they take."""
 
@@ -137,14 +142,21 @@ def ask(request: Request) -> dict[str, Any]:
         "nnUNet_results": str(folder / "results"),
         "nnUNet_n_proc_DA": str(request.num_workers),
     }
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, __file__, str(asked), str(answer)],
         env=environment,
         stdout=sys.stderr.fileno(),
-        check=False,
+        start_new_session=True,
     )
+    try:
+        status = process.wait(LIMIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"nnU-Net did not end within {LIMIT_SECONDS} s"}
+    finally:  # with the processes that it may have left
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     if not answer.exists():
-        return {"reason": f"nnU-Net's process ended with {done.returncode}"}
+        return {"reason": f"nnU-Net's process ended with {status}"}
     result: dict[str, Any] = json.loads(answer.read_text())
     return result
 
@@ -237,6 +249,7 @@ def train(request: Request) -> dict[str, Any]:
     trainer.dataloader_val._finish()
     return {
         **row,
+        "augmentation": AUGMENTATION,
         "trainer": TRAINER,
         "is_compiled": trainer._do_i_compile(),
         "samples_per_second": request.batch_size / loaded,
@@ -257,7 +270,10 @@ def patches(request: Request) -> dict[str, Any]:
     augmented = _seconds_of_patches(batches, request)
     # What it cuts is larger than a patch, for rotations that may come; so it is where none does.
     batches.data_loader.transforms = None
+    prepared = Path(trainer.preprocessed_dataset_folder)
     return {
+        "augmentation": AUGMENTATION,
+        "prepared_bytes": sum(path.stat().st_size for path in prepared.iterdir()),
         "cut_seconds": _seconds_of_patches(batches, request),
         "augmented_seconds": augmented,
     }

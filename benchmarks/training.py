@@ -107,46 +107,67 @@ def values_of(arguments: argparse.Namespace, cache: Path, num_devices: int = 1) 
         names = AugmentationSettings.model_fields
         augmentation |= {name: 0 for name in names if name.endswith("_probability")} | MLPERF
         values["patches.foreground_fraction"] = MLPERF_FOREGROUND
-    known = {
-        name: one for name, one in augmentation.items() if name in AugmentationSettings.model_fields
-    }
-    return values | {f"patches.augmentation.{name}": value for name, value in known.items()}
+    return values | {f"patches.augmentation.{name}": one for name, one in augmentation.items()}
 
 
-def rows_of(arguments: argparse.Namespace, cache: Path) -> list[dict[str, Any]]:
+class Record:
+    """The rows that were measured so far, on the disk too: a long call may be ended."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        device = torch.device(arguments.device)
+        self._path: Path | None = arguments.json
+        self._about = {
+            **tuning_key([device], resolve_precision("auto", [device])),
+            "num_cores": num_cores(),
+            "mlperf": MLPERF_NOTE,
+        }
+        self.rows: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        setting: argparse.Namespace,
+        way: str,
+        num_workers: int | str,
+        measured: dict[str, Any],
+    ) -> None:
+        """Add a row of a setting."""
+        about = ("shape", "batch_size", "augmentation", "volume", "channels")
+        row = {"way": way, **{name: getattr(setting, name) for name in about}}
+        self.rows.append(row | {"num_workers": num_workers, **measured})
+        print(self.rows[-1], file=sys.stderr)
+        if self._path is not None:
+            self._path.write_text(json.dumps({**self._about, "rows": self.rows}, indent=2) + "\n")
+
+
+def measure_setting(setting: argparse.Namespace, cache: Path, record: Record) -> None:
     """Measure one setting in all the ways that are asked for."""
-    workers = [int(number) for number in arguments.workers.split(",") if number]
-    rows: list[dict[str, Any]] = []
-
-    def add(way: str, num_workers: int | str, measured: dict[str, Any]) -> None:
-        about = ("shape", "batch_size", "augmentation", "volume")
-        row = {"way": way, **{name: getattr(arguments, name) for name in about}}
-        rows.append(row | {"num_workers": num_workers, **measured})
-        print(rows[-1], file=sys.stderr)
-
     config = Config().with_values(
-        values_of(arguments, cache) | {"parallel.devices": (arguments.device,)}
+        values_of(setting, cache) | {"parallel.devices": (setting.device,)}
     )
     experiment = plan_experiment(config, num_workers=min(4, num_cores() - 1))
-    if arguments.patches:
-        add("a patch", 0, patch_costs.measure(experiment, NUM_PATCHES))
-        add("a patch, nnU-Net", 0, ask_nnunet(experiment, "patches", cache, 0, NUM_PATCHES))
+    if setting.patches:
+        ours = patch_costs.measure(experiment, NUM_PATCHES, torch.device(setting.device))
+        record.add(setting, "a patch", 1, ours)
+        theirs = ask_nnunet(experiment, "patches", cache, 0, NUM_PATCHES)
+        record.add(setting, "a patch, nnU-Net", 1, theirs)
+    workers = [int(number) for number in setting.workers.split(",") if number]
     for number in workers:
-        add("ours", number, attempt(experiment, number, arguments))
+        record.add(setting, "ours", number, attempt(experiment, number, setting))
         clear()
-    for number in workers if arguments.nnunet else []:
-        num_steps = arguments.steps * arguments.turns
-        add("nnU-Net", number, ask_nnunet(experiment, "train", cache, number, num_steps))
-    for devices in arguments.runs:
-        add(f"unet3d train on {devices}", "auto", run_training(arguments, cache, devices))
-    return rows
+    for number in workers if setting.nnunet else []:
+        num_steps = setting.steps * setting.turns
+        theirs = ask_nnunet(experiment, "train", cache, number, num_steps)
+        record.add(setting, "nnU-Net", number, theirs)
+    for devices in setting.runs:
+        run = run_training(setting, cache, devices)
+        record.add(setting, f"run on {devices}", "auto", run)
 
 
 def attempt(experiment: Experiment, num_workers: int, arguments: Any) -> dict[str, Any]:
     """Return the row of a training of ours, or the reason why there is none."""
     try:
         return measure(experiment, num_workers, arguments.steps, arguments.turns)
-    except (RuntimeError, MemoryError) as error:
+    except Exception as error:  # the other rows shall be measured
         return {"reason": reason_of(error)}
 
 
@@ -199,57 +220,50 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each row; trainings in samples a second, patches in milliseconds."""
-    heads = ("workers", "samples/s", "alone", "ratio", "waited", "peak GiB", "alone", "reserved")
-    print(f"{'':44}" + "".join(f"{head:>10}" for head in heads))
+    """Print a line for each row: trainings in samples a second, patches in milliseconds."""
+    columns = (
+        ("samples/s", "samples_per_second", "10.2f", 1),
+        ("alone", "alone_samples_per_second", "10.2f", 1),
+        ("ratio", "ratio", "8.3f", 1),
+        ("waited", "waiting_share", "8.1%", 1),
+        ("peak GiB", "peak_bytes", "10.2f", 2**30),
+        ("alone", "alone_peak_bytes", "8.2f", 2**30),
+        ("reserved", "reserved_bytes", "10.2f", 2**30),
+        ("alone", "alone_reserved_bytes", "8.2f", 2**30),
+    )
+    widths = [int(form.split(".")[0]) for _, _, form, _ in columns]
+    heads = (f"{head:>{width}}" for (head, *_), width in zip(columns, widths, strict=True))
+    print(f"{'':20}{'size':16}{'augmentation':14}workers{''.join(heads)}")
     for row in rows:
         size = "x".join([*row["shape"].split(","), str(row["batch_size"])])
-        line = f"{row['way']:22}{size:16}{row['augmentation']:8}"[:46].ljust(46)
-        line += f"{row['num_workers']:>8}"
+        line = f"{row['way']:20}{size:16}{row['augmentation']:14}{row['num_workers']:>7}"
         if "reason" in row:
             print(f"{line}  {row['reason']}")
-            continue
-        if row["way"].startswith("a patch"):
-            times = {name: row[name] for name in row if name.endswith("_seconds")}
-            told = (
-                f"{name.removesuffix('_seconds').replace('_', ' ')} {1000 * one:.2f} ms"
-                for name, one in times.items()
+        elif row["way"].startswith("a patch"):
+            costs = (
+                f"{name.removesuffix('_seconds').replace('_', ' ')} {1000 * row[name]:.2f} ms"
+                for name in row
+                if name.endswith("_seconds")
             )
-            print(f"{line}  {', '.join(told)}")
-            continue
-        line += f"{row['samples_per_second']:10.2f}"
-        for name, form in (
-            ("alone_samples_per_second", ".2f"),
-            ("ratio", ".3f"),
-            ("waiting_share", ".1%"),
-        ):
-            line += f"{row[name]:10{form}}" if row.get(name) is not None else f"{'':10}"
-        for name in ("peak_bytes", "alone_peak_bytes", "reserved_bytes"):
-            line += f"{row[name] / 2**30:10.2f}" if name in row else f"{'':10}"
-        print(line)
+            print(f"{line}  {', '.join(costs)}")
+        else:
+            for (_, name, form, unit), width in zip(columns, widths, strict=True):
+                known = row.get(name) is not None
+                line += f"{row[name] / unit:{form}}" if known else " " * width
+            print(line)
     if any(row["augmentation"] == "mlperf" for row in rows):
-        print(MLPERF_NOTE + f" Here are {num_cores()} cores.")
+        print(f"{MLPERF_NOTE} Here are {num_cores()} cores.")
 
 
 def main() -> None:
     """Measure every setting, print the table, write the record."""
     parser = make_parser()
     arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    record = Record(arguments)
     with tempfile.TemporaryDirectory() as folder:
         for setting in settings_of(arguments, parser):
-            rows += rows_of(setting, arguments.cache or Path(folder))
-    print_table(rows)
-    device = torch.device(arguments.device)
-    record = {
-        **tuning_key([device], resolve_precision("auto", [device])),
-        "num_cores": num_cores(),
-        "channels": arguments.channels,
-        "mlperf": MLPERF_NOTE,
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+            measure_setting(setting, arguments.cache or Path(folder), record)
+    print_table(record.rows)
 
 
 if __name__ == "__main__":

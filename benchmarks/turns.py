@@ -20,8 +20,9 @@ from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cores import leave_cores
+from unet3d.training.cores import augments_on_device, leave_cores
 from unet3d.training.loop import TrainingLoop
+from unet3d.training.waiting import DataClock
 from unet3d.volumes.patches import Batch
 
 NUM_WARM_UP_STEPS = 10
@@ -83,17 +84,19 @@ class Measurement:
         self.num_before = max(1, num_workers)
         self.num_epochs = 0
         # The processes start now.
-        first = loop.loader.num_steps - self.num_before
-        batches = list(self.epoch(first))
-        self.there = self._on(batches[0], torch.device("cpu"))
-        del batches
+        for batch in self.epoch(loop.loader.num_steps - self.num_before):
+            self.there = self._on(batch, torch.device("cpu"))
+        del batch
         clear()
         self.alone(NUM_WARM_UP_STEPS)
 
     def epoch(self, first_step: int = 0) -> Iterator[Batch]:
-        """Return the batches of the next epoch."""
-        self.num_epochs += 1
-        return self.loop.loader.epoch(self.num_epochs - 1, first_step)
+        """Return the batches of an epoch of which none is made yet.
+
+        It is not the next one, for which the loader makes batches ahead.
+        """
+        self.num_epochs += 2
+        return self.loop.loader.epoch(self.num_epochs, first_step)
 
     def alone(self, num_steps: int) -> dict[str, Any]:
         """Take steps on one batch that is on the device."""
@@ -109,20 +112,18 @@ class Measurement:
         """Take the steps of an epoch, of which those in the middle count."""
         self._reset_memory()
         last = self.num_before + self.num_steps
-        began_epoch = time.perf_counter()
-        for index, batch in enumerate(self.epoch()):
-            if index == self.num_before:
+        clock, ended = DataClock(self.device), 0.0
+        for index, batch in enumerate(clock.timed(self.epoch())):
+            if index in (self.num_before, last):
                 synchronize()
-                began = time.perf_counter()
-            if index == last:
-                synchronize()
-                ended = time.perf_counter()
+                began, ended = ended, time.perf_counter()
+                waited = clock.read()
             if index < last:
                 self.loop._step(batch)
         del batch
         return {
             "seconds": (ended - began) / self.num_steps,
-            "epoch_seconds": (ended - began_epoch) / last,
+            "waiting_share": waited / (ended - began),
             **self._memory(),
         }
 
@@ -160,19 +161,19 @@ def measure(
         loop = make_loop(experiment, num_workers, Path(folder) / "run")
         measurement = Measurement(loop, num_workers, num_steps)
         turns = [(measurement.alone(num_steps), measurement.loaded()) for _ in range(num_turns)]
-        augments_on = getattr(loop.loader, "augments_on", None)
-    alone, loaded = ([turn[index]["seconds"] for turn in turns] for index in (0, 1))
-    epochs = [turn[1]["epoch_seconds"] for turn in turns]
-    first_alone, last = turns[0][0], turns[-1][1]
+    device = loop.executor.input_device
+    alone, loaded = zip(*turns, strict=True)
+    seconds = statistics.median(turn["seconds"] for turn in loaded)
+    alone_seconds = statistics.median(turn["seconds"] for turn in alone)
     return {
-        "samples_per_second": batch_size / statistics.median(loaded),
-        "alone_samples_per_second": batch_size / statistics.median(alone),
-        "ratio": statistics.median(alone) / statistics.median(loaded),
-        "epoch_samples_per_second": batch_size / statistics.median(epochs),
-        "augments_on": augments_on,
-        **{f"alone_{name}": first_alone[name] for name in first_alone if name != "seconds"},
-        **{name: value for name, value in last.items() if name.endswith("bytes")},
-        "all_seconds": loaded,
-        "all_alone_seconds": alone,
-        "all_epoch_seconds": epochs,
+        "augmented_on": "gpu" if augments_on_device(loop.config, device) else "cpu",
+        "samples_per_second": batch_size / seconds,
+        "alone_samples_per_second": batch_size / alone_seconds,
+        "ratio": alone_seconds / seconds,
+        "waiting_share": statistics.median(turn["waiting_share"] for turn in loaded),
+        # The first turn alone is the one that no loaded batch came before.
+        **{f"alone_{name}": alone[0][name] for name in alone[0] if name != "seconds"},
+        **{name: number for name, number in loaded[-1].items() if name.endswith("bytes")},
+        "all_seconds": [turn["seconds"] for turn in loaded],
+        "all_alone_seconds": [turn["seconds"] for turn in alone],
     }
