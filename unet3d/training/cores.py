@@ -1,4 +1,4 @@
-"""How a training divides this machine's cores between the network and the processes beside it.
+"""How a training divides its work between the network's devices and the processes beside it.
 
 Where a part of the network is on a CPU, another busy process costs it more than that process's
 time: each operation waits for the slowest of its threads. So no core is given twice.
@@ -11,6 +11,7 @@ import torch
 
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
+from unet3d.errors import DeviceError
 
 MAX_PROCESSES = 16
 """The most processes that cut patches for GPUs."""
@@ -52,6 +53,44 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
     # Threads that the user asked for leave what they leave.
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
+
+
+def augments_on_device(config: Config, device: torch.device) -> bool:
+    """Return whether patches are augmented on the device that images are sent to.
+
+    Args:
+        config: The settings.
+        device: Where the network begins.
+
+    Raises:
+        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    """
+    wanted = config.patches.augmentation.device
+    if wanted == "gpu" and device.type != "cuda":
+        raise DeviceError(
+            f"patches.augmentation.device is gpu but the network begins on {device}; use auto, or "
+            "name a GPU first in --devices"
+        )
+    return wanted != "cpu" and device.type == "cuda"
+
+
+def augmentation_line(config: Config, device: torch.device, num_processes: int) -> str | None:
+    """Return what to say of where patches are augmented; None where they are not.
+
+    Args:
+        config: The settings.
+        device: Where the network begins.
+        num_processes: Processes that cut patches.
+
+    Raises:
+        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    """
+    if not config.patches.augmentation.enabled:
+        return None
+    if augments_on_device(config, device):
+        return f"patches are augmented on {device}"
+    where = {0: "in the training process", 1: "in 1 process"}
+    return f"patches are augmented {where.get(num_processes, f'in {num_processes} processes')}"
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:

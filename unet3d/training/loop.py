@@ -26,6 +26,7 @@ from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.training.cores import augments_on_device
 from unet3d.training.data_record import data_record
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
@@ -94,7 +95,8 @@ class TrainingLoop:
             batch_size=self.config.training.batch_size,
             seed=self.config.training.seed,
             num_workers=num_workers,
-            pin_memory=executor.input_device.type == "cuda",
+            device=executor.input_device,
+            augments_on_device=augments_on_device(self.config, executor.input_device),
             rank=group.ranks.rank,
             num_ranks=group.size,
         )

@@ -1,0 +1,1 @@
+"""Sampling of a turned, scaled or mirrored patch; nothing is imported here."""

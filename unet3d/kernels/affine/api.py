@@ -1,0 +1,78 @@
+"""Sampling of an image and its label map through an affine map of voxels.
+
+PyTorch's ``grid_sample`` wants a grid of three floats for each voxel, rounds positions to 1e-5
+voxels of a large box, and knows no labels. Here positions are exact to 1e-7, and a label is what
+linear interpolation of each class, then argmax, gives: small objects keep their shape better than
+with the nearest label (F. Isensee et al., nnU-Net, do the same where they resample labels).
+"""
+
+import torch
+from torch import Tensor
+
+from unet3d.kernels.affine import flips, plain
+from unet3d.kernels.affine.geometry import Matrix, Offset
+from unet3d.kernels.triton_support import triton_available
+
+IMAGE_TYPES = (torch.float16, torch.float32, torch.float64)
+LABEL_TYPES = (torch.uint8, torch.int64)
+
+
+def sample_affine(
+    image: Tensor,
+    label: Tensor,
+    *,
+    matrix: Matrix,
+    offset: Offset,
+    image_out: Tensor,
+    label_out: Tensor,
+) -> None:
+    """Sample an image linearly, and its labels by the largest share, into given memory.
+
+    Voxel o of the outputs, counted from 0 along X, Y and Z, is sampled at ``matrix @ o + offset``
+    in voxels of the box, whose centres are at integers. Around the box the image is 0 and the class
+    is 0; between a voxel at its border and the outside is interpolated as between two voxels. Where
+    the matrix mirrors or changes nothing and the offset is whole, voxels are copied as they are.
+
+    Nothing waits for a GPU. Its results differ from a CPU's by rounding only.
+
+    Args:
+        image: (C, X, Y, Z), contiguous; float16, float32 or float64.
+        label: (X, Y, Z) of the same device, contiguous; uint8 or int64, any number of classes.
+        matrix: 3 rows of 3 numbers.
+        offset: 3 numbers, in voxels.
+        image_out: (C, *size), contiguous, of any size; float64 if the image is, else float32.
+        label_out: (*size), contiguous, of the label's type: of the eight voxels around the position
+            the class with the largest sum of linear weights, of equal ones the smallest.
+
+    Raises:
+        ValueError: Shapes, types, devices or layouts are not as stated.
+    """
+    _check(image, label, image_out, label_out)
+    signs = flips.signs_of(matrix, offset)
+    if label_out.numel() == 0:
+        return
+    if triton_available(image):
+        from unet3d.kernels.affine import kernel
+
+        kernel.sample(image, label, matrix, offset, image_out=image_out, label_out=label_out)
+    elif signs is not None:
+        whole = (round(offset[0]), round(offset[1]), round(offset[2]))
+        for box, out in ((image, image_out), (label, label_out)):
+            flips.copy(box, signs, whole, out)
+    else:
+        plain.sample(image, label, matrix, offset, image_out=image_out, label_out=label_out)
+
+
+def _check(image: Tensor, label: Tensor, image_out: Tensor, label_out: Tensor) -> None:
+    if image.dtype not in IMAGE_TYPES or label.dtype not in LABEL_TYPES:
+        raise ValueError(f"cannot sample {image.dtype} with labels of {label.dtype}")
+    wide = torch.float64 if image.dtype == torch.float64 else torch.float32
+    if (image_out.dtype, label_out.dtype) != (wide, label.dtype):
+        raise ValueError(f"cannot sample into {image_out.dtype} and {label_out.dtype}")
+    if image.shape[1:] != label.shape or label.dim() != 3:
+        raise ValueError(f"an image {tuple(image.shape)} has no labels {tuple(label.shape)}")
+    if image_out.shape != (len(image), *label_out.shape) or label_out.dim() != 3:
+        raise ValueError(f"cannot sample {len(image)} channels into {tuple(image_out.shape)}")
+    given = (image, label, image_out, label_out)
+    if len({x.device for x in given}) > 1 or not all(x.is_contiguous() for x in given):
+        raise ValueError("image, labels and outputs are contiguous and on one device")

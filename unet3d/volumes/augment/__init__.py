@@ -1,0 +1,7 @@
+"""Augmentation: drawn on the host, from the patch's own generator; applied on any device."""
+
+from unet3d.volumes.augment.apply import Merge, augment
+from unet3d.volumes.augment.cut import Cut, Region
+from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
+
+__all__ = ["AugmentationDraw", "Cut", "DrawnChannel", "Merge", "Region", "augment"]
