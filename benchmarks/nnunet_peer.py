@@ -245,8 +245,9 @@ def train(request: Request) -> dict[str, Any]:
     loaded, waited = _seconds_loaded(trainer, batches, request.num_steps)
     row = _memory(trainer.device)
     alone.append(_seconds_alone(trainer, there, request.num_steps))
-    batches._finish()
-    trainer.dataloader_val._finish()
+    if request.num_workers:
+        batches._finish()
+        trainer.dataloader_val._finish()
     return {
         **row,
         "augmentation": AUGMENTATION,

@@ -96,7 +96,8 @@ def timed_on(device: torch.device, batch: CutBatch) -> tuple[float, float]:
     first: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     last: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(BUSY_CYCLES)  # so that launches are ahead of the GPU, as in training
+    # Launches are ahead of the GPU, as in training.
+    torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
     first.record()
     began = time.perf_counter()
     batch.augmented()

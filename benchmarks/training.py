@@ -158,8 +158,14 @@ def measure_setting(setting: argparse.Namespace, cache: Path, record: Record) ->
         num_steps = setting.steps * setting.turns
         theirs = ask_nnunet(experiment, "train", cache, number, num_steps)
         record.add(setting, "nnU-Net", number, theirs)
+    one: float | None = None
     for devices in setting.runs:
         run = run_training(setting, cache, devices)
+        speed = run.get("samples_per_second")
+        if speed is not None and run["num_devices"] == 1:
+            one = speed
+        elif speed is not None and one is not None:
+            run["ratio"] = speed / (one * run["num_devices"])
         record.add(setting, f"run on {devices}", "auto", run)
 
 
@@ -210,10 +216,14 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         lines = (output / "metrics.jsonl").read_text().splitlines()
     epochs = [json.loads(line) for line in lines]
     num_steps = epochs[0]["step"]
-    seconds = [epoch["seconds"] / num_steps for epoch in epochs[1:]]
+    later = epochs[1:]
+    seconds = [epoch["seconds"] / num_steps for epoch in later]
     return {
         "num_devices": num_devices,
         "samples_per_second": batch_size / statistics.median(seconds),
+        "waiting_share": statistics.median(
+            epoch["waited_seconds"] / epoch["seconds"] for epoch in later
+        ),
         "all_seconds": seconds,
         "steps_of_epoch": num_steps,
     }
