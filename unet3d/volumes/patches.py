@@ -20,7 +20,7 @@ import torch
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
-from unet3d.volumes.augment import AugmentationDraw, Cut, Region, augment
+from unet3d.volumes.augment import AugmentationDraw, Cut, DrawnChannel, Region, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
@@ -162,7 +162,7 @@ class PatchSampler:
         shape = grid_shape(label)
         size = self.size or padded_shape(shape, self.stride)
         start = _start(shape, size, self._centre(rng, case, shape, size))
-        matrix, channels = None, ()
+        matrix, channels = None, tuple[DrawnChannel, ...]()
         if self.augmentation is not None:
             matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
             channels = self.augmentation.channels(rng, len(image), case.spacing_mm)

@@ -9,7 +9,6 @@ from torch import Tensor
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.volumes.augment import AugmentationDraw, Cut, Merge, Region, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
-from unet3d.volumes.augment.draw import DrawnChannel
 from unet3d.volumes.augment.intensity import only_part
 
 NAMES = (

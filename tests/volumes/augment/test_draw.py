@@ -88,7 +88,7 @@ def test_low_resolution_is_drawn_as_in_nnunet(defaults: list[DrawnChannel]) -> N
 
 
 def test_rotation_and_scaling_are_drawn_as_in_nnunet() -> None:
-    """Angles up to 30 degrees about each axis; scales from 0.7 to 1.4, as often below 1 as above."""
+    """Angles up to 30 degrees about each axis; scales from 0.7 to 1.4."""
     only_turning = draw(rotation_probability=0.2)
     only_scaling = draw(scaling_probability=0.2)
     size: Shape = (9, 9, 9)

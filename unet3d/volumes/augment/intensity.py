@@ -56,8 +56,10 @@ class Statistics:
             channel: A box of the patch, (X, Y, Z).
             mean: Its mean.
         """
-        planes = channel[self._inner].split(max(1, CHUNK_VOXELS // channel[0].numel()))
-        squares = torch.stack([_sum((part - mean).square_()) for part in planes]).sum(dim=0)
+        inner = channel[self._inner]
+        planes = max(1, CHUNK_VOXELS // inner[0].numel())
+        parts = [inner[first : first + planes] for first in range(0, len(inner), planes)]
+        squares = torch.stack([_sum((part - mean).square_()) for part in parts]).sum(dim=0)
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
         return (self._merge(squares, "sum") / max(1, self._num_voxels - 1)).sqrt()
 

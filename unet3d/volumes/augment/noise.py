@@ -26,17 +26,13 @@ def add_noise(
         size: Voxels of the whole patch.
         seed: Two numbers below 2^32.
     """
-    num_planes = max(1, CHUNK_VOXELS // channel[0].numel())
-    x, y, z = start
-    for planes in channel.split(num_planes):
-        noise = gaussian_noise((x, y, z), _shape(planes), size, seed, channel.device)
-        planes.add_(noise, alpha=std)
-        x += len(planes)
-
-
-def _shape(box: Tensor) -> Shape:
-    x, y, z = box.shape
-    return (x, y, z)
+    x, y, z = channel.shape
+    planes = max(1, CHUNK_VOXELS // (y * z))
+    for first in range(0, x, planes):
+        part = channel[first : first + planes]
+        at = (start[0] + first, start[1], start[2])
+        noise = gaussian_noise(at, (len(part), y, z), size, seed, channel.device)
+        part.add_(noise, alpha=std)
 
 
 def gaussian_noise(
