@@ -12,8 +12,8 @@ from scipy import ndimage
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
+from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
-from unet3d.kernels.affine.api import sample_affine
 
 Array = npt.NDArray[np.float64]
 Shape = tuple[int, int, int]
@@ -173,6 +173,8 @@ def test_float64_is_interpolated_as_such() -> None:
 @pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), IDENTITY])
 def test_all_around_the_box_is_zero(matrix: Array) -> None:
     image, label = case((4, 3, 5))
+    found = sampled(image[:, :0], label[:0], matrix, np.zeros(3), (5, 4, 3))
+    assert not found[0].any() and not found[1].any()
     for offset in ([1e3, 0.0, 0.0], [0.0, -400.0, 0.0], [7.0, 7.0, 1e12]):
         image_out, label_out = sampled(image + 9, label + 1, matrix, np.array(offset), (9, 8, 7))
         assert not image_out.any() and not label_out.any()
