@@ -1,9 +1,5 @@
 """Sampling of image and labels, against SciPy in float64 and interpolation of each class."""
 
-import math
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,93 +8,23 @@ from scipy import ndimage
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
+from tests.kernels.affine.boxes import (
+    FLIPS,
+    IDENTITY,
+    MATRICES,
+    SHIFT,
+    SIZES,
+    TURNED,
+    Array,
+    Shape,
+    call,
+    case,
+    centred,
+    sampled,
+    sampled_with,
+)
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
-
-Array = npt.NDArray[np.float64]
-Shape = tuple[int, int, int]
-
-IDENTITY = np.eye(3)
-TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()
-THICK = np.array([[0.9, 0.4, 0.0], [-0.35, 1.1, 0.0], [0.0, 0.0, 1.0]])
-MATRICES = {
-    "turned": TURNED,
-    "turned and larger": TURNED * 0.7,
-    "turned and smaller": TURNED @ np.diag([1.4, -1.4, 1.4]),
-    "turned in a plane of thick slices": THICK,
-    "scaled": np.diag([0.8, 1.25, 1.1]),
-    "scaled and mirrored": np.diag([-0.8, 1.25, -1.1]),
-    "spacing that differs": np.array([[0.9, 0.3, 1.5], [-0.3, 0.95, 0.2], [-0.1, 0.05, 0.9]]),
-    "axes exchanged": np.array([[0.0, 1.0, 0.0], [0.0, 0.0, -1.0], [1.0, 0.0, 0.0]]),
-}
-SHIFT = np.array([0.123, -0.2, 0.31])
-SIZES = [
-    ((13, 11, 17), (9, 14, 12)),
-    ((1, 9, 8), (7, 9, 1)),
-    ((40, 45, 37), (35, 33, 34)),
-    ((3, 2, 4), (33, 20, 37)),
-]
-
-
-def case(
-    shape: Shape,
-    channels: int = 1,
-    num_classes: int = 4,
-    dtype: torch.dtype = torch.float32,
-    label_dtype: torch.dtype = torch.uint8,
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(channels, *shape, generator=generator, dtype=torch.float64).to(dtype)
-    coarse = torch.randint(num_classes, [-(-size // 2) for size in shape], generator=generator)
-    for axis in range(3):
-        coarse = coarse.repeat_interleave(2, axis)
-    return image, coarse[: shape[0], : shape[1], : shape[2]].contiguous().to(label_dtype)
-
-
-def centred(matrix: Array, box: Shape, size: Shape) -> Array:
-    """Return the offset with which the centres of box and output meet."""
-    offset: Array = (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
-    return offset
-
-
-def sampled(
-    image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape
-) -> tuple[Tensor, Tensor]:
-    return sampled_with(sample_affine, image, label, matrix, offset, size)
-
-
-def sampled_with(
-    function: Callable[..., None],
-    image: Tensor,
-    label: Tensor,
-    matrix: Array,
-    offset: Array,
-    size: Shape,
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
-    image_out = torch.full((len(image), *size), math.nan, dtype=dtype, device=image.device)
-    label_out = torch.full(size, 77, dtype=label.dtype, device=label.device)
-    call(function, image, label, matrix, offset, image_out, label_out)
-    return image_out, label_out
-
-
-def call(
-    function: Callable[..., None],
-    image: Tensor,
-    label: Tensor,
-    matrix: Array,
-    offset: Array,
-    *outputs: Tensor,
-) -> None:
-    rows = tuple(tuple(row) for row in matrix.tolist())
-    given = {"matrix": rows, "offset": tuple(offset.tolist())}
-    function(image, label, **given, image_out=outputs[0], label_out=outputs[1])
-
-
-def kernel_sample(*boxes: Tensor, **given: Any) -> None:
-    from unet3d.kernels.affine import kernel
-
-    kernel.sample(*boxes, **given)
 
 
 def linear(volume: Array, matrix: Array, offset: Array, size: Shape) -> Array:
@@ -187,9 +113,6 @@ def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them() -> None:
     expected = linear(image[0].double().numpy(), matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
     assert np.count_nonzero(expected) == 1
     np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-3)
-
-
-FLIPS = [(1, 1, 1), (-1, 1, 1), (1, -1, -1), (-1, -1, -1)]
 
 
 def mirrored(
@@ -286,78 +209,3 @@ def test_small_objects_keep_their_shape_better_than_with_the_nearest_label() -> 
 
 def dice(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> float:
     return float(2 * (a & b).sum() / (a.sum() + b.sum()))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "label_dtype"),
-    [(torch.float16, torch.uint8), (torch.float32, torch.int64), (torch.float64, torch.uint8)],
-)
-@pytest.mark.parametrize(("box", "size"), [*SIZES, ((150, 70, 90), (131, 65, 77))], ids=str)
-@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
-def test_a_gpu_samples_the_same(
-    matrix: Array, box: Shape, size: Shape, dtype: torch.dtype, label_dtype: torch.dtype
-) -> None:
-    classes = 4 if label_dtype == torch.uint8 else 700
-    image, label = case(box, 2, classes, dtype, label_dtype)
-    offset = centred(matrix, box, size) + SHIFT
-    expected = sampled(image, label, matrix, offset, size)
-    for function in (sample_affine, kernel_sample, plain.sample):
-        found = sampled_with(function, image.cuda(), label.cuda(), matrix, offset, size)
-        torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
-        # Between two shares that are equal but for rounding, either may win.
-        assert (found[1].cpu() == expected[1]).double().mean() > 0.9995
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("signs", FLIPS, ids=str)
-@pytest.mark.parametrize("first", [(0, 0, 0), (2, -1, 3), (0, 300, 0)], ids=str)
-def test_flips_on_a_gpu_copy_to_the_bit(first: tuple[int, ...], signs: tuple[int, ...]) -> None:
-    box, size = (37, 40, 41), (33, 45, 39)
-    image, label = case(box, 3, dtype=torch.float16)
-    offset = [i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True)]
-    given = (np.diag(signs).astype(float), np.array(offset, float), size)
-    expected = sampled(image, label, *given)
-    found = sampled(image.cuda(), label.cuda(), *given)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.gpu
-def test_a_gpu_compiles_once_and_does_not_wait() -> None:
-    from unet3d.kernels.affine import kernel
-
-    kernel._sample.device_caches.clear()
-    generator = np.random.default_rng(0)
-    torch.cuda.synchronize()
-    for channels, box, size in [(1, (1, 16, 32), (16, 16, 16)), (3, (20, 17, 31), (9, 1, 7))]:
-        image, label = case(box, channels)
-        image, label = image.cuda(), label.cuda()
-        images = torch.zeros(2, channels, *size, device="cuda")
-        labels = torch.zeros(2, *size, dtype=torch.uint8, device="cuda")
-        for matrix in (IDENTITY, TURNED, np.diag(generator.uniform(-1, 1, 3))):
-            for sample in range(2):
-                offset = generator.integers(0, 3, 3).astype(float)
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    given = (image, label, matrix, offset, images[sample], labels[sample])
-                    call(sample_affine, *given)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-    (compiled, *_) = kernel._sample.device_caches[torch.cuda.current_device()]
-    assert len(compiled) == 1
-
-
-@pytest.mark.gpu
-def test_a_gpu_samples_beyond_what_an_int32_counts() -> None:
-    box, size = (1300, 1290, 1290), (5, 6, 7)
-    label = torch.zeros(box, dtype=torch.uint8, device="cuda")
-    image = torch.zeros(1, *box, dtype=torch.float16, device="cuda")
-    assert label.numel() > 2**31
-    ends = (slice(-9, None),) * 3
-    small, labels = case((9, 9, 9))
-    image[0][ends], label[ends] = small[0].half().cuda(), labels.cuda()
-    offset = centred(TURNED, (9, 9, 9), size)
-    expected = sampled(small.half(), labels, TURNED, offset, size)
-    found = sampled(image, label, TURNED, offset + np.array(box) - 9, size)
-    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
-    assert torch.equal(found[1].cpu(), expected[1])
