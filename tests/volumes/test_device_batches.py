@@ -122,5 +122,6 @@ def test_only_two_batches_and_one_cut_take_memory(tmp_path: Path) -> None:
     two_batches = 2 * 2 * voxels * (2 * 4 + 1)
     largest_cut = 96**3 * (2 * 2 + 1)
     user = 2 * voxels * 2 * 4
+    workspace = 32 * 2**20  # of cuBLAS, for the stream
     peak = torch.cuda.max_memory_allocated() - before
-    assert two_batches < peak < (two_batches + max(largest_cut, user) + 2**22) * 1.05
+    assert two_batches < peak < (two_batches + max(largest_cut, user) + workspace + 2**22) * 1.05

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unet3d.config import Shape, TrainingSettings
 from unet3d.memory.allocations import (
+    WORKSPACE_BYTES,
     AllocationRecorder,
     counted_allocations,
     make_parameters_fake,
@@ -144,10 +145,13 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         for slot in executor.slots:
             if is_fake_device(slot.device):
                 peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
+                if slot.device == executor.input_device and _multiplies_beside(step):
+                    peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         reserved = reserved_bytes(executor, recorder, image, target) if counts_reserved else {}
         if executor.input_device in reserved:
-            reserved[executor.input_device] += step.staging_bytes()
+            beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0
+            reserved[executor.input_device] += step.staging_bytes() + beside
         del kept
     for slot in executor.slots:
         if slot.device in reserved:
@@ -157,6 +161,11 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
     return MemoryEstimate(step=step, slots=slots, memory=memory)
+
+
+def _multiplies_beside(step: Step) -> bool:
+    """Return whether cuBLAS has a workspace for the stream beside that of the steps."""
+    return step.augmentation is not None and step.augmentation.multiplies
 
 
 def _batch(step: Step, executor: Executor) -> list[Tensor]:

@@ -45,6 +45,13 @@ class DeviceAugmentation:
     voxel_bytes: int
     """What one voxel of a cut takes: its channels as they are stored, and its label."""
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether matrices are multiplied, for which cuBLAS keeps memory for the stream."""
+        settings = self.settings
+        filters = (settings.blur_probability, settings.low_resolution_probability)
+        return settings.enabled and max(filters) > 0
+
     def staging_bytes(self, size: Shape) -> int:
         """Return what making a patch takes at most, beside the patch itself.
 
