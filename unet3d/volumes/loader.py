@@ -77,7 +77,7 @@ class PatchLoader:
         context = None
         if num_workers:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
-            # and the server has imported MONAI already.
+            # and the server has imported what takes long already.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
