@@ -148,7 +148,8 @@ def measure_setting(setting: argparse.Namespace, cache: Path, record: Record) ->
     if setting.patches:
         ours = patch_costs.measure(experiment, NUM_PATCHES, torch.device(setting.device))
         record.add(setting, "a patch", 1, ours)
-        theirs = ask_nnunet(experiment, "patches", cache, 0, NUM_PATCHES)
+        num_batches = -(-NUM_PATCHES // setting.batch_size)
+        theirs = ask_nnunet(experiment, "patches", cache, 0, num_batches)
         record.add(setting, "a patch, nnU-Net", 1, theirs)
     workers = [int(number) for number in setting.workers.split(",") if number]
     for number in workers:
@@ -186,7 +187,7 @@ def ask_nnunet(
 ) -> dict[str, Any]:
     """Return what nnU-Net measures, on data that it has prepared itself."""
     ask, make_request = nnunet_peer.ask, nnunet_peer.make_request
-    prepared = ask(make_request(experiment, "prepare", cache, max(1, num_workers), 0))
+    prepared = ask(make_request(experiment, "prepare", cache, min(4, num_cores()), 0))
     if "reason" in prepared:
         return prepared
     return ask(make_request(experiment, task, cache, num_workers, num_steps))
