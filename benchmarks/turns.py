@@ -20,9 +20,10 @@ from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cores import augments_on_device, leave_cores
+from unet3d.training.cores import leave_cores
 from unet3d.training.loop import TrainingLoop
 from unet3d.training.waiting import DataClock
+from unet3d.volumes.augment import augments_on_device
 from unet3d.volumes.patches import Batch, CutBatch
 
 NUM_WARM_UP_STEPS = 10
@@ -179,10 +180,11 @@ def measure(
             loaded.append(measurement.loaded())
             alone.append(measurement.alone(num_steps))
     device = loop.executor.input_device
+    is_on_device = augments_on_device(loop.config.patches.augmentation, device)
     seconds = statistics.median(turn["seconds"] for turn in loaded)
     alone_seconds = statistics.median(turn["seconds"] for turn in alone)
     return {
-        "augmented_on": "gpu" if augments_on_device(loop.config, device) else "cpu",
+        "augmented_on": "gpu" if is_on_device else "cpu",
         "samples_per_second": batch_size / seconds,
         "alone_samples_per_second": batch_size / alone_seconds,
         "ratio": alone_seconds / seconds,

@@ -11,7 +11,7 @@ import torch
 
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
-from unet3d.errors import DeviceError
+from unet3d.volumes.augment import augments_on_device
 
 MAX_PROCESSES = 16
 """The most processes that cut patches for GPUs."""
@@ -64,25 +64,6 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
 
 
-def augments_on_device(config: Config, device: torch.device) -> bool:
-    """Return whether patches are augmented on the device that images are sent to.
-
-    Args:
-        config: The settings.
-        device: Where the network begins.
-
-    Raises:
-        DeviceError: A GPU is asked for, and the network begins on a CPU.
-    """
-    wanted = config.patches.augmentation.device
-    if wanted == "gpu" and device.type != "cuda":
-        raise DeviceError(
-            f"patches.augmentation.device is gpu but the network begins on {device}; use auto, or "
-            "name a GPU first in --devices"
-        )
-    return wanted != "cpu" and device.type == "cuda"
-
-
 def augmentation_line(config: Config, device: torch.device, num_processes: int) -> str | None:
     """Return what to say of where patches are augmented; None where they are not.
 
@@ -94,9 +75,10 @@ def augmentation_line(config: Config, device: torch.device, num_processes: int) 
     Raises:
         DeviceError: A GPU is asked for, and the network begins on a CPU.
     """
+    on_device = augments_on_device(config.patches.augmentation, device)
     if not config.patches.augmentation.enabled:
         return None
-    if augments_on_device(config, device):
+    if on_device:
         return f"patches are augmented on {device}"
     where = {0: "in the training process", 1: "in 1 process"}
     return f"patches are augmented {where.get(num_processes, f'in {num_processes} processes')}"

@@ -277,6 +277,7 @@ def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Ste
         batch_size=batch_size,
         settings=config.training,
         precision=precision,
+        augmentation=experiment.augmentation(layout.devices[0]),
     )
 
 

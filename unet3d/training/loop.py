@@ -25,7 +25,6 @@ from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cores import augments_on_device
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import epoch_metrics
@@ -34,6 +33,7 @@ from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
 from unet3d.training.waiting import DataClock, Loading
+from unet3d.volumes.augment import augments_on_device
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch
 
@@ -86,7 +86,7 @@ class TrainingLoop:
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=group.size > 1
         )
-        on_device = augments_on_device(self.config, executor.input_device)
+        on_device = augments_on_device(self.config.patches.augmentation, executor.input_device)
         self.loader = PatchLoader(
             cases=experiment.training,
             settings=self.config.patches,
