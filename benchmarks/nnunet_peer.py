@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import reason_of, synchronize
+from common import peaks_of, reason_of, synchronize
 
 from unet3d.config import Shape
 from unet3d.distributed.processes import die_with_parent
@@ -247,7 +247,7 @@ def train(request: Request) -> dict[str, Any]:
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     loaded, waited = _seconds_loaded(trainer, batches, request.num_steps)
-    row = _memory(trainer.device)
+    row = peaks_of(trainer.device)
     alone.append(_seconds_alone(trainer, there, request.num_steps))
     if request.num_workers:
         batches._finish()
@@ -323,15 +323,6 @@ def _seconds_loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, 
     synchronize()
     seconds = time.perf_counter() - began
     return seconds / done, waited / seconds
-
-
-def _memory(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    return {
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronize
+from common import peaks_of, synchronize
 from patch_costs import sampler_of
 
 from unet3d.distributed.group import Group
@@ -127,7 +127,7 @@ class Measurement:
         for _ in range(num_steps):
             self.loop._step(there)
         synchronize()
-        return {"seconds": (time.perf_counter() - began) / num_steps, **self._memory()}
+        return {"seconds": (time.perf_counter() - began) / num_steps, **peaks_of(self.device)}
 
     def loaded(self) -> dict[str, Any]:
         """Take the steps of an epoch, of which those in the middle count."""
@@ -145,21 +145,13 @@ class Measurement:
         return {
             "seconds": (ended - began) / self.num_steps,
             "waiting_share": waited / (ended - began),
-            **self._memory(),
+            **peaks_of(self.device),
         }
 
     def _reset_memory(self) -> None:
         synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _memory(self) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-        }
 
 
 def measure(
