@@ -22,6 +22,7 @@ from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.volumes.augment import AugmentationDraw, Cut, DrawnChannel, Region, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
+from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
 from unet3d.volumes.resample import grid_shape
@@ -168,7 +169,8 @@ class PatchSampler:
             channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
         placement = Placement.centred(matrix, start, size)
         region = region or Region(start=(0, 0, 0), stop=size)
-        box = placement.box(with_margin(region, channels, size), shape)
+        filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+        box = placement.box(with_margin(region, filters, size), shape)
         classes = _cut(label, box)
         return Cut(
             image=torch.from_numpy(_cut(image, box)),
@@ -177,6 +179,7 @@ class PatchSampler:
             ),
             placement=placement.moved(box.start),
             channels=channels,
+            filters=filters,
             size=size,
             name=case.name,
         )

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu_waits import refused_waits
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.volumes.augment import AugmentationDraw, Cut, Merge, Region, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
-from unet3d.volumes.augment.intensity import only_part
+from unet3d.volumes.augment.filters import ChannelFilters
 
 NAMES = (
     *("rotation", "scaling", "noise", "blur", "brightness"),
@@ -43,20 +44,22 @@ def cut_of(
     channels = ALWAYS.channels(rng, len(image), spacing)
     part = region or Region(start=(0, 0, 0), stop=size)
     x, y, z = label.shape
-    box = placement.box(with_margin(part, channels, size), (x, y, z))
+    filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+    box = placement.box(with_margin(part, filters, size), (x, y, z))
     inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
     return Cut(
         image=image[:, *inside].contiguous(),
         label=label[inside].contiguous(),
         placement=placement.moved(box.start),
         channels=channels,
+        filters=filters,
         size=size,
         name="case",
     )
 
 
 def made(
-    cuts: list[Cut], shape: Shape, region: Region | None = None, merge: Merge = only_part
+    cuts: list[Cut], shape: Shape, region: Region | None = None, merge: Merge | None = None
 ) -> tuple[Tensor, Tensor]:
     image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
     target = cuts[0].label.new_full((len(cuts), *shape), 77)
@@ -173,11 +176,13 @@ def test_a_gpu_makes_what_a_cpu_makes(name: str, size: Shape, spacing: Spacing) 
     for seed in range(5):
         rng = np.random.default_rng(seed)
         placement = Placement.centred(drawing.matrix(rng, size, spacing), (6, 4, 8), size)
+        channels = drawing.channels(rng, 3, spacing)
         cut = Cut(
             image=image,
             label=label,
             placement=placement,
-            channels=drawing.channels(rng, 3, spacing),
+            channels=channels,
+            filters=tuple(ChannelFilters.of(channel, size) for channel in channels),
             size=size,
             name="case",
         )
@@ -199,8 +204,5 @@ def test_the_host_does_not_wait_for_a_gpu() -> None:
     targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
     augment(on_gpu, images, targets)  # compiles
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_waits():
         augment(on_gpu, images, targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -7,6 +7,7 @@ import torch
 from unet3d.config import AugmentationSettings, Shape
 from unet3d.volumes.augment.cut import Cut, Placement, Region, with_margin
 from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
+from unet3d.volumes.augment.filters import ChannelFilters
 
 ZERO: Shape = (0, 0, 0)
 LIVELY = AugmentationDraw(
@@ -70,23 +71,32 @@ def test_a_region_outside_the_case_has_a_voxel() -> None:
 def test_margins_hold_what_blur_and_coarsening_reach() -> None:
     inner = Region(start=(10, 0, 5), stop=(20, 9, 12))
     size = (40, 9, 14)
-    plain = (DrawnChannel(gamma=1.2, noise_std=0.1),)
-    assert with_margin(inner, plain, size) == inner == with_margin(inner, (), size)
-    blurred = (*plain, DrawnChannel(blur_sigma=(1.0, 0.5, 0.6)))
-    assert with_margin(inner, blurred, size) == Region(start=(6, 0, 2), stop=(24, 9, 14))
-    both = (DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0)),)
-    assert with_margin(inner, both, size) == Region(start=(1, 0, 1), stop=(29, 9, 14))
+
+    def margin(*channels: DrawnChannel) -> Region:
+        filters = [ChannelFilters.of(channel, size) for channel in channels]
+        return with_margin(inner, filters, size)
+
+    plain = DrawnChannel(gamma=1.2, noise_std=0.1)
+    assert margin() == margin(plain) == inner
+    blurred = DrawnChannel(blur_sigma=(1.0, 0.5, 0.6))
+    assert margin(plain, blurred) == Region(start=(6, 0, 2), stop=(24, 9, 14))
+    both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
+    assert margin(both) == Region(start=(3, 0, 1), stop=(27, 9, 14))
 
 
 def test_cuts_are_copied_with_what_was_drawn() -> None:
+    drawn = DrawnChannel(blur_sigma=(0.5, 0.6, 0.7))
     cut = Cut(
         image=torch.ones(1, 2, 3, 4),
         label=torch.ones(2, 3, 4, dtype=torch.uint8),
         placement=Placement.centred(None, ZERO, (2, 3, 4)),
-        channels=(DrawnChannel(),),
+        channels=(drawn,),
+        filters=(ChannelFilters.of(drawn, (2, 3, 4)),),
         size=(2, 3, 4),
         name="a",
     )
     moved = cut.to(torch.device("meta"))
     assert moved.image.is_meta and moved.label.is_meta
+    assert moved.filters[0].blur is not None and moved.filters[0].coarsening is None
+    assert all(matrix is not None and matrix.is_meta for matrix in moved.filters[0].blur.matrices)
     assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "a")

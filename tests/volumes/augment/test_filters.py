@@ -1,5 +1,3 @@
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -7,9 +5,18 @@ import torch.nn.functional as F
 from scipy import ndimage
 
 from unet3d.config import Shape
-from unet3d.volumes.augment.filters import blur, blur_reach, coarsen, coarsening_reach
+from unet3d.volumes.augment.draw import Axes
+from unet3d.volumes.augment.filters import Filter, blur_filter, coarsening_filter
 
 ZERO: Shape = (0, 0, 0)
+
+
+def blur(channel: torch.Tensor, sigma: Axes, start: Shape, size: Shape) -> torch.Tensor:
+    return blur_filter(sigma, size).applied(channel, start)
+
+
+def coarsen(channel: torch.Tensor, resolution: Axes, start: Shape, size: Shape) -> torch.Tensor:
+    return coarsening_filter(resolution, size).applied(channel, start)
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -78,28 +85,24 @@ def test_what_is_not_changed_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])
-def test_a_box_is_the_same_box_of_the_whole(start: Shape) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        blur_filter((1.0, 0.6, 0.8), (130, 20, 70)),
+        coarsening_filter((0.5, 0.7, 0.9), (130, 20, 70)),
+    ],
+)
+def test_a_box_is_the_same_box_of_the_whole(start: Shape, how: Filter) -> None:
     size = (130, 20, 70)
     channel = noise(*size)
-    sigma, resolution = (1.0, 0.6, 0.8), (0.5, 0.7, 0.9)
     stop = tuple(min(n, first + 60) for n, first in zip(size, start, strict=True))
     box = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
-    for whole, part, reach in (
-        (blur(channel, sigma, ZERO, size), blur(channel[box], sigma, start, size), blur_reach(1.0)),
-        (
-            coarsen(channel, resolution, ZERO, size),
-            coarsen(channel[box], resolution, start, size),
-            coarsening_reach(0.5),
-        ),
-    ):
-        right = tuple(
-            slice(
-                0 if first == 0 else reach,
-                last - first - (0 if last == voxels else reach),
-            )
-            for first, last, voxels in zip(start, stop, size, strict=True)
-        )
-        torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
+    whole, part = how.applied(channel, ZERO), how.applied(channel[box], start)
+    right = tuple(
+        slice(0 if first == 0 else reach, last - first - (0 if last == voxels else reach))
+        for first, last, voxels, reach in zip(start, stop, size, how.reach, strict=True)
+    )
+    torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
@@ -116,7 +119,16 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_reach_holds_what_counts() -> None:
-    assert blur_reach(0.5) == 2 and blur_reach(1.0) == 4
-    assert coarsening_reach(1.0) == 0
-    assert all(coarsening_reach(factor) <= math.ceil(2 / factor) + 1 for factor in (0.5, 0.9))
+def test_nothing_beyond_the_reach_counts() -> None:
+    for how in (
+        blur_filter((0.5, 0.8, 1.0), (40,) * 3),
+        coarsening_filter((0.5, 0.73, 1), (40,) * 3),
+    ):
+        for matrix, reach in zip(how.matrices, how.reach, strict=True):
+            if matrix is None:
+                assert reach == 0
+                continue
+            place = torch.arange(40)
+            distance = (place[:, None] - place).abs()
+            assert matrix[distance > reach].abs().max() == 0
+            assert distance[matrix > 0].max() >= reach - 2

@@ -13,14 +13,13 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.kernels.affine.api import sample_affine
 from unet3d.volumes.augment.cut import Cut, Region, with_margin
-from unet3d.volumes.augment.draw import STILL, DrawnChannel
-from unet3d.volumes.augment.filters import blur, coarsen
+from unet3d.volumes.augment.draw import DrawnChannel
+from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.augment.intensity import (
     Merge,
     Statistics,
     change_contrast,
     change_gamma,
-    only_part,
 )
 from unet3d.volumes.augment.noise import add_noise
 
@@ -30,7 +29,7 @@ def augment(
     image: Tensor,
     target: Tensor,
     region: Region | None = None,
-    merge: Merge = only_part,
+    merge: Merge | None = None,
 ) -> None:
     """Make the patches of a batch, or one region of each of them.
 
@@ -43,24 +42,25 @@ def augment(
         image: float32 (N, C, X, Y, Z), contiguous; overwritten.
         target: Class indices (N, X, Y, Z) of the type of the cuts' labels; overwritten.
         region: The voxels to make, of patches of one size; None: all.
-        merge: Merges statistics of the patch with those of its other regions.
+        merge: Merges statistics of a region with those of the patch's others; None: it has none.
     """
     remaining = iter(cuts)
     for own_image, own_target in zip(image, target, strict=True):
         cut = next(remaining)
         part = region or Region(start=(0, 0, 0), stop=cut.size)
-        box = with_margin(part, cut.channels, cut.size)
+        box = with_margin(part, cut.filters, cut.size)
         place_image, place_target = _middle(own_image, part.shape), _middle(own_target, part.shape)
         # What is made is made in place, unless it is larger or lies between zeros.
         in_place = box == part and place_target.shape == own_target.shape
         made_image = place_image if in_place else image.new_empty((len(own_image), *box.shape))
         made_target = place_target if in_place else target.new_empty(box.shape)
         _sample(cut, made_image, made_target, box)
-        size, channels = cut.size, cut.channels
-        del cut  # its memory serves what follows
-        statistics = Statistics(_inside(box, part), math.prod(size), merge)
-        for channel, drawn in zip(made_image, channels, strict=False):
-            _change(channel, drawn, box.start, size, statistics)
+        size, channels, filters = cut.size, cut.channels, cut.filters
+        del cut  # the memory of its box serves what follows
+        counted = None if box == part else _inside(box, part)
+        statistics = Statistics(counted, math.prod(size), merge)
+        for channel, drawn, own_filters in zip(made_image, channels, filters, strict=False):
+            _change(channel, drawn, own_filters, box.start, size, statistics)
         if not in_place:
             inner = _inside(box, part)
             own_image.zero_()
@@ -91,19 +91,24 @@ def _sample(cut: Cut, image: Tensor, target: Tensor, region: Region) -> None:
 
 
 def _change(
-    channel: Tensor, drawn: DrawnChannel, start: Shape, size: Shape, statistics: Statistics
+    channel: Tensor,
+    drawn: DrawnChannel,
+    filters: ChannelFilters,
+    start: Shape,
+    size: Shape,
+    statistics: Statistics,
 ) -> None:
     """Change the intensities of a box (X, Y, Z) of a patch as was drawn."""
     if drawn.noise_std > 0:
         add_noise(channel, drawn.noise_std, start, size, drawn.noise_seed)
-    if drawn.blur_sigma is not None:
-        channel.copy_(blur(channel, drawn.blur_sigma, start, size))
+    if filters.blur is not None:
+        channel.copy_(filters.blur.applied(channel, start))
     if drawn.brightness != 1:
         channel.mul_(drawn.brightness)
     if drawn.contrast != 1:
         change_contrast(channel, drawn.contrast, statistics)
-    if drawn.resolution != STILL:
-        channel.copy_(coarsen(channel, drawn.resolution, start, size))
+    if filters.coarsening is not None:
+        channel.copy_(filters.coarsening.applied(channel, start))
     if drawn.inverted_gamma != 1:
         change_gamma(channel, drawn.inverted_gamma, True, statistics)
     if drawn.gamma != 1:

@@ -1,7 +1,7 @@
 """What is cut out of a case for one patch, and where the patch's voxels lie in it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.volumes.augment.draw import Axes, DrawnChannel, Matrix
-from unet3d.volumes.augment.filters import blur_reach, coarsening_reach
+from unet3d.volumes.augment.filters import ChannelFilters
 
 Rows = tuple[Axes, Axes, Axes]
 """A matrix (3, 3)."""
@@ -109,7 +109,9 @@ class Cut:
     placement: Placement
     """Where the patch's voxels lie in the box."""
     channels: tuple[DrawnChannel, ...]
-    """What happens to the intensities of each channel."""
+    """What happens to the intensities of each channel; empty: nothing."""
+    filters: tuple[ChannelFilters, ...]
+    """What blurs each channel and takes its resolution."""
     size: Shape
     """Voxels of the whole patch along X, Y, Z."""
     name: str
@@ -117,7 +119,7 @@ class Cut:
 
     def pin_memory(self) -> "Cut":
         """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
-        return replace(self, image=self.image.pin_memory(), label=self.label.pin_memory())
+        return self._each(lambda tensor: tensor.pin_memory())
 
     def to(self, device: torch.device) -> "Cut":
         """Return a copy on a device; from page-locked memory nobody waits for it.
@@ -125,31 +127,28 @@ class Cut:
         Args:
             device: Any device.
         """
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "Cut":
         return replace(
             self,
-            image=self.image.to(device, non_blocking=True),
-            label=self.label.to(device, non_blocking=True),
+            image=move(self.image),
+            label=move(self.label),
+            filters=tuple(filters.each(move) for filters in self.filters),
         )
 
 
-def with_margin(region: Region, channels: Sequence[DrawnChannel], size: Shape) -> Region:
+def with_margin(region: Region, filters: Sequence[ChannelFilters], size: Shape) -> Region:
     """Return a region with the voxels around it that its intensities depend on.
 
     Args:
         region: Of a patch.
-        channels: What happens to the intensities.
+        filters: Those of its channels.
         size: Voxels of the patch.
     """
     start, stop = [], []
     for axis, voxels in enumerate(size):
-        margin = max(
-            (
-                (blur_reach(channel.blur_sigma[axis]) if channel.blur_sigma else 0)
-                + coarsening_reach(channel.resolution[axis])
-                for channel in channels
-            ),
-            default=0,
-        )
+        margin = max((channel.reach(axis) for channel in filters), default=0)
         start.append(max(0, region.start[axis] - margin))
         stop.append(min(voxels, region.stop[axis] + margin))
     return Region(start=(start[0], start[1], start[2]), stop=(stop[0], stop[1], stop[2]))

@@ -1,82 +1,151 @@
-"""Blur and loss of resolution: separable linear filters, a matrix of weights for each axis."""
+"""Blur and loss of resolution: separable linear filters, a matrix of weights for each axis.
+
+The matrices are worked out where a patch is cut: on a GPU that takes more launches than all else.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.volumes.augment.draw import Axes
+from unet3d.volumes.augment.draw import STILL, Axes, DrawnChannel
 
 BLUR_DEVIATIONS = 4.0
 """Where a Gaussian ends."""
 
 CHUNK = 64
-"""Rows of a matrix that are multiplied at a time: only few columns beside them are not zero."""
+"""Rows of a matrix that a CPU multiplies at a time: only few columns beside them are not zero."""
+GPU_CHUNK = 256
+"""The same for a GPU, where a launch costs more than zeros."""
+
+CPU = torch.device("cpu")
 
 
-def blur(channel: Tensor, sigma: Axes, start: Shape, size: Shape) -> Tensor:
-    """Return a box of a channel convolved with a Gaussian, reflected at the faces of the patch.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Filter:
+    """A linear filter of each axis."""
+
+    matrices: tuple[Tensor | None, Tensor | None, Tensor | None]
+    """For X, Y, Z float32 (voxels, voxels), by which that axis of a patch is multiplied; None: it
+    stays as it is."""
+    reach: Shape
+    """From how many voxels away each axis takes; the matrices are zero beyond."""
+
+    def each(self, move: Callable[[Tensor], Tensor]) -> "Filter":
+        """Return the filter with its matrices elsewhere.
+
+        Args:
+            move: Returns a copy of a matrix.
+        """
+        x, y, z = (None if matrix is None else move(matrix) for matrix in self.matrices)
+        return Filter(matrices=(x, y, z), reach=self.reach)
+
+    def applied(self, channel: Tensor, start: Shape) -> Tensor:
+        """Return a box of a channel, filtered.
+
+        Args:
+            channel: float32 (X, Y, Z): the box. Where it ends within the patch, what lies closer to
+                that face than :attr:`reach` is wrong.
+            start: First voxel of the box along X, Y, Z in the patch.
+        """
+        with _independent_of_threads(channel.device):
+            for axis, (matrix, reach) in enumerate(zip(self.matrices, self.reach, strict=True)):
+                if matrix is not None:
+                    inside = slice(start[axis], start[axis] + channel.shape[axis])
+                    channel = _multiplied(channel, matrix[inside, inside], axis, reach)
+        return channel
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ChannelFilters:
+    """The filters of one channel."""
+
+    blur: Filter | None
+    """None: it is not blurred."""
+    coarsening: Filter | None
+    """None: it keeps its resolution."""
+
+    @staticmethod
+    def of(drawn: DrawnChannel, size: Shape) -> "ChannelFilters":
+        """Return the filters that were drawn.
+
+        Args:
+            drawn: What happens to the channel.
+            size: Voxels of the patch along X, Y, Z.
+        """
+        return ChannelFilters(
+            blur=None if drawn.blur_sigma is None else blur_filter(drawn.blur_sigma, size),
+            coarsening=(
+                None if drawn.resolution == STILL else coarsening_filter(drawn.resolution, size)
+            ),
+        )
+
+    def each(self, move: Callable[[Tensor], Tensor]) -> "ChannelFilters":
+        """Return the filters with their matrices elsewhere.
+
+        Args:
+            move: Returns a copy of a matrix.
+        """
+        return ChannelFilters(
+            blur=self.blur and self.blur.each(move),
+            coarsening=self.coarsening and self.coarsening.each(move),
+        )
+
+    def reach(self, axis: int) -> int:
+        """Return from how many voxels away the channel takes along an axis.
+
+        Args:
+            axis: 0 to 2.
+        """
+        return sum(one.reach[axis] for one in (self.blur, self.coarsening) if one is not None)
+
+
+def blur_filter(sigma: Axes, size: Shape) -> Filter:
+    """Return the convolution with a Gaussian, reflected at the faces of the patch.
 
     Args:
-        channel: float32 (X, Y, Z): the box. Where it ends within the patch, what lies closer to
-            that face than :func:`blur_reach` is wrong.
         sigma: Standard deviation along each axis, in voxels.
-        start: First voxel of the box along X, Y, Z in the patch.
-        size: Voxels of the whole patch.
+        size: Voxels of the patch.
     """
-    matrices = [
-        _blur_matrix(voxels, deviation, channel.device) if voxels > 1 else None
+    x, y, z = (
+        _blur_matrix(voxels, deviation) if voxels > 1 else None
         for voxels, deviation in zip(size, sigma, strict=True)
-    ]
-    return _filtered(channel, matrices, [blur_reach(deviation) for deviation in sigma], start)
+    )
+    a, b, c = (math.ceil(BLUR_DEVIATIONS * deviation) for deviation in sigma)
+    return Filter(matrices=(x, y, z), reach=(a, b, c))
 
 
-def coarsen(channel: Tensor, resolution: Axes, start: Shape, size: Shape) -> Tensor:
-    """Return a box of a channel as seen through fewer, larger voxels.
+def coarsening_filter(resolution: Axes, size: Shape) -> Filter:
+    """Return the view through fewer, larger voxels.
 
     Each large voxel is the mean over its box, as in a scanner, which moves nothing; taking the
     nearest voxel instead moves the image by up to half of a large one. Between large voxels the
     result is linear.
 
     Args:
-        channel: float32 (X, Y, Z): the box; see :func:`blur` about its faces.
         resolution: Factor of the number of voxels along each axis, up to 1.
-        start: First voxel of the box along X, Y, Z in the patch.
-        size: Voxels of the whole patch.
+        size: Voxels of the patch.
     """
-    matrices = [
-        _coarsening_matrix(voxels, max(1, round(voxels * factor)), channel.device)
-        if round(voxels * factor) < voxels
-        else None
-        for voxels, factor in zip(size, resolution, strict=True)
-    ]
-    return _filtered(channel, matrices, [coarsening_reach(f) for f in resolution], start)
+    fewer = [max(1, round(n * factor)) for n, factor in zip(size, resolution, strict=True)]
+    x, y, z = (
+        _coarsening_matrix(voxels, less) if less < voxels else None
+        for voxels, less in zip(size, fewer, strict=True)
+    )
+    # A voxel takes from two large ones, whose far faces are up to one and a half of them away.
+    a, b, c = (
+        math.ceil(1.5 * voxels / less) if less < voxels else 0
+        for voxels, less in zip(size, fewer, strict=True)
+    )
+    return Filter(matrices=(x, y, z), reach=(a, b, c))
 
 
-def blur_reach(sigma: float) -> int:
-    """Return from how many voxels away a blur takes.
-
-    Args:
-        sigma: Its standard deviation, in voxels.
-    """
-    return math.ceil(BLUR_DEVIATIONS * sigma)
-
-
-def coarsening_reach(factor: float) -> int:
-    """Return from how many voxels away a loss of resolution takes: two large voxels.
-
-    Args:
-        factor: Factor of the number of voxels.
-    """
-    return math.ceil(2 / factor) + 1 if factor < 1 else 0
-
-
-def _blur_matrix(voxels: int, sigma: float, device: torch.device) -> Tensor:
+def _blur_matrix(voxels: int, sigma: float) -> Tensor:
     """Return (voxels, voxels): a Gaussian around each voxel, what leaves the axis mirrored."""
-    place = torch.arange(voxels, dtype=torch.float64, device=device)
+    place = torch.arange(voxels, dtype=torch.float64)
     row, column = place[:, None], place[None]
 
     def gaussian(distance: Tensor) -> Tensor:
@@ -90,46 +159,39 @@ def _blur_matrix(voxels: int, sigma: float, device: torch.device) -> Tensor:
     return weights.div_(weights.sum(dim=1, keepdim=True)).float()
 
 
-def _coarsening_matrix(voxels: int, fewer: int, device: torch.device) -> Tensor:
+def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
     """Return (voxels, voxels): means over ``fewer`` equal parts, then interpolation of these."""
     ratio = voxels / fewer
-    large = torch.arange(fewer, dtype=torch.float64, device=device)
-    small = torch.arange(voxels, dtype=torch.float64, device=device)
-    begin = torch.maximum(large[:, None] * ratio, small)
-    end = torch.minimum((large[:, None] + 1) * ratio, small + 1)
+    large = torch.arange(fewer, dtype=torch.float64)[:, None]
+    small = torch.arange(voxels, dtype=torch.float64)
+    begin, end = torch.maximum(large * ratio, small), torch.minimum((large + 1) * ratio, small + 1)
     means = (end - begin).clamp_(min=0).div_(ratio)
     position = ((small + 0.5) / ratio - 0.5).clamp_(0, fewer - 1)
-    interpolation = (1 - (position[:, None] - large).abs()).clamp_(min=0)
-    return (interpolation @ means).float()
-
-
-def _filtered(
-    channel: Tensor, matrices: Sequence[Tensor | None], reaches: Sequence[int], start: Shape
-) -> Tensor:
-    with _independent_of_threads(channel.device):
-        for axis, (matrix, reach) in enumerate(zip(matrices, reaches, strict=True)):
-            if matrix is not None:
-                inside = slice(start[axis], start[axis] + channel.shape[axis])
-                channel = _multiplied(channel, matrix[inside, inside], axis, reach)
-    return channel
+    interpolation = (1 - (position[:, None] - large.T).abs()).clamp_(min=0)
+    with _independent_of_threads(CPU):
+        return (interpolation @ means).float()
 
 
 def _multiplied(channel: Tensor, matrix: Tensor, axis: int, reach: int) -> Tensor:
     """Multiply one axis of (X, Y, Z) by a matrix whose entries are zero beyond a distance."""
-    result = torch.empty_like(channel)
     voxels = channel.shape[axis]
-    for first in range(0, voxels, CHUNK):
-        last = min(first + CHUNK, voxels)
+    chunk = CHUNK if channel.device.type == "cpu" else GPU_CHUNK
+    if voxels <= chunk:
+        return _product(matrix, channel, axis)
+    result = torch.empty_like(channel)
+    for first in range(0, voxels, chunk):
+        last = min(first + chunk, voxels)
         begin, end = max(0, first - reach), min(voxels, last + reach)
-        weights, part = matrix[first:last, begin:end], channel.narrow(axis, begin, end - begin)
-        place = result.narrow(axis, first, last - first)
-        if axis == 0:
-            torch.mm(weights, part.flatten(1), out=place.flatten(1))
-        elif axis == 1:
-            place.copy_(torch.matmul(weights, part))
-        else:
-            place.copy_(torch.matmul(part, weights.T))
+        part = channel.narrow(axis, begin, end - begin)
+        product = _product(matrix[first:last, begin:end], part, axis)
+        result.narrow(axis, first, last - first).copy_(product)
     return result
+
+
+def _product(matrix: Tensor, channel: Tensor, axis: int) -> Tensor:
+    if axis == 0:
+        return torch.mm(matrix, channel.flatten(1)).view(-1, *channel.shape[1:])
+    return torch.matmul(matrix, channel) if axis == 1 else torch.matmul(channel, matrix.T)
 
 
 @contextmanager

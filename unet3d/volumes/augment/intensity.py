@@ -21,23 +21,19 @@ Merge = Callable[[Tensor, Literal["sum", "max"]], Tensor]
 """Returns the sums, or the largest, of the numbers of all parts of a patch."""
 
 
-def only_part(numbers: Tensor, how: Literal["sum", "max"]) -> Tensor:
-    """Merge nothing: the part is the whole patch."""
-    return numbers
-
-
 class Statistics:
     """Numbers over all voxels of a patch."""
 
-    def __init__(self, inner: Sequence[slice], num_voxels: int, merge: Merge) -> None:
+    def __init__(self, inner: Sequence[slice] | None, num_voxels: int, merge: Merge | None) -> None:
         """Say which voxels count.
 
         Args:
-            inner: Part of a box that is this one's to count; the rest is other parts' as well.
+            inner: Part of a box that is this one's to count, because the rest is other parts' as
+                well; None: all.
             num_voxels: Voxels of the whole patch.
-            merge: Merges the numbers of the parts.
+            merge: Merges the numbers of the parts; None: the part is the whole patch.
         """
-        self._inner = tuple(inner)
+        self._inner = None if inner is None else tuple(inner)
         self._num_voxels = num_voxels
         self._merge = merge
 
@@ -47,7 +43,7 @@ class Statistics:
         Args:
             channel: A box of the patch, (X, Y, Z).
         """
-        return self._merge(_sum(channel[self._inner]), "sum") / self._num_voxels
+        return self._total(_sum(self._counted(channel))) / self._num_voxels
 
     def deviation(self, channel: Tensor, mean: Tensor) -> Tensor:
         """Return the standard deviation, a tensor without axes.
@@ -56,12 +52,14 @@ class Statistics:
             channel: A box of the patch, (X, Y, Z).
             mean: Its mean.
         """
-        inner = channel[self._inner]
+        inner = self._counted(channel)
         planes = max(1, CHUNK_VOXELS // inner[0].numel())
-        parts = [inner[first : first + planes] for first in range(0, len(inner), planes)]
-        squares = torch.stack([_sum((part - mean).square_()) for part in parts]).sum(dim=0)
+        squares = [
+            _sum((inner[first : first + planes] - mean).square_())
+            for first in range(0, len(inner), planes)
+        ]
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
-        return (self._merge(squares, "sum") / max(1, self._num_voxels - 1)).sqrt()
+        return (self._total(sum(squares[1:], squares[0])) / max(1, self._num_voxels - 1)).sqrt()
 
     def extremes(self, channel: Tensor) -> tuple[Tensor, Tensor]:
         """Return the smallest and the largest intensity, tensors without axes.
@@ -69,9 +67,17 @@ class Statistics:
         Args:
             channel: A box of the patch, (X, Y, Z).
         """
-        low, high = torch.aminmax(channel[self._inner])
+        low, high = torch.aminmax(self._counted(channel))
+        if self._merge is None:
+            return low, high
         negative_low, high = self._merge(torch.stack((-low, high)), "max").unbind()
         return -negative_low, high
+
+    def _counted(self, channel: Tensor) -> Tensor:
+        return channel if self._inner is None else channel[self._inner]
+
+    def _total(self, part: Tensor) -> Tensor:
+        return part if self._merge is None else self._merge(part, "sum")
 
 
 def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> None:
