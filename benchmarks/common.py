@@ -23,6 +23,16 @@ def synchronize() -> None:
         torch.cuda.synchronize(index)
 
 
+def peaks_of(device: torch.device) -> dict[str, int]:
+    """Return what CUDA's allocator held at most, of its own and of the GPU; nothing of a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "peak_bytes": torch.cuda.max_memory_allocated(device),
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+    }
+
+
 def parse_shape(text: str) -> Shape:
     """Return voxels along X, Y, Z from ``192,192,192``."""
     x, y, z = (int(size) for size in text.split(","))

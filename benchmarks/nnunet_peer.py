@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from common import reason_of, synchronize
+from common import peaks_of, reason_of, synchronize
 
 from unet3d.config import Shape
 from unet3d.distributed.processes import die_with_parent
@@ -34,6 +34,7 @@ from unet3d.planning.experiment import Experiment, open_dataset
 
 TRAINER = "nnUNetTrainerNoDeepSupervision"
 CONFIGURATION = "3d_fullres"
+PLANS = "nnUNetPlans"
 DATASET_ID = 731
 PREPARED = "prepared.json"
 """Is written last into the folder of nnU-Net's data."""
@@ -73,7 +74,7 @@ class Request:
     device: str
     """Where the network is."""
     num_workers: int
-    """Processes that make patches."""
+    """Processes that prepare cases, or make patches."""
     num_steps: int
     """That are timed."""
 
@@ -163,7 +164,8 @@ def ask(request: Request) -> dict[str, Any]:
 
 def prepare(request: Request) -> dict[str, Any]:
     """Write the scans as nnU-Net's raw data, and have it plan and prepare them."""
-    from nnunetv2.experiment_planning import plan_and_preprocess_api as steps
+    from nnunetv2.experiment_planning import plan_and_preprocess_api as planning
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     base = Path(os.environ["nnUNet_preprocessed"]) / request.dataset
     if (base / PREPARED).exists():
@@ -182,10 +184,12 @@ def prepare(request: Request) -> dict[str, Any]:
     }
     (request.raw / "dataset.json").write_text(json.dumps(description))
     began = time.perf_counter()
-    processes = max(1, min(4, request.num_workers))
-    steps.extract_fingerprints([DATASET_ID], num_processes=processes)
-    steps.plan_experiments([DATASET_ID])
-    steps.preprocess([DATASET_ID], configurations=(CONFIGURATION,), num_processes=(processes,))
+    planning.extract_fingerprints([DATASET_ID], num_processes=request.num_workers)
+    planning.plan_experiments([DATASET_ID])
+    configuration = PlansManager(str(base / f"{PLANS}.json")).get_configuration(CONFIGURATION)
+    configuration.preprocessor_class(verbose=False).run(
+        DATASET_ID, CONFIGURATION, PLANS, num_processes=request.num_workers
+    )
     training = [name for name in request.cases if name not in request.validation]
     folds = [{"train": training, "val": list(request.validation)}]
     (base / "splits_final.json").write_text(json.dumps(folds))
@@ -200,7 +204,7 @@ def make_trainer(request: Request) -> Any:
 
     name = "training.json"  # a plan for this request
     base = Path(os.environ["nnUNet_preprocessed"]) / request.dataset
-    plans = json.loads((base / "nnUNetPlans.json").read_text())
+    plans = json.loads((base / f"{PLANS}.json").read_text())
     plan = plans["configurations"][CONFIGURATION]
     # nnU-Net's arrays are Z, Y, X, with what its plan does to them on top.
     axes = [2 - axis for axis in plans["transpose_forward"]]
@@ -243,7 +247,7 @@ def train(request: Request) -> dict[str, Any]:
     if trainer.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     loaded, waited = _seconds_loaded(trainer, batches, request.num_steps)
-    row = _memory(trainer.device)
+    row = peaks_of(trainer.device)
     alone.append(_seconds_alone(trainer, there, request.num_steps))
     if request.num_workers:
         batches._finish()
@@ -319,15 +323,6 @@ def _seconds_loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, 
     synchronize()
     seconds = time.perf_counter() - began
     return seconds / done, waited / seconds
-
-
-def _memory(device: torch.device) -> dict[str, int]:
-    if device.type != "cuda":
-        return {}
-    return {
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
 
 
 def main() -> None:

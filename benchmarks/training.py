@@ -148,15 +148,21 @@ def measure_setting(setting: argparse.Namespace, cache: Path, record: Record) ->
     if setting.patches:
         ours = patch_costs.measure(experiment, NUM_PATCHES, torch.device(setting.device))
         record.add(setting, "a patch", 1, ours)
-        theirs = ask_nnunet(experiment, "patches", cache, 0, NUM_PATCHES)
+        num_batches = -(-NUM_PATCHES // setting.batch_size)
+        theirs = ask_nnunet(experiment, "patches", cache, 0, num_batches)
         record.add(setting, "a patch, nnU-Net", 1, theirs)
     workers = [int(number) for number in setting.workers.split(",") if number]
+    speeds: dict[int, float] = {}
     for number in workers:
-        record.add(setting, "ours", number, attempt(experiment, number, setting))
+        ours = attempt(experiment, number, setting)
+        speeds[number] = ours.get("samples_per_second", 0.0)
+        record.add(setting, "ours", number, ours)
         clear()
     for number in workers if setting.nnunet else []:
         num_steps = setting.steps * setting.turns
         theirs = ask_nnunet(experiment, "train", cache, number, num_steps)
+        if "reason" not in theirs:
+            theirs["ours_times_as_fast"] = speeds[number] / theirs["samples_per_second"]
         record.add(setting, "nnU-Net", number, theirs)
     one: float | None = None
     for devices in setting.runs:
@@ -186,7 +192,7 @@ def ask_nnunet(
 ) -> dict[str, Any]:
     """Return what nnU-Net measures, on data that it has prepared itself."""
     ask, make_request = nnunet_peer.ask, nnunet_peer.make_request
-    prepared = ask(make_request(experiment, "prepare", cache, max(1, num_workers), 0))
+    prepared = ask(make_request(experiment, "prepare", cache, min(4, num_cores()), 0))
     if "reason" in prepared:
         return prepared
     return ask(make_request(experiment, task, cache, num_workers, num_steps))
@@ -260,6 +266,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
             for (_, name, form, unit), width in zip(columns, widths, strict=True):
                 known = row.get(name) is not None
                 line += f"{row[name] / unit:{form}}" if known else " " * width
+            if "ours_times_as_fast" in row:
+                line += f"  ours is {row['ours_times_as_fast']:.2f} times as fast"
             print(line)
     if any(row["augmentation"] == "mlperf" for row in rows):
         print(f"{MLPERF_NOTE} Here are {num_cores()} cores.")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import synchronize
-from step import clear
+from common import peaks_of, synchronize
+from patch_costs import sampler_of
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
@@ -24,7 +24,7 @@ from unet3d.training.cores import leave_cores
 from unet3d.training.loop import TrainingLoop
 from unet3d.training.waiting import DataClock
 from unet3d.volumes.augment import augments_on_device
-from unet3d.volumes.patches import Batch
+from unet3d.volumes.patches import Batch, CutBatch
 
 NUM_WARM_UP_STEPS = 10
 """After which steps of small volumes are replayed."""
@@ -75,21 +75,37 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
     )
 
 
+def batch_on_host(experiment: Experiment) -> Batch:
+    """Return a batch that this process makes."""
+    sampler = sampler_of(experiment)
+    cuts = (sampler.cut(0, index) for index in range(experiment.config.training.batch_size))
+    return CutBatch(cuts=tuple(cuts), shape=experiment.planned_size).augmented()
+
+
 class Measurement:
     """A training, timed by turns on what its loader yields and on a batch that is there."""
 
-    def __init__(self, loop: TrainingLoop, num_workers: int, num_steps: int) -> None:
+    def __init__(self, loop: TrainingLoop, there: Batch, num_workers: int, num_steps: int) -> None:
+        """Take the first steps on a batch.
+
+        Args:
+            loop: What trains; its loader has not begun.
+            there: The batch of turns without the loader, on the host.
+            num_workers: The loader's processes.
+            num_steps: Of each turn.
+        """
         self.loop = loop
+        self.there = there
         self.device = loop.executor.input_device
         self.num_steps = num_steps
         self.num_before = max(1, num_workers)
         self.num_epochs = 0
-        # The processes start now.
-        for batch in self.epoch(loop.loader.num_steps - self.num_before):
-            self.there = self._on(batch, torch.device("cpu"))
-        del batch
-        clear()
         self.alone(NUM_WARM_UP_STEPS)
+
+    def start_loader(self) -> None:
+        """Have the loader's processes start: each makes a batch that nobody trains on."""
+        for _ in self.epoch(self.loop.loader.num_steps - self.num_before):
+            pass
 
     def epoch(self, first_step: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch of which none is made yet.
@@ -100,14 +116,18 @@ class Measurement:
         return self.loop.loader.epoch(self.num_epochs, first_step)
 
     def alone(self, num_steps: int) -> dict[str, Any]:
-        """Take steps on one batch that is on the device."""
-        there = self._on(self.there, self.device)
+        """Take steps on one batch that is on the device.
+
+        The memory of those before the loader has started is the network's alone.
+        """
+        image, target = self.there.image.to(self.device), self.there.target.to(self.device)
+        there = replace(self.there, image=image, target=target)
         self._reset_memory()
         began = time.perf_counter()
         for _ in range(num_steps):
             self.loop._step(there)
         synchronize()
-        return {"seconds": (time.perf_counter() - began) / num_steps, **self._memory()}
+        return {"seconds": (time.perf_counter() - began) / num_steps, **peaks_of(self.device)}
 
     def loaded(self) -> dict[str, Any]:
         """Take the steps of an epoch, of which those in the middle count."""
@@ -125,28 +145,13 @@ class Measurement:
         return {
             "seconds": (ended - began) / self.num_steps,
             "waiting_share": waited / (ended - began),
-            **self._memory(),
+            **peaks_of(self.device),
         }
-
-    def _on(self, batch: Batch, device: torch.device) -> Batch:
-        # A copy in any case: the loader may use its memory again.
-        image = batch.image.to(device, copy=True)
-        target = batch.target.to(device, copy=True)
-        synchronize()
-        return replace(batch, image=image, target=target)
 
     def _reset_memory(self) -> None:
         synchronize()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-
-    def _memory(self) -> dict[str, int]:
-        if self.device.type != "cuda":
-            return {}
-        return {
-            "peak_bytes": torch.cuda.max_memory_allocated(self.device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(self.device),
-        }
 
 
 def measure(
@@ -160,11 +165,14 @@ def measure(
     experiment = for_steps(experiment, burst + num_steps + 1)
     with tempfile.TemporaryDirectory() as folder:
         loop = make_loop(experiment, num_workers, Path(folder) / "run")
-        measurement = Measurement(loop, num_workers, num_steps)
-        turns = [(measurement.alone(num_steps), measurement.loaded()) for _ in range(num_turns)]
+        measurement = Measurement(loop, batch_on_host(experiment), num_workers, num_steps)
+        alone, loaded = [measurement.alone(num_steps)], []
+        measurement.start_loader()
+        for _ in range(num_turns):
+            loaded.append(measurement.loaded())
+            alone.append(measurement.alone(num_steps))
     device = loop.executor.input_device
     is_on_device = augments_on_device(loop.config.patches.augmentation, device)
-    alone, loaded = zip(*turns, strict=True)
     seconds = statistics.median(turn["seconds"] for turn in loaded)
     alone_seconds = statistics.median(turn["seconds"] for turn in alone)
     return {
@@ -173,7 +181,6 @@ def measure(
         "alone_samples_per_second": batch_size / alone_seconds,
         "ratio": alone_seconds / seconds,
         "waiting_share": statistics.median(turn["waiting_share"] for turn in loaded),
-        # The first turn alone is the one that no loaded batch came before.
         **{f"alone_{name}": alone[0][name] for name in alone[0] if name != "seconds"},
         **{name: number for name, number in loaded[-1].items() if name.endswith("bytes")},
         "all_seconds": [turn["seconds"] for turn in loaded],

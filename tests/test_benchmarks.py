@@ -113,7 +113,7 @@ def test_trainings_are_timed_with_what_a_patch_costs(tmp_path: Path) -> None:
     assert 0 < patch["cut_seconds"] < patch["augmented_seconds"]
     assert patch["prepared_bytes"] > 3 * 32**3
     for row in (trainings[0], trainings[1], trainings[-1]):
-        assert len(row["all_seconds"]) == len(row["all_alone_seconds"]) == 2
+        assert (len(row["all_seconds"]), len(row["all_alone_seconds"])) == (2, 3)
         assert row["samples_per_second"] > 0 and row["augmented_on"] == "cpu"
         ratio = row["samples_per_second"] / row["alone_samples_per_second"]
         assert row["ratio"] == pytest.approx(ratio) and 0 <= row["waiting_share"] < 1
@@ -151,23 +151,27 @@ class SlowLoop:
         self.epochs: list[int] = []
 
     def epoch(self, epoch: int, first_step: int) -> Any:
-        from unet3d.volumes.patches import Batch
-
         self.epochs.append(epoch)
         for _ in range(first_step, self.num_steps):
             time.sleep(0.06)
-            zeros = torch.zeros(1, 1, 2, 2, 2)
-            yield Batch(image=zeros, target=zeros[0], names=("a",))
+            yield small_batch()
 
     def _step(self, batch: object) -> None:
         time.sleep(0.02)
 
 
+def small_batch() -> Any:
+    from unet3d.volumes.patches import Batch
+
+    return Batch(image=torch.zeros(1, 1, 2, 2, 2), target=torch.zeros(1, 2, 2, 2), names=("a",))
+
+
 def test_a_loader_that_is_slow_from_its_first_batch_on_is_seen_to_be(scripts: None) -> None:
     from turns import Measurement
 
-    loop = SlowLoop()
-    measurement: Any = Measurement(loop, 2, 8)  # type: ignore[arg-type]
+    loop: Any = SlowLoop()
+    measurement = Measurement(loop, small_batch(), num_workers=2, num_steps=8)
+    measurement.start_loader()
     alone, loaded = measurement.alone(4), measurement.loaded()
     assert 0.02 <= alone["seconds"] < 0.04 and loaded["seconds"] >= 0.08
     assert loaded["waiting_share"] == pytest.approx(0.75, abs=0.1)
