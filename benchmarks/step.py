@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import parse_shape, synchronize, tuning_key
+from common import parse_shape, reason_of, synchronize, tuning_key
 from floor import count_passes, floor_seconds, measure_rates
 from peers import VARIANTS, Problem, Trainee, Variant, count, find_variants
 
@@ -193,12 +193,6 @@ def clear() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def reason_of(error: BaseException) -> str:
-    """Return the first line of an error, with its kind."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
 def print_table(record: dict[str, Any]) -> None:

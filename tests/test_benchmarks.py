@@ -1,9 +1,11 @@
 """The benchmarks run, at sizes where a CPU is enough, and count what they say they count."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,17 +92,128 @@ def test_capacity_ends_at_the_limits(tmp_path: Path) -> None:
     assert (row["size"], row["complete"]) == (0, False) and "not all sizes" in table
 
 
+SMALL_TRAINING = (
+    "--device", "cpu", "--shape", "16,16,16", "--volume", "32,32,32", "--channels", "4,8",
+    "--num-cases", "3", "--turns", "2", "--steps", "4",
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_loader_counts_patches_and_waiting(tmp_path: Path) -> None:
-    record, _ = run(
-        "loader.py", tmp_path / "loader.json", "--device", "cpu", "--step-seconds", "0.01",
-        "--shape", "16,16,16", "--volume", "32,32,32", "--workers", "0,1", "--batches", "10",
+@pytest.mark.trains
+def test_trainings_are_timed_with_what_a_patch_costs(tmp_path: Path) -> None:
+    record, table = run(
+        "training.py", tmp_path / "training.json", *SMALL_TRAINING, "--workers", "0,1",
+        "--patches", "--nnunet", "--cache", str(tmp_path / "cache"),
+        "--and", "--augmentation mlperf --batch-size 3 --workers 0",
     )  # fmt: skip
-    for row, num_workers in zip(record["rows"], (0, 1), strict=True):
-        assert row["num_workers"] == num_workers and row["patches_per_second"] > 0
-        assert row["bytes_per_second"] == pytest.approx(16**3 * 5 * row["patches_per_second"])
-        assert row["busy_step_seconds"] >= 0.01 and 0 <= row["waiting_share"] < 1
-    assert record["rows"][0]["step_seconds"] > record["rows"][0]["busy_step_seconds"]
+    patch, peer_patch, *trainings = record["rows"]
+    ways = [(row["way"], row["num_workers"], row["batch_size"]) for row in trainings]
+    assert ways[:4] == [("ours", 0, 2), ("ours", 1, 2), ("nnU-Net", 0, 2), ("nnU-Net", 1, 2)]
+    assert ways[4:] == [("ours", 0, 3)] and trainings[-1]["augmentation"] == "mlperf"
+    assert 0 < patch["cut_seconds"] < patch["augmented_seconds"]
+    assert patch["prepared_bytes"] > 3 * 32**3
+    for row in (trainings[0], trainings[1], trainings[-1]):
+        assert (len(row["all_seconds"]), len(row["all_alone_seconds"])) == (2, 3)
+        assert row["samples_per_second"] > 0 and row["augmented_on"] == "cpu"
+        ratio = row["samples_per_second"] / row["alone_samples_per_second"]
+        assert row["ratio"] == pytest.approx(ratio) and 0 <= row["waiting_share"] < 1
+    for row in (peer_patch, *trainings[2:4]):
+        assert "nnunetv2" in row.get("reason", "") or row["augmentation"] == "nnU-Net's"
+    assert str(tmp_path) not in json.dumps(record) and "76 samples a second" in table
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_whole_runs_are_compared_with_that_on_one_device(tmp_path: Path) -> None:
+    record, _ = run(
+        "training.py", tmp_path / "runs.json", *SMALL_TRAINING, "--workers", "",
+        "--runs", "cpu", "cpu,cpu",
+    )  # fmt: skip
+    one, two = record["rows"]
+    assert (one["num_devices"], two["num_devices"]) == (1, 2)
+    assert len(one["all_seconds"]) == 2 and one["steps_of_epoch"] == two["steps_of_epoch"] >= 16
+    assert two["ratio"] == pytest.approx(
+        two["samples_per_second"] / (2 * one["samples_per_second"])
+    )
+
+
+class SlowLoop:
+    """Batches that take three times as long as a step."""
+
+    class Executor:
+        input_device = torch.device("cpu")
+
+    executor = Executor()
+    num_steps = 12
+
+    def __init__(self) -> None:
+        self.loader = self
+        self.epochs: list[int] = []
+
+    def epoch(self, epoch: int, first_step: int) -> Any:
+        self.epochs.append(epoch)
+        for _ in range(first_step, self.num_steps):
+            time.sleep(0.06)
+            yield small_batch()
+
+    def _step(self, batch: object) -> None:
+        time.sleep(0.02)
+
+
+def small_batch() -> Any:
+    from unet3d.volumes.patches import Batch
+
+    return Batch(image=torch.zeros(1, 1, 2, 2, 2), target=torch.zeros(1, 2, 2, 2), names=("a",))
+
+
+def test_a_loader_that_is_slow_from_its_first_batch_on_is_seen_to_be(scripts: None) -> None:
+    from turns import Measurement
+
+    loop: Any = SlowLoop()
+    measurement = Measurement(loop, small_batch(), num_workers=2, num_steps=8)
+    measurement.start_loader()
+    alone, loaded = measurement.alone(4), measurement.loaded()
+    assert 0.02 <= alone["seconds"] < 0.04 and loaded["seconds"] >= 0.08
+    assert loaded["waiting_share"] == pytest.approx(0.75, abs=0.1)
+    # What a loader makes ahead for the next epoch is not there when the turn begins.
+    measurement.loaded()
+    assert min(after - before for before, after in itertools.pairwise(loop.epochs)) > 1
+
+
+@pytest.mark.parametrize("num_cases, batch_size, num_steps", [(3, 7, 50), (1, 2, 5), (4, 2, 4)])
+def test_no_batch_of_a_timed_epoch_is_smaller(
+    scripts: None, num_cases: int, batch_size: int, num_steps: int
+) -> None:
+    from turns import patches_per_case
+
+    num_patches = num_cases * patches_per_case(num_steps, batch_size, num_cases)
+    assert num_patches % batch_size == 0
+    assert num_steps <= num_patches // batch_size < num_steps + num_cases
+
+
+def test_mlperf_changes_only_what_its_reference_changes(scripts: None, tmp_path: Path) -> None:
+    from training import make_parser, values_of
+
+    from unet3d.config import Config
+
+    chosen = ["--augmentation", "mlperf", "--augmentation-device", "cpu"]
+    values = values_of(make_parser().parse_args(chosen), tmp_path)
+    patches = Config().with_values(values).patches
+    augmentation = patches.augmentation.model_dump()
+    likely = {name for name in augmentation if name.endswith("_probability") and augmentation[name]}
+    assert likely == {"noise_probability", "brightness_probability"}
+    assert augmentation["mirror_axes"] == ("x", "y", "z") and augmentation["device"] == "cpu"
+    assert patches.foreground_fraction == 0.4
+
+
+def test_a_record_names_no_folder_of_the_machine(
+    scripts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from common import command
+
+    given = ["/home/me/benchmarks/training.py", "--cache", "/home/me/volumes", "--runs", "0,1"]
+    monkeypatch.setattr(sys, "argv", [*given, "--and", "--workers 4"])
+    assert command() == ("benchmarks/training.py --cache volumes --runs 0,1 --and '--workers 4'")
 
 
 @pytest.mark.slow

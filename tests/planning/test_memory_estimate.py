@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure
-from unet3d.config import Shape, load_config
+from unet3d.config import AugmentationSettings, Shape, load_config
 from unet3d.errors import VolumeError
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
@@ -25,6 +25,7 @@ from unet3d.planning.memory_estimate import (
     largest_size,
     predict_memory,
 )
+from unet3d.volumes.augment import DeviceAugmentation
 
 
 def activations(step: Step) -> list[int]:
@@ -204,6 +205,31 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
         assert peaks[0][index] <= peaks[1][index] < peaks[2][index]
     if len(devices) == 1:
         assert peaks[0][0] < 0.75 * peaks[1][0]
+
+
+@pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]])
+def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
+    devices: tuple[torch.device, ...],
+) -> None:
+    size: Shape = (64, 64, 64)
+    step = make_step(devices, size=size, precision="bfloat16", cuda_graphs="off")
+    still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
+    cases = (((80, 80, 80), (1.0, 1.0, 1.0)),)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5)
+    alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=plan))
+    voxels = 2 * 64**3
+    image, target, workspace = voxels * 2 * 4, voxels, 32 * 2**20
+    # Where the last stage is elsewhere, both targets of the first GPU are beside its own.
+    targets = target if len(devices) == 1 else 2 * target
+    more = beside.memory[0].peak_bytes - alone.memory[0].peak_bytes
+    assert more == image + targets + workspace
+    staging = max(5, 2 * 4) * 64**3
+    reserved = beside.memory[0].reserved_bytes - alone.memory[0].reserved_bytes
+    assert reserved >= workspace + staging
+    needed = [one.needed_bytes()[devices[0]] for one in (alone, beside)]
+    assert needed[1] - needed[0] == more + staging
+    if len(devices) == 2:
+        assert beside.memory[1] == alone.memory[1]
 
 
 def test_two_slots_on_one_gpu_share_its_peak() -> None:

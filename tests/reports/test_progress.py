@@ -73,11 +73,12 @@ def test_a_terminal_gets_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert last.startswith("epoch 1/10 step 2/4 ")
         # 38 of 40 steps at 3 s, and 5 validations at 6 s
         assert last.endswith(" loss 1.250  Dice –  2 min 24 s left")
-        line.epoch_done(metrics(1))
+        line.epoch_done(metrics(1), "waited")
         assert terminal.shown() == []  # the live line tells that
         scores = {"dice": {"lesion [core]": 0.75, "rim": None}, "mean_dice": 0.75}
-        line.epoch_done(metrics(2, **scores, validation_seconds=1.0))
+        line.epoch_done(metrics(2, **scores, validation_seconds=1.0), "waited for [data]")
         shown = terminal.shown()
+        assert "    waited for [data]" in shown
         assert "epoch 2/10: loss 0.5123, Dice 0.750, 3.0 s, 20 s left" in shown
         assert "    lesion [core] 0.750, rim –" in shown
         line.step_done(2, 1, 1.125)
@@ -136,10 +137,12 @@ def test_a_log_gets_a_line_for_each_epoch(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level(logging.INFO, logger="unet3d"), line.shown():
         assert not line.wants_loss()
         line.epoch_done(metrics(1))
-        line.epoch_done(metrics(2, dice={"a": 0.5}, mean_dice=0.5, validation_seconds=1.0))
+        scores = {"dice": {"a": 0.5}, "mean_dice": 0.5, "validation_seconds": 1.0}
+        line.epoch_done(metrics(2, **scores), "waited for [data]")
     assert [record.message for record in caplog.records] == [
         "epoch 1/10: loss 0.5123, 2.0 s, 28 s left",
         "epoch 2/10: loss 0.5123, Dice 0.500 (a 0.500), 3.0 s, 18 s left",
+        "    waited for [data]",
     ]
     assert text.getvalue() == ""
 

@@ -11,6 +11,7 @@ STATE = TrainingState(
     loss={"total": 12.0, "dice": 4.0, "cross_entropy": 8.0},
     num_samples=8,
     seconds=2.5,
+    waited_seconds=0.625,
 )
 
 
@@ -22,6 +23,7 @@ def test_an_epoch_without_validation_has_no_dice() -> None:
         "dice_loss": 0.5,
         "cross_entropy": 1.0,
         "seconds": 2.5,
+        "waited_seconds": 0.625,
         "learning_rate": 0.25,
     }
 
@@ -44,18 +46,19 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
         "learning_rate": [(5, 0.25)],
         "dice/mean": [(5, 0.25)],
         "mean_dice": [(5, 0.5)],
+        "waited_share": [(5, 0.25)],
     }
 
 
 def test_the_summary_tells_the_best_validation_from_the_last() -> None:
     state = TrainingState().next_epoch({"a": 0.75, "b": 0.25}, 4.0)
     state.note_dice(0.5)
-    state.seconds = 10.0
+    state.seconds, state.waited_seconds = 10.0, 4.0
     state = state.next_epoch({"a": 0.5, "b": 0.25}, 2.0)
     state.note_dice(0.375)
     summary = run_summary(state, parallel="none", replicas=1, devices=["cpu"], precision="float32")
     assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
     assert summary["dice"] == {"a": 0.75, "b": 0.25}
     assert summary["last_dice"] == {"a": 0.5, "b": 0.25}
-    keys = ("seconds", "training_seconds", "validation_seconds")
-    assert [summary[key] for key in keys] == [16.0, 10.0, 6.0]
+    keys = ("seconds", "training_seconds", "validation_seconds", "waited_seconds")
+    assert [summary[key] for key in keys] == [16.0, 10.0, 6.0, 4.0]

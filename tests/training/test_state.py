@@ -4,6 +4,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from tests.rank_threads import in_threads
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inputs.plain_data import is_printable
@@ -18,9 +19,10 @@ def terms(total: float, dice: float) -> LossTerms:
 
 def test_losses_are_weighted_by_their_samples() -> None:
     state, group = TrainingState(), Group(Ranks())
-    state.add_losses([(3, terms(2.0, 0.5)), (1, terms(6.0, 1.0))], group)
-    state.add_losses([(4, terms(1.0, 0.25))], group)
+    state.add_steps([(3, terms(2.0, 0.5)), (1, terms(6.0, 1.0))], 0.5, group)
+    state.add_steps([(4, terms(1.0, 0.25))], 0.25, group)
     assert state.num_samples == 8
+    assert state.waited_seconds == 0.75
     assert state.mean_loss == {
         "total": pytest.approx((3 * 2 + 6 + 4 * 1) / 8),
         "dice": pytest.approx((3 * 0.5 + 1.0 + 4 * 0.25) / 8),
@@ -28,9 +30,18 @@ def test_losses_are_weighted_by_their_samples() -> None:
     }
 
 
+def test_the_ranks_have_waited_as_long_as_on_average() -> None:
+    def waited(group: Group) -> float:
+        state = TrainingState()
+        state.add_steps([(1, terms(1.0, 0.5))], 0.5 + group.ranks.rank, group)
+        return state.waited_seconds
+
+    assert in_threads(3, waited) == [1.5, 1.5, 1.5]
+
+
 def test_a_rank_without_samples_adds_nothing() -> None:
     state = TrainingState()
-    state.add_losses([(0, terms(math.nan, math.nan))], Group(Ranks()))
+    state.add_steps([(0, terms(math.nan, math.nan))], 0.0, Group(Ranks()))
     assert state.is_finite
     assert state.mean_loss == {"total": 0.0, "dice": 0.0, "cross_entropy": 0.0}
 
@@ -38,7 +49,7 @@ def test_a_rank_without_samples_adds_nothing() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_noticed(value: float) -> None:
     state = TrainingState()
-    state.add_losses([(2, terms(value, 0.5)), (2, terms(1.0, 0.5))], Group(Ranks()))
+    state.add_steps([(2, terms(value, 0.5)), (2, terms(1.0, 0.5))], 0.0, Group(Ranks()))
     assert not state.is_finite
 
 
@@ -47,15 +58,16 @@ def test_the_best_validation_is_remembered_over_epochs() -> None:
     assert state.note_dice(0.0)
     state = state.next_epoch({"a": 0.75, "b": 0.25}, 2.5)
     assert state.note_dice(0.5)
-    state.seconds = 2.0
+    state.seconds, state.waited_seconds = 2.0, 0.5
     state = state.next_epoch({"a": 0.5, "b": None}, 0.5)
     assert not state.note_dice(0.5)
     assert not state.note_dice(None)
-    state.seconds = 3.0
+    state.seconds, state.waited_seconds = 3.0, 1.0
     state = state.next_epoch(None)
     assert state == TrainingState(
         epoch=4,
         total_seconds=5.0,
+        total_waited_seconds=1.5,
         validation_seconds=4.5,
         last_validation_seconds=0.5,
         best_dice=0.5,
@@ -66,7 +78,7 @@ def test_the_best_validation_is_remembered_over_epochs() -> None:
 
 
 def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
-    state = TrainingState(epoch=3, step=2, num_samples=4, seconds=1.5, best_dice=0.5)
+    state = TrainingState(epoch=3, step=2, num_samples=4, seconds=1.5, waited_seconds=0.5)
     assert TrainingState.from_plain(asdict(state)) == state
     assert TrainingState.from_plain({"epoch": 3, "best_dice": 1}) == TrainingState(
         epoch=3, best_dice=1.0
@@ -90,6 +102,7 @@ def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
         {"step": "2"},
         {"best_dice": math.nan},
         {"seconds": -1.0},
+        {"waited_seconds": -1.0},
         {"loss": {}},
         {"loss": {"total": 1.0, "dice": 1.0, "cross_entropy": math.inf}},
         {"last_dice": {"a": "0.5"}},

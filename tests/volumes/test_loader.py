@@ -34,7 +34,8 @@ def loader(
         batch_size=batch_size,
         seed=seed,
         num_workers=num_workers,
-        pin_memory=False,
+        device=torch.device("cpu"),
+        augments_on_device=False,
     )
 
 
@@ -149,3 +150,18 @@ def test_a_worker_says_why_in_one_line(tmp_path: Path) -> None:
         said = str(error)
     assert "gone or damaged" in said and "\n" not in said
     assert multiprocessing.active_children() == []
+
+
+def test_the_next_epoch_is_cut_while_one_ends(tmp_path: Path) -> None:
+    """Its first batches wait in the queue: none is lost, none is made twice, whatever follows."""
+    cases = make_cases(tmp_path, [(9, 8, 7)] * 4)
+    batches = loader(cases, augmentation=LIVELY, num_workers=2)
+    fresh = loader(cases, augmentation=LIVELY)
+    assert same(list(batches.epoch(0)), list(fresh.epoch(0)))
+    assert same(list(batches.epoch(1)), list(fresh.epoch(1)))
+    begun = batches.epoch(2)
+    next(begun)
+    assert same(list(batches.epoch(2, 1)), list(fresh.epoch(2, 1)))
+    assert batches._steps.first == (0, 0), "the next epoch goes on with what is queued"
+    assert same(list(batches.epoch(5)), list(fresh.epoch(5)))
+    assert batches._steps.first == (5, 0), "another epoch than the next begins anew"

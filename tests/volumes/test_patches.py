@@ -1,16 +1,31 @@
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy import ndimage
 
 from tests.volumes.known_cases import PLAIN, known_volume, make_cases
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
+from unet3d.volumes.augment import Region
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.packed_label import pack_label
-from unet3d.volumes.patches import PatchSampler
+from unet3d.volumes.patches import CutBatch, PatchSampler
+
+
+@dataclass
+class Patch:
+    image: torch.Tensor
+    target: torch.Tensor
+
+
+def patch_of(sampler: PatchSampler, epoch: int, index: int) -> Patch:
+    cut = sampler.cut(epoch, index)
+    batch = CutBatch(cuts=(cut,), shape=cut.size).augmented()
+    return Patch(batch.image[0], batch.target[0])
 
 
 def places(patch: torch.Tensor, shape: Shape) -> tuple[npt.NDArray[np.intp], ...]:
@@ -25,15 +40,14 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
     settings = PatchSettings(per_case=40, augmentation=PLAIN)
     sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=(2, 2, 2), seed=0)
     for index in range(sampler.num_patches):
-        patch = sampler.patch(0, index)
+        patch = patch_of(sampler, 0, index)
         corner = [int(place.flat[0]) for place in places(patch.image[0], shape)]
         box = tuple(slice(first, first + n) for first, n in zip(corner, size, strict=True))
         np.testing.assert_array_equal(patch.image[0].numpy(), known_volume(shape)[0][box])
         np.testing.assert_array_equal(patch.target.numpy(), label[box])
     # A patch as large as its volume is the volume.
-    whole = PatchSampler(
-        cases=cases, settings=settings, size=shape, stride=(2, 2, 2), seed=0
-    ).patch(0, 0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=shape, stride=(2, 2, 2), seed=0)
+    whole = patch_of(sampler, 0, 0)
     np.testing.assert_array_equal(whole.image.numpy(), known_volume(shape))
 
 
@@ -44,7 +58,7 @@ def test_the_tails_of_a_volume_are_reached(tmp_path: Path) -> None:
     sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
     seen = np.zeros(shape, int)
     for index in range(sampler.num_patches):
-        seen[places(sampler.patch(0, index).image[0], shape)] += 1
+        seen[places(patch_of(sampler, 0, index).image[0], shape)] += 1
     assert (seen > 0).all()
 
 
@@ -56,12 +70,12 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path: Path) -> Non
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(per_case=300, foreground_fraction=1.0, augmentation=PLAIN)
     sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
-    centres = Counter(int(sampler.patch(0, index).target[2, 2, 2]) for index in range(300))
+    centres = Counter(int(patch_of(sampler, 0, index).target[2, 2, 2]) for index in range(300))
     assert set(centres) == {1, 3}
     assert 110 < centres[1] < 190
     never = PatchSettings(per_case=300, foreground_fraction=0.0, augmentation=PLAIN)
     sampler = PatchSampler(cases=cases, settings=never, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
-    found = sum(bool((sampler.patch(0, index).target == 1).any()) for index in range(300))
+    found = sum(bool((patch_of(sampler, 0, index).target == 1).any()) for index in range(300))
     assert found < 10
 
 
@@ -70,9 +84,8 @@ def test_foreground_at_a_border_keeps_the_patch_inside(tmp_path: Path) -> None:
     label[8, 0, 8] = 2
     cases = make_cases(tmp_path, [(9, 9, 9)], [label])
     settings = PatchSettings(per_case=5, foreground_fraction=1.0, augmentation=PLAIN)
-    patch = PatchSampler(
-        cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0
-    ).patch(0, 0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
+    patch = patch_of(sampler, 0, 0)
     assert patch.image.min() >= 1
     assert patch.target[3, 0, 3] == 2
 
@@ -82,9 +95,8 @@ def test_small_volumes_are_padded_not_cropped(tmp_path: Path) -> None:
     label = np.full(shape, 2, np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(augmentation=PLAIN)
-    patch = PatchSampler(
-        cases=cases, settings=settings, size=(8, 8, 8), stride=(2, 2, 2), seed=0
-    ).patch(0, 0)
+    sampler = PatchSampler(cases=cases, settings=settings, size=(8, 8, 8), stride=(2, 2, 2), seed=0)
+    patch = patch_of(sampler, 0, 0)
     np.testing.assert_array_equal(patch.image[0, 2:5, :, 1:6].numpy(), known_volume(shape)[0])
     assert (patch.image == 0).sum() == 8**3 - np.prod(shape)
     assert (patch.target == 2).sum() == np.prod(shape)
@@ -101,8 +113,7 @@ def test_image_and_target_move_together(tmp_path: Path) -> None:
     assert case is not None
     moving = AugmentationSettings(
         **{f"{name}_probability": 0 for name in ("noise", "blur", "brightness", "contrast")},
-        gamma_probability=0,
-        low_resolution_probability=0,
+        **{f"{name}_probability": 0 for name in ("gamma", "inverted_gamma", "low_resolution")},
         rotation_probability=1,
         scaling_probability=1,
         mirror_axes=("x", "y", "z"),
@@ -113,7 +124,7 @@ def test_image_and_target_move_together(tmp_path: Path) -> None:
     )
     sizes = set()
     for index in range(20):
-        patch = sampler.patch(0, index)
+        patch = patch_of(sampler, 0, index)
         assert type(patch.image) is torch.Tensor and patch.target.dtype == torch.uint8
         close = (patch.image[0] - patch.target).abs() < 0.75
         assert close.float().mean() > 0.97
@@ -135,11 +146,82 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
     sampler = PatchSampler(
         cases=[case], settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
     )
-    sampler.patch(0, 0)
+    patch_of(sampler, 0, 0)
     start = time.perf_counter()
     np.array(case.image())
     whole_seconds = time.perf_counter() - start
     start = time.perf_counter()
     for index in range(10):
-        sampler.patch(0, index)
+        patch_of(sampler, 0, index)
     assert (time.perf_counter() - start) / 10 < whole_seconds / 2
+
+
+def test_a_turned_patch_is_scipys_affine_transform(tmp_path: Path) -> None:
+    """From case to patch: the box, its margin and the place of the patch in it are right."""
+    shape, size = (40, 36, 44), (18, 14, 16)
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=shape).astype(np.float32)
+    label = (ndimage.gaussian_filter(image, 2) > 0).astype(np.uint8)
+    store = Cache(tmp_path)
+    store.save_case("key", image[None], label, (1.0, 1.0, 1.0), 2)
+    case = store.load_case("key", "case")
+    assert case is not None
+    nothing = {f"{n}_probability": 0 for n in ("noise", "blur", "brightness", "contrast", "gamma")}
+    turning = AugmentationSettings(
+        **nothing,
+        inverted_gamma_probability=0,
+        low_resolution_probability=0,
+        rotation_probability=1,
+        scaling_probability=1,
+        mirror_axes=("y",),
+    )
+    settings = PatchSettings(per_case=10, augmentation=turning)
+    sampler = PatchSampler(cases=[case], settings=settings, size=size, stride=(2, 2, 2), seed=0)
+    stored = np.asarray(case.image()[0], np.float64)
+    for index in range(10):
+        cut = sampler.cut(0, index)
+        patch = patch_of(sampler, 0, index)
+        # The drawn map, in voxels of the case: found again from where the box was cut.
+        matches = sliding_start(stored, cut.image[0].double().numpy())
+        offset = np.array(cut.placement.offset) + matches
+        expected = ndimage.affine_transform(
+            stored, cut.placement.matrix, offset, size, order=1, mode="grid-constant"
+        )
+        np.testing.assert_allclose(patch.image[0], expected, atol=1e-5)
+        classes = [
+            ndimage.affine_transform(
+                (label == number).astype(float),
+                cut.placement.matrix,
+                offset,
+                size,
+                order=1,
+                mode="grid-constant",
+            )
+            for number in (0, 1)
+        ]
+        certain = np.abs(classes[1] - classes[0]) > 1e-4
+        inside = classes[0] + classes[1] > 1 - 1e-9
+        wanted = (classes[1] > classes[0]).astype(np.uint8)
+        chosen = certain & inside
+        np.testing.assert_array_equal(patch.target.numpy()[chosen], wanted[chosen])
+
+
+def sliding_start(stored: npt.NDArray[np.float64], box: npt.NDArray[np.float64]) -> list[int]:
+    """Return where a box of a volume of different numbers was cut."""
+    (start,) = np.argwhere(stored == box[0, 0, 0])
+    x, y, z = (int(first) for first in start)
+    found = stored[x : x + box.shape[0], y : y + box.shape[1], z : z + box.shape[2]]
+    np.testing.assert_array_equal(found, box)
+    return [x, y, z]
+
+
+def test_a_cut_takes_no_more_than_its_region_needs(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(40, 30, 30)])
+    settings = PatchSettings(augmentation=PLAIN)
+    sampler = PatchSampler(
+        cases=cases, settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
+    )
+    slab = sampler.cut(0, 0, Region(start=(4, 0, 0), stop=(8, 16, 16)))
+    assert slab.image.shape == (1, 4, 16, 16) and slab.size == (16, 16, 16)
+    whole = sampler.cut(0, 0)
+    assert torch.equal(slab.image, whole.image[:, 4:8])

@@ -160,6 +160,9 @@ class AugmentationSettings(Section):
 
     enabled: bool = True
     """Whether patches are changed at all."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where patches are changed. gpu: the network's first GPU, beside the step before; cpu: in the
+    processes that cut them; auto: gpu where the network begins on one."""
     rotation_probability: Fraction = 0.2
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
@@ -171,16 +174,19 @@ class AugmentationSettings(Section):
     becomes larger."""
     noise_probability: Fraction = 0.1
     """Probability of Gaussian noise."""
-    blur_probability: Fraction = 0.1
-    """Probability of a Gaussian blur."""
+    blur_probability: Fraction = 0.2
+    """Probability of a Gaussian blur; each channel then has it one time in two."""
     brightness_probability: Fraction = 0.15
-    """Probability that all intensities are multiplied by one factor."""
+    """Probability that intensities are multiplied by one factor for each channel."""
     contrast_probability: Fraction = 0.15
     """Probability that intensities move away from the mean of their channel, or towards it."""
-    gamma_probability: Fraction = 0.2
+    low_resolution_probability: Fraction = 0.25
+    """Probability of fewer, larger voxels that are enlarged again; each channel then has them one
+    time in two. Thick slices keep their number."""
+    inverted_gamma_probability: Fraction = 0.1
+    """Probability of a gamma curve over the inverted intensities."""
+    gamma_probability: Fraction = 0.3
     """Probability of a gamma curve over the intensities."""
-    low_resolution_probability: Fraction = 0.1
-    """Probability that the patch is sampled coarsely and enlarged again."""
     mirror_axes: Annotated[tuple[Literal["x", "y", "z"], ...], at_most(3)] = ()
     """Axes that may be flipped, each one time in two. None by default, because left and right may
     be different labels."""

@@ -1,5 +1,6 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
+from unet3d.kernels.affine.api import sample_affine
 from unet3d.kernels.classes import strongest_class
 from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv.slabs import convolve
@@ -21,6 +22,7 @@ __all__ = [
     "kept_for",
     "dice_ce_sums",
     "recomputed_in_backward",
+    "sample_affine",
     "strided_conv3x3x3",
     "strongest_class",
     "sum_of",

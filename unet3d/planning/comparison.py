@@ -163,6 +163,7 @@ def compare(
                 batch_size=batch_size,
                 settings=config.training,
                 precision=precision,
+                augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
             )
             is_balanced = dims.mode == asked.mode and _is_balanced(config)
             ways.append(

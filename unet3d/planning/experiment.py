@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from unet3d.config import Config, Shape, Spacing
+from unet3d.config import AugmentationSettings, Config, Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.runs.case_split import CaseSplit
+from unet3d.volumes.augment import DeviceAugmentation, augments_on_device
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
@@ -22,6 +23,9 @@ from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing, prepare_c
 from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
+
+PREPARED_BYTES = 2
+"""What a voxel of a prepared image takes where none is there to ask: float16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,21 @@ class Experiment:
             key=math.prod,
         )
 
+    def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
+        """Return what makes batches on a device; None where they are made on the host.
+
+        Args:
+            device: Where the network begins.
+
+        Raises:
+            DeviceError: A GPU is asked for, and this is a CPU.
+        """
+        cases = {(case.label().shape, case.spacing_mm) for case in self.training}
+        images = [case.image() for case in self.training[:1]]
+        num_bytes = max(image.dtype.itemsize * image.shape[0] for image in images)
+        settings = self.config.patches.augmentation
+        return _augmentation(settings, device, tuple(cases), num_bytes, self.topology)
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
@@ -66,6 +85,36 @@ class NetworkPlan:
     """The network."""
     size: Shape
     """Voxels of a patch, or of the median volume, along X, Y, Z; multiples of the total stride."""
+    volume: tuple[Shape, Spacing]
+    """Shape and spacing of the median volume, once prepared."""
+
+    def augmentation(
+        self, settings: AugmentationSettings, device: torch.device
+    ) -> DeviceAugmentation | None:
+        """Return what makes batches on a device; None where they are made on the host.
+
+        Args:
+            settings: Of augmentation.
+            device: Where the network begins.
+
+        Raises:
+            DeviceError: A GPU is asked for, and this is a CPU.
+        """
+        num_bytes = PREPARED_BYTES * self.topology.in_channels
+        return _augmentation(settings, device, (self.volume,), num_bytes, self.topology)
+
+
+def _augmentation(
+    settings: AugmentationSettings,
+    device: torch.device,
+    cases: tuple[tuple[Shape, Spacing], ...],
+    image_bytes: int,
+    topology: Topology,
+) -> DeviceAugmentation | None:
+    if not augments_on_device(settings, device):
+        return None
+    label_bytes = 1 if topology.num_classes <= 256 else 8
+    return DeviceAugmentation(settings=settings, cases=cases, voxel_bytes=image_bytes + label_bytes)
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -267,7 +316,11 @@ def _plan_network(
         return _plan_patch(plan, fingerprint, config.patches.max_voxels)
     size = fingerprint.shape if config.patches.size == "whole" else config.patches.size
     topology = plan(size)
-    return NetworkPlan(topology=topology, size=padded_shape(size, topology.total_stride))
+    return NetworkPlan(
+        topology=topology,
+        size=padded_shape(size, topology.total_stride),
+        volume=(fingerprint.shape, fingerprint.spacing_mm),
+    )
 
 
 def _plan_patch(
@@ -289,7 +342,9 @@ def _plan_patch(
         except ConfigError:  # fewer voxels than the levels of the settings need
             break
         patch = padded_shape(size, topology.total_stride)
-    return NetworkPlan(topology=topology, size=patch)
+    return NetworkPlan(
+        topology=topology, size=patch, volume=(fingerprint.shape, fingerprint.spacing_mm)
+    )
 
 
 def _joined(size: Shape) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unet3d.config import Shape, TrainingSettings
 from unet3d.memory.allocations import (
+    WORKSPACE_BYTES,
     AllocationRecorder,
     counted_allocations,
     make_parameters_fake,
@@ -21,10 +22,11 @@ from unet3d.memory.fake_devices import fake_device, is_fake_device
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Layout, Slot, parallelize
+from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
-from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.parallel.precision import image_dtype, to_parameter_dtype
 from unet3d.planning.reserved_memory import reserved_bytes
+from unet3d.volumes.augment import DeviceAugmentation
 
 UNCOUNTED_BYTES = 1024**3
 """What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
@@ -47,6 +49,12 @@ class Step:
     """The optimizer."""
     precision: str
     """A resolved precision, such as ``bfloat16``; never ``auto``."""
+    augmentation: DeviceAugmentation | None = None
+    """What makes the batches on the first GPU; None: they come from the host."""
+
+    def staging_bytes(self) -> int:
+        """Return what a GPU takes to make a patch, on the stream beside the step."""
+        return 0 if self.augmentation is None else self.augmentation.staging_bytes(self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +78,9 @@ class MemoryEstimate:
                 needed[slot.device] = needed.get(slot.device, 0) + peak
             else:  # each has the whole GPU's; gaps are freed before memory runs out
                 needed[slot.device] = peak + UNCOUNTED_BYTES
+        first = self.slots[0].device
+        if first.type != "cpu":
+            needed[first] += self.step.staging_bytes()
         return needed
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
@@ -125,16 +136,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         optimization.step(settings.learning_rate)
         meter = _Meter(executor.slots, model, recorder)
         executor.observer = meter
-        image = torch.empty(
-            (step.batch_size, topology.in_channels, *step.size),
-            dtype=next(model.parameters()).dtype,
-            device=executor.input_device,
-        )
-        target = torch.empty(
-            (step.batch_size, *step.size),
-            dtype=torch.uint8 if topology.num_classes <= 256 else torch.int64,
-            device=executor.output_device,
-        )
+        image, target, *kept = _batch(step, executor)
         image, target = image[:num_samples], target[:num_samples]
         executor.forward_backward(image, target, dice_cross_entropy)
         meter.note_gradients()
@@ -143,8 +145,14 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         for slot in executor.slots:
             if is_fake_device(slot.device):
                 peak_bytes = recorder.peak[slot.device] + recorder.workspace_bytes[slot.device]
+                if slot.device == executor.input_device and _multiplies_beside(step):
+                    peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         reserved = reserved_bytes(executor, recorder, image, target) if counts_reserved else {}
+        if executor.input_device in reserved:
+            beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0
+            reserved[executor.input_device] += step.staging_bytes() + beside
+        del kept
     for slot in executor.slots:
         if slot.device in reserved:
             memory[slot.index] = replace(memory[slot.index], reserved_bytes=reserved[slot.device])
@@ -153,6 +161,30 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         for slot, device in zip(executor.slots, layout.devices, strict=True)
     )
     return MemoryEstimate(step=step, slots=slots, memory=memory)
+
+
+def _multiplies_beside(step: Step) -> bool:
+    """Return whether cuBLAS has a workspace for the stream beside that of the steps."""
+    return step.augmentation is not None and step.augmentation.multiplies
+
+
+def _batch(step: Step, executor: Executor) -> list[Tensor]:
+    """Return image and target as the step takes them, and what else of batches is in memory.
+
+    Where batches are made on a GPU, there are two places for them, which take turns.
+    """
+    shape = (step.batch_size, step.topology.in_channels, *step.size)
+    classes = torch.uint8 if step.topology.num_classes <= 256 else torch.int64
+    dtype = image_dtype(executor.module)
+    device = executor.input_device
+    if step.augmentation is None:
+        image = torch.empty(shape, dtype=dtype, device=device)
+        target = torch.empty((shape[0], *step.size), dtype=classes, device=executor.output_device)
+        return [image, target]
+    images = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)]
+    targets = [torch.empty((shape[0], *step.size), dtype=classes, device=device) for _ in range(2)]
+    used = [images[0].to(dtype), targets[0].to(executor.output_device)]
+    return [*used, *images, *targets]
 
 
 def _move_counters(slots: Sequence[Slot], model: UNet3d) -> None:

@@ -27,7 +27,7 @@ MAX_NAME_COLUMNS = 30
 """Width of a label's name where not all names fit."""
 
 INDENT = "    "
-"""Begins a second line about the same epoch."""
+"""Begins each further line about the same epoch."""
 
 
 class ProgressLine:
@@ -92,7 +92,7 @@ class ProgressLine:
         Args:
             epoch: Number of the epoch, from 0.
             step: Steps done in it.
-            loss: Loss of the step.
+            loss: Loss of the step, or of the one before it.
         """
         now = time.monotonic()
         self._next_refresh = now + REFRESH_SECONDS
@@ -143,11 +143,12 @@ class ProgressLine:
             text = f"{text} window {window}/{num_windows}"
             self._show(f"epoch {epoch + 1}/{self._num_epochs}", text, done)
 
-    def epoch_done(self, metrics: Mapping[str, Any]) -> None:
+    def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
         """Show one epoch.
 
         Args:
             metrics: Its line of ``metrics.jsonl``.
+            note: What else there is to say of it, in a line of its own; None: nothing.
         """
         epoch, seconds = metrics["epoch"], metrics["seconds"]
         if self._validation_began is not None:
@@ -171,6 +172,8 @@ class ProgressLine:
             metrics if is_validated else None,
             f", {took} s, {self._left(left, after)}",
         )
+        if note is not None:
+            lines.append(INDENT + note)
         for text in lines:
             if self._progress.disable:
                 logger.info("%s", text)

@@ -1,4 +1,4 @@
-"""How a training divides this machine's cores between the network and the processes beside it.
+"""How a training divides its work between the network's devices and the processes beside it.
 
 Where a part of the network is on a CPU, another busy process costs it more than that process's
 time: each operation waits for the slowest of its threads. So no core is given twice.
@@ -11,6 +11,7 @@ import torch
 
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
+from unet3d.volumes.augment import augments_on_device
 
 MAX_PROCESSES = 16
 """The most processes that cut patches for GPUs."""
@@ -20,6 +21,15 @@ CORES_OF_A_LOADER = 32
 """On a CPU a step takes so much longer than cutting its patches that below as many cores the
 training process cuts them itself. With 16, patches of 96^3 and 32 to 256 channels, an epoch takes
 5.2 s so, 5.2 with one process beside it and 6.3 with four, which also take 14 s to start."""
+
+
+def is_on_cpu(devices: Sequence[torch.device]) -> bool:
+    """Return whether a part of the network is on a CPU.
+
+    Args:
+        devices: Those of the network.
+    """
+    return any(device.type == "cpu" for device in devices)
 
 
 def preparing_processes(config: Config, devices: Sequence[torch.device], num_ranks: int) -> int:
@@ -33,7 +43,7 @@ def preparing_processes(config: Config, devices: Sequence[torch.device], num_ran
     if config.data.num_workers != "auto":
         return config.data.num_workers
     cores = num_cores() // num_ranks
-    if _is_on_cpu(devices):
+    if is_on_cpu(devices):
         return max(0, min(MAX_ON_CPU, (cores - 1) // 2))
     return max(0, min(MAX_PROCESSES, cores - 1))
 
@@ -46,12 +56,32 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
         devices: Those of the network.
         num_ranks: Ranks that share this machine.
     """
-    if config.data.num_workers != "auto" or not _is_on_cpu(devices):
+    if config.data.num_workers != "auto" or not is_on_cpu(devices):
         return preparing_processes(config, devices, num_ranks)
     cores = num_cores() // num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
     # Threads that the user asked for leave what they leave.
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
+
+
+def augmentation_line(config: Config, device: torch.device, num_processes: int) -> str | None:
+    """Return what to say of where patches are augmented; None where they are not.
+
+    Args:
+        config: The settings.
+        device: Where the network begins.
+        num_processes: Processes that cut patches.
+
+    Raises:
+        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    """
+    on_device = augments_on_device(config.patches.augmentation, device)
+    if not config.patches.augmentation.enabled:
+        return None
+    if on_device:
+        return f"patches are augmented on {device}"
+    where = {0: "in the training process", 1: "in 1 process"}
+    return f"patches are augmented {where.get(num_processes, f'in {num_processes} processes')}"
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:
@@ -62,13 +92,9 @@ def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: 
         devices: Those of the network.
         num_ranks: Ranks that share this machine.
     """
-    if _is_on_cpu(devices) and not _are_threads_set():
+    if is_on_cpu(devices) and not _are_threads_set():
         left = max(1, num_cores() // num_ranks - num_processes)
         torch.set_num_threads(min(torch.get_num_threads(), left))
-
-
-def _is_on_cpu(devices: Sequence[torch.device]) -> bool:
-    return any(device.type == "cpu" for device in devices)
 
 
 def _are_threads_set() -> bool:

@@ -39,7 +39,12 @@ from unet3d.planning.out_of_memory import (
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
 from unet3d.reports.slots import slot_line
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.cores import leave_cores, loading_processes, preparing_processes
+from unet3d.training.cores import (
+    augmentation_line,
+    leave_cores,
+    loading_processes,
+    preparing_processes,
+)
 from unet3d.training.data_record import data_lines
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.training.resuming import Past
@@ -127,6 +132,7 @@ def _train(
     num_ranks = group.ranks.local_world_size
     num_preparing = preparing_processes(config, dims.devices, num_ranks)
     num_workers = loading_processes(config, dims.devices, num_ranks)
+    augmentation = augmentation_line(config, dims.devices[0], num_workers)
     past: Past | None = None
     if group.is_first:
         past = _open_folder(config, folder, resume)
@@ -194,6 +200,8 @@ def _train(
     for slot in executor.slots:
         precise = precision_on(slot.device, precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
+    if augmentation is not None:
+        logger.info("%s", augmentation)
     with _explaining_memory(step, dims):
         return loop.run(console, quiet)
 
@@ -269,6 +277,7 @@ def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Ste
         batch_size=batch_size,
         settings=config.training,
         precision=precision,
+        augmentation=experiment.augmentation(layout.devices[0]),
     )
 
 

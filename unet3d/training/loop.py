@@ -23,16 +23,17 @@ from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
-from unet3d.reports.curves import write_progress_picture
 from unet3d.reports.progress import ProgressLine
-from unet3d.runs.run_folder import RunFolder, writing
-from unet3d.training.data_record import data_record
+from unet3d.runs.run_folder import RunFolder
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
-from unet3d.training.metrics import ScalarFile, device_name, epoch_metrics, run_summary
+from unet3d.training.metrics import epoch_metrics
+from unet3d.training.recording import RunRecorder
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
+from unet3d.training.waiting import DataClock, Loading
+from unet3d.volumes.augment import augments_on_device
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch
 
@@ -80,12 +81,12 @@ class TrainingLoop:
         self.config = experiment.config
         self.executor = executor
         self.folder = folder
-        self.precision = precision
         self.prediction = prediction
         self.state = TrainingState()
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=group.size > 1
         )
+        on_device = augments_on_device(self.config.patches.augmentation, executor.input_device)
         self.loader = PatchLoader(
             cases=experiment.training,
             settings=self.config.patches,
@@ -94,7 +95,8 @@ class TrainingLoop:
             batch_size=self.config.training.batch_size,
             seed=self.config.training.seed,
             num_workers=num_workers,
-            pin_memory=executor.input_device.type == "cuda",
+            device=executor.input_device,
+            augments_on_device=on_device,
             rank=group.ranks.rank,
             num_ranks=group.size,
         )
@@ -106,11 +108,21 @@ class TrainingLoop:
             folder=folder,
             group=group,
         )
-        own_devices = [device_name(slot.device) for slot in executor.slots]
-        self.devices = [name for names in group.exchange(own_devices) for name in names]
+        self.recorder = RunRecorder(
+            experiment=experiment,
+            executor=executor,
+            folder=folder,
+            precision=precision,
+            group=group,
+        )
         self.memory: dict[str, Any] | None = None
-        self._is_resumed = False
-        self._scalars: ScalarFile | None = None
+        self._clock = DataClock(executor.input_device)
+        self._loading = Loading(
+            devices=[slot.device for slot in executor.slots],
+            num_workers=num_workers,
+            num_ranks=group.ranks.local_world_size,
+            augments_on_cpu=self.config.patches.augmentation.enabled and not on_device,
+        )
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.
@@ -119,7 +131,7 @@ class TrainingLoop:
             CheckpointError: It is of another network or optimizer.
         """
         self.state = self.saver.load(self.loader.num_steps)
-        self._is_resumed = True
+        self.recorder.resumed_epoch = self.state.epoch
 
     def run(self, console: Console, quiet: bool) -> TrainingResult:
         """Train to the last epoch.
@@ -135,37 +147,34 @@ class TrainingLoop:
             RankError: Another rank died or hangs.
         """
         settings = self.config.training
-        epochs, is_first = settings.epochs, self.group.is_first
+        epochs = settings.epochs
         line = ProgressLine(
             console,
             num_epochs=epochs,
             num_steps=self.loader.num_steps,
             validate_every=settings.validate_every,
             validation_seconds=self.state.last_validation_seconds,
-            quiet=quiet or not is_first,
+            quiet=quiet or not self.group.is_first,
         )
         with (
             deferred_interruption(is_rank=self.group.size > 1) as interruption,
             line.shown(),
         ):
-            if not self._is_resumed:
-                self._begin_writing()
+            if self.recorder.resumed_epoch is None:
+                self.recorder.begin()
             while self.state.epoch < epochs:
                 self._train_epoch(line, interruption)
                 validation = self._validate_if_due(line, interruption)
                 metrics = self._end_epoch(validation)
-                if self._scalars is not None:
-                    self.folder.append_metrics(metrics)
-                    with writing(self.folder.tensorboard):
-                        self._scalars.write(metrics)
+                self.recorder.write_epoch(metrics)
                 if validation is not None:
                     self._keep(validation)
-                line.epoch_done(metrics)
-            self._begin_writing()
+                start_seconds = self._clock.take_start()
+                line.epoch_done(metrics, self._loading.note(metrics, epochs, start_seconds))
+            self.recorder.begin()
         if self.memory is not None:
             update_reserved(self.memory, self.executor, self.folder, self.group)
-        if is_first:
-            self._write_summary()
+        self.recorder.write_summary(self.state)
         return TrainingResult(
             folder=self.folder, best_dice=self.state.best_dice, memory=self.memory
         )
@@ -181,9 +190,11 @@ class TrainingLoop:
         self.executor.module.train()
         began = time.monotonic()
         losses: list[StepLoss] = []
-        for batch in self.loader.epoch(state.epoch, first_step=state.step):
+        for batch in self._clock.timed(self.loader.epoch(state.epoch, first_step=state.step)):
             terms = self._step(batch)
             losses.append(StepLoss(num_samples=batch.num_samples, terms=terms, cases=batch.names))
+            # Reading the loss of the last step would leave a GPU with nothing to do after it.
+            shown = losses[-2:][0].terms
             state.step += 1
             stop, save = self.group.all_reduce_flags(
                 interruption.signal_number or 0, self.saver.is_due()
@@ -191,19 +202,19 @@ class TrainingLoop:
             if stop or save:
                 state.seconds += time.monotonic() - began
                 began = time.monotonic()
-                self._add_losses(losses)
+                self._add_steps(losses)
                 self._check_weights()
-                self._begin_writing()
+                self.recorder.begin()
                 self.saver.save(state)
             if stop:
                 self._stop(stop)
             # This comes last because reading a loss waits for the device, which may itself wait
             # for a rank that hangs; the flags, just read, have named that rank.
             if line.wants_loss():
-                line.step_done(state.epoch, state.step, terms.total.item())
-        self._add_losses(losses)
+                line.step_done(state.epoch, state.step, shown.total.item())
+        self._add_steps(losses)
         state.seconds += time.monotonic() - began
-        self._begin_writing()
+        self.recorder.begin()
 
     def _step(self, batch: Batch) -> LossTerms:
         state, executor = self.state, self.executor
@@ -221,14 +232,15 @@ class TrainingLoop:
         num_steps = self.config.training.epochs * self.loader.num_steps
         return self.optimization.learning_rate(step, num_steps)
 
-    def _add_losses(self, losses: list[StepLoss]) -> None:
-        """Add losses to the state and empty the list; this waits for the devices.
+    def _add_steps(self, losses: list[StepLoss]) -> None:
+        """Add what was measured of steps to the state, and empty the list; waits for the devices.
 
         Raises:
             ConfigError: Training has diverged; the last checkpoint is from before.
             VolumeError: An image that it was trained on is the reason.
         """
-        self.state.add_losses([(loss.num_samples, loss.terms) for loss in losses], self.group)
+        terms = [(loss.num_samples, loss.terms) for loss in losses]
+        self.state.add_steps(terms, self._clock.read(), self.group)
         if not self.state.is_finite:
             fault = self._fault_of_any_rank(suspects(losses))
             raise self._diverged("the loss is not finite", fault)
@@ -288,24 +300,7 @@ class TrainingLoop:
         """Save and draw the progress, after a validation."""
         improved = self.state.note_dice(validation.mean_dice)
         self.saver.save(self.state, improved)
-        if self.group.is_first:
-            with writing(self.folder.progress_picture):
-                write_progress_picture(self.folder.read_metrics(), self.folder.progress_picture)
-
-    def _begin_writing(self) -> None:
-        """Make the folder ready in the first rank, once.
-
-        A run that is continued is left as it was until there is something to save: a change of
-        its settings that fails in the first step must not stay in its ``config.yaml``.
-        """
-        if self._scalars is not None or not self.group.is_first:
-            return
-        if self._is_resumed:
-            self.folder.reopen(self.state.epoch)
-        self.folder.write_data(data_record(self.experiment))
-        self.folder.write_config(self.config)
-        with writing(self.folder.tensorboard):
-            self._scalars = ScalarFile(self.folder.tensorboard)
+        self.recorder.draw_progress()
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""
@@ -327,13 +322,3 @@ class TrainingLoop:
             folder=self.folder,
             group=self.group,
         )
-
-    def _write_summary(self) -> None:
-        summary = run_summary(
-            self.state,
-            parallel=self.config.parallel.mode,
-            replicas=self.group.size,
-            devices=self.devices,
-            precision=self.precision,
-        )
-        self.folder.write_json(self.folder.summary, summary)

@@ -38,6 +38,7 @@ def epoch_metrics(
         "dice_loss": mean["dice"],
         "cross_entropy": mean["cross_entropy"],
         "seconds": state.seconds,
+        "waited_seconds": state.waited_seconds,
         "learning_rate": learning_rate,
     }
     if validation is not None:
@@ -83,6 +84,8 @@ class ScalarFile:
         for name, dice in metrics.get("dice", {}).items():
             values[f"dice/{name}"] = dice
         values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
+        if metrics["seconds"]:
+            values["waited_share"] = metrics["waited_seconds"] / metrics["seconds"]
         known = [
             Summary.Value(tag=tag, simple_value=value)
             for tag, value in values.items()
@@ -105,7 +108,8 @@ def run_summary(
 
     ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
     whose network is ``checkpoint-best.pt``; ``last_dice`` is of the last epoch. ``seconds`` are
-    those of the steps and of the validations together, without the preparation before them.
+    those of the steps and of the validations together, without the preparation before them;
+    ``waited_seconds`` are the part of the steps' that the devices waited for data.
 
     Args:
         state: At the end of the training.
@@ -123,6 +127,7 @@ def run_summary(
         "seconds": state.total_seconds + state.validation_seconds,
         "training_seconds": state.total_seconds,
         "validation_seconds": state.validation_seconds,
+        "waited_seconds": state.total_waited_seconds,
         "parallel": parallel,
         "replicas": replicas,
         "devices": list(devices),

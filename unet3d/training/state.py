@@ -33,8 +33,12 @@ class TrainingState:
     """Samples in those steps, of all ranks."""
     seconds: Seconds = 0.0
     """Time spent in those steps."""
+    waited_seconds: Seconds = 0.0
+    """The part of it that the devices waited for data."""
     total_seconds: Seconds = 0.0
     """Time spent in the steps of the complete epochs."""
+    total_waited_seconds: Seconds = 0.0
+    """The part of it that the devices waited for data."""
     validation_seconds: Seconds = 0.0
     """Time spent in the validations of the complete epochs."""
     last_validation_seconds: Seconds = 0.0
@@ -48,11 +52,15 @@ class TrainingState:
     last_dice: dict[str, Dice | None] = field(default_factory=dict)
     """Dice of each label in the last validation."""
 
-    def add_losses(self, losses: Sequence[tuple[int, LossTerms]], group: Group) -> None:
-        """Add the losses of some steps, of all ranks; this waits for the devices.
+    def add_steps(
+        self, losses: Sequence[tuple[int, LossTerms]], waited_seconds: float, group: Group
+    ) -> None:
+        """Add what some steps, of all ranks, have measured; this waits for the devices.
 
         Args:
             losses: For each step the number of this rank's samples, and their mean loss.
+            waited_seconds: Time that this rank's device waited for their data; the mean over the
+                ranks counts, because all of them take the same time for a step.
             group: The ranks; all of them call it.
         """
         counted = [(num_samples, terms) for num_samples, terms in losses if num_samples]
@@ -60,8 +68,9 @@ class TrainingState:
             float(sum(n * getattr(terms, name).item() for n, terms in counted))
             for name in self.loss
         ]
-        num_samples, *sums = group.sum([sum(n for n, _ in counted), *own])
+        num_samples, waited, *sums = group.sum([sum(n for n, _ in counted), waited_seconds, *own])
         self.num_samples += int(num_samples)
+        self.waited_seconds += waited / group.size
         for name, value in zip(self.loss, sums, strict=True):
             self.loss[name] += value
 
@@ -103,7 +112,9 @@ class TrainingState:
             loss=dict.fromkeys(self.loss, 0.0),
             num_samples=0,
             seconds=0.0,
+            waited_seconds=0.0,
             total_seconds=self.total_seconds + self.seconds,
+            total_waited_seconds=self.total_waited_seconds + self.waited_seconds,
             validation_seconds=self.validation_seconds + validation_seconds,
             last_validation_seconds=(
                 validation_seconds if is_validated else self.last_validation_seconds

@@ -1,15 +1,16 @@
-"""Batches of patches, cut in this process or in worker processes.
+"""Batches of patches, cut in this process or in worker processes, and augmented there or on a GPU.
 
 Every worker can cut any patch of any epoch, so the main process sends it nothing but the number of
 a batch. Several ranks each take a share of the same batch.
 """
 
+import itertools
 import math
 import multiprocessing
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing import forkserver
+from typing import TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -18,12 +19,17 @@ from unet3d.config import PatchSettings, Shape
 from unet3d.distributed.processes import die_with_parent, shielded_children
 from unet3d.errors import DatasetError, Unet3dError
 from unet3d.volumes.cache import PreparedCase
-from unet3d.volumes.patches import Batch, PatchSampler, collate
+from unet3d.volumes.device_batches import DeviceBatches
+from unet3d.volumes.patches import Batch, CutBatch, PatchSampler
 
 _FIRST_IN_SERVER = "unet3d.volumes.loading_server"
 
 Step = tuple[int, int]
 """An epoch and a step in it."""
+
+Loaded = TypeVar("Loaded", Batch, CutBatch)
+
+_Loaded = Batch | CutBatch | Unet3dError
 
 
 class PatchLoader:
@@ -39,7 +45,8 @@ class PatchLoader:
         batch_size: int,
         seed: int,
         num_workers: int,
-        pin_memory: bool,
+        device: torch.device,
+        augments_on_device: bool,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -53,7 +60,9 @@ class PatchLoader:
             batch_size: Patches in a batch; the last batch of an epoch holds the rest.
             seed: Seed of every random choice.
             num_workers: Processes that cut patches; 0: this one.
-            pin_memory: Whether batches lie in page-locked memory, for copies to a GPU.
+            device: Where images are needed. For a GPU batches lie in page-locked memory.
+            augments_on_device: Whether they are made there; it must be a GPU. If not, they are made
+                where they are cut.
             rank: The rank whose shares of the batches are yielded.
             num_ranks: Number of ranks that share each batch.
 
@@ -64,19 +73,20 @@ class PatchLoader:
         sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=stride, seed=seed)
         self.num_steps = math.ceil(sampler.num_patches / batch_size)
         self._steps = _Steps(self.num_steps)
+        self._on_device = DeviceBatches(device) if augments_on_device else None
         context = None
         if num_workers:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
-            # and the server has imported MONAI already.
+            # and the server has imported what takes long already.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
-        self._loader: DataLoader[Batch | Unet3dError] = DataLoader(
-            _Batches(sampler, batch_size, rank, num_ranks),
+        self._loader: DataLoader[_Loaded] = DataLoader(
+            _Batches(sampler, batch_size, rank, num_ranks, augments=not augments_on_device),
             batch_size=None,
             sampler=self._steps,
             num_workers=num_workers,
-            pin_memory=pin_memory,
+            pin_memory=device.type == "cuda",
             persistent_workers=num_workers > 0,
             worker_init_fn=_die_with_server,
             multiprocessing_context=context,
@@ -84,6 +94,8 @@ class PatchLoader:
             # save and restore, must not be where it draws from.
             generator=torch.Generator(),
         )
+        self._loaded: Iterator[_Loaded] | None = None
+        self._next: Step | None = None
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch.
@@ -96,12 +108,20 @@ class PatchLoader:
             DatasetError: A worker died.
             CacheError: A prepared case is gone.
         """
-        self._steps.epoch, self._steps.first_step = epoch, first_step
+        if self._loaded is None or self._next != (epoch, first_step):
+            self._steps.first = (epoch, first_step)
+            self._loaded = iter(self._loader)
+        steps = range(first_step, self.num_steps)
+        if self._on_device is None:
+            yield from (self._load(epoch, step, Batch) for step in steps)
+        else:
+            yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
+
+    def _load(self, epoch: int, step: int, kind: type[Loaded]) -> Loaded:
+        """Return what was loaded for a step, which must be the next one."""
+        assert self._loaded is not None
         try:
-            for batch in self._loader:
-                if isinstance(batch, Unet3dError):
-                    raise type(batch)(*batch.args)  # its own traceback would keep the workers
-                yield batch
+            loaded = next(self._loaded)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -109,6 +129,11 @@ class PatchLoader:
                 "a process that cuts patches died; give the container more shared memory "
                 f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
             ) from error
+        self._next = (epoch, step + 1) if step + 1 < self.num_steps else (epoch + 1, 0)
+        if isinstance(loaded, Unet3dError):
+            raise type(loaded)(*loaded.args)  # its own traceback would keep the workers
+        assert isinstance(loaded, kind)
+        return loaded
 
 
 def _die_with_server(worker: int) -> None:
@@ -129,48 +154,55 @@ def _start_fork_server() -> None:
 
 
 class _Steps(Sampler[Step]):
-    """The steps that are left; the main process holds them, so workers need not know the epoch."""
+    """The steps from the first one on, of all epochs that follow; the main process holds them.
+
+    They go on, so that the first batches of the next epoch are cut while this one ends and while it
+    is validated.
+    """
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self.epoch = 0
-        self.first_step = 0
+        self.first: Step = (0, 0)
 
     def __iter__(self) -> Iterator[Step]:
-        return iter([(self.epoch, step) for step in range(self.first_step, self.num_steps)])
+        first_epoch, first_step = self.first
+        for epoch in itertools.count(first_epoch):
+            begin = first_step if epoch == first_epoch else 0
+            yield from ((epoch, step) for step in range(begin, self.num_steps))
 
-    def __len__(self) -> int:
-        return self.num_steps - self.first_step
 
-
-class _Batches(Dataset[Batch | Unet3dError]):
+class _Batches(Dataset["_Loaded"]):
     """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
 
-    def __init__(self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int, *, augments: bool
+    ) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.rank = rank
         self.num_ranks = num_ranks
+        self.augments = augments
 
-    def __getitem__(self, step: Step) -> Batch | Unet3dError:
+    def __getitem__(self, step: Step) -> "_Loaded":
         try:
-            return self._batch(*step)
+            batch = self._batch(*step)
+            return batch.augmented() if self.augments else batch
         except Unet3dError as error:
             return error
 
-    def _batch(self, epoch: int, number: int) -> Batch:
+    def _batch(self, epoch: int, number: int) -> CutBatch:
         first = number * self.batch_size
         batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
         # A rank without a share repeats a patch with no weight: all ranks take part in a step.
         mine = mine or batch[:1]
-        shape = None
+        cuts = tuple(self.sampler.cut(epoch, index) for index in mine)
+        sizes = [cut.size for cut in cuts]
         if self.num_ranks > 1:
-            shapes = [self.sampler.patch_shape(epoch, index) for index in batch]
-            shape = [max(sizes) for sizes in zip(*shapes, strict=True)]
-        batched = collate([self.sampler.patch(epoch, index) for index in mine], shape)
-        return replace(batched, weight=weight)
+            sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
+        x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))
+        return CutBatch(cuts=cuts, shape=(x, y, z), weight=weight)
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:

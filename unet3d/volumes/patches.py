@@ -11,7 +11,7 @@ The position of a patch along one axis::
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,22 +20,11 @@ import torch
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
-from unet3d.volumes.augment import Augmentation, affine_margin, sample_affine
+from unet3d.volumes.augment import AugmentationDraw, Cut, DrawnChannel, Region, augment
+from unet3d.volumes.augment.cut import Placement, with_margin
+from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
-from unet3d.volumes.packed_label import PackedLabel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patch:
-    """A part of a case to train on."""
-
-    image: torch.Tensor
-    """float32 (C, X, Y, Z)."""
-    target: torch.Tensor
-    """Class indices (X, Y, Z): uint8, or int64 where there are more than 256 classes."""
-    name: str
-    """The case that it comes from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +48,40 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """Return the batch in page-locked memory, from which copies to a GPU are asynchronous."""
-        return Batch(
-            image=self.image.pin_memory(),
-            target=self.target.pin_memory(),
-            names=self.names,
-            weight=self.weight,
+        return replace(self, image=self.image.pin_memory(), target=self.target.pin_memory())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutBatch:
+    """What a batch will be made from."""
+
+    cuts: tuple[Cut, ...]
+    """One for each patch."""
+    shape: Shape
+    """Voxels of the batch along X, Y, Z; a smaller patch lies in the middle, with zeros around."""
+    weight: float = 1.0
+    """As that of a :class:`Batch`."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The case of each patch."""
+        return tuple(cut.name for cut in self.cuts)
+
+    def pin_memory(self) -> "CutBatch":
+        """Return the cuts in page-locked memory, from which copies to a GPU are asynchronous."""
+        return replace(self, cuts=tuple(cut.pin_memory() for cut in self.cuts))
+
+    def augmented(self) -> Batch:
+        """Return the batch, made where the cuts are."""
+        first = self.cuts[0]
+        image = torch.empty(
+            (len(self.cuts), len(first.image), *self.shape),
+            dtype=torch.float32,
+            device=first.image.device,
         )
+        target = first.label.new_empty((len(self.cuts), *self.shape))
+        augment(self.cuts, image, target)
+        return Batch(image=image, target=target, names=self.names, weight=self.weight)
 
 
 class PatchSampler:
@@ -106,7 +123,7 @@ class PatchSampler:
         self.foreground_fraction = settings.foreground_fraction
         self.num_patches = len(cases) * (1 if size is None else settings.per_case)
         enabled = settings.augmentation.enabled
-        self.augmentation = Augmentation(settings.augmentation) if enabled else None
+        self.augmentation = AugmentationDraw(settings.augmentation) if enabled else None
         self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def patch_shape(self, epoch: int, index: int) -> Shape:
@@ -128,36 +145,43 @@ class PatchSampler:
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         return rng.permutation(self.num_patches) % len(self.cases)
 
-    def patch(self, epoch: int, index: int) -> Patch:
-        """Cut one patch.
+    def cut(self, epoch: int, index: int, region: Region | None = None) -> Cut:
+        """Draw one patch, and cut out what it is made from.
 
         Args:
             epoch: From 0.
             index: From 0 to ``num_patches`` - 1.
+            region: The voxels of the patch that will be made; None: all.
+
+        Raises:
+            CacheError: The prepared case is gone.
         """
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
         case = self._case(epoch, index)
-        stored_image, stored_label = case.image(), case.label()
-        shape = stored_label.shape
+        image, label = case.image(), case.label()
+        shape = label.shape
         size = self.size or padded_shape(shape, self.stride)
         start = _start(shape, size, self._centre(rng, case, shape, size))
-        matrix = None
+        matrix, channels = None, tuple[DrawnChannel, ...]()
         if self.augmentation is not None:
-            matrix = self.augmentation.draw_affine(rng, size, case.spacing_mm)
-        margin = (0, 0, 0) if matrix is None else affine_margin(matrix, size)
-        corner = [first - extra for first, extra in zip(start, margin, strict=True)]
-        box = [voxels + 2 * extra for voxels, extra in zip(size, margin, strict=True)]
-        image = torch.from_numpy(_cut(stored_image, corner, box)).float()
-        classes = _cut(stored_label, corner, box)
-        target = torch.from_numpy(
-            classes if classes.dtype == np.uint8 else classes.astype(np.int64)
+            matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
+            channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
+        placement = Placement.centred(matrix, start, size)
+        region = region or Region(start=(0, 0, 0), stop=size)
+        filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+        box = placement.box(with_margin(region, filters, size), shape)
+        classes = _cut(label, box)
+        return Cut(
+            image=torch.from_numpy(_cut(image, box)),
+            label=torch.from_numpy(
+                classes if classes.dtype == np.uint8 else classes.astype(np.int64)
+            ),
+            placement=placement.moved(box.start),
+            channels=channels,
+            filters=filters,
+            size=size,
+            name=case.name,
         )
-        if self.augmentation is not None:
-            if matrix is not None:
-                image, target = sample_affine(image, target, matrix, size)
-            image, target = self.augmentation.mirror(rng, image, target)
-            image = self.augmentation.change_intensities(rng, image)
-        return Patch(image=image, target=target, name=case.name)
 
     def _centre(
         self, rng: np.random.Generator, case: PreparedCase, shape: Shape, size: Shape
@@ -176,28 +200,6 @@ class PatchSampler:
         ]
 
 
-def collate(patches: Sequence[Patch], shape: Sequence[int] | None = None) -> Batch:
-    """Put patches into a batch, each in the middle of its place, with zeros around it.
-
-    Args:
-        patches: At least one.
-        shape: Voxels of the batch along X, Y, Z; None: those of its largest patch.
-    """
-    if shape is None:
-        sizes = zip(*(patch.target.shape for patch in patches), strict=True)
-        shape = [max(of_axis) for of_axis in sizes]
-    image = patches[0].image.new_zeros((len(patches), len(patches[0].image), *shape))
-    target = patches[0].target.new_zeros((len(patches), *shape))
-    for index, patch in enumerate(patches):
-        x, y, z = (
-            slice((available - voxels) // 2, (available - voxels) // 2 + voxels)
-            for available, voxels in zip(shape, patch.target.shape, strict=True)
-        )
-        image[index, :, x, y, z] = patch.image
-        target[index, x, y, z] = patch.target
-    return Batch(image=image, target=target, names=tuple(patch.name for patch in patches))
-
-
 def padded_shape(shape: Shape, stride: Shape) -> Shape:
     """Return the smallest multiples of ``stride`` that hold ``shape``."""
     x, y, z = (-(-size // step) * step for size, step in zip(shape, stride, strict=True))
@@ -214,18 +216,8 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
     ]
 
 
-def _cut(
-    array: npt.NDArray[Any] | PackedLabel, corner: Sequence[int], box: Sequence[int]
-) -> npt.NDArray[Any]:
-    """Copy a box out of the last three axes of a stored array; zeros where it leaves the array."""
-    source, place = [], []
-    for first, voxels, available in zip(corner, box, array.shape[-3:], strict=True):
-        begin, end = max(first, 0), min(first + voxels, available)
-        source.append(slice(begin, end))
-        place.append(slice(begin - first, end - first))
-    part: npt.NDArray[Any] = array[..., source[0], source[1], source[2]]
-    if part.shape[-3:] == tuple(box):
-        return part if part.flags.writeable else part.copy()  # of a map
-    result = np.zeros((*array.shape[:-3], *box), array.dtype)
-    result[..., place[0], place[1], place[2]] = part
-    return result
+def _cut(array: Any, box: Region) -> npt.NDArray[Any]:
+    """Copy a box out of the last three axes of a stored array."""
+    x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
+    part: npt.NDArray[Any] = array[..., x, y, z]
+    return part if part.flags.writeable else part.copy()  # of a map

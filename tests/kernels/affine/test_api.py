@@ -1,7 +1,5 @@
 """Sampling of image and labels, against SciPy in float64 and interpolation of each class."""
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -10,69 +8,23 @@ from scipy import ndimage
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
-from unet3d.kernels.affine.api import sample_affine
-
-Array = npt.NDArray[np.float64]
-Shape = tuple[int, int, int]
-
-IDENTITY = np.eye(3)
-TURNED = Rotation.from_euler("xyz", [20, -15, 25], degrees=True).as_matrix()
-THICK = np.array([[0.9, 0.4, 0.0], [-0.35, 1.1, 0.0], [0.0, 0.0, 1.0]])
-MATRICES = {
-    "turned": TURNED,
-    "turned and larger": TURNED * 0.7,
-    "turned and smaller": TURNED @ np.diag([1.4, -1.4, 1.4]),
-    "turned in a plane of thick slices": THICK,
-    "scaled": np.diag([0.8, 1.25, 1.1]),
-    "scaled and mirrored": np.diag([-0.8, 1.25, -1.1]),
-    "spacing that differs": np.array([[0.9, 0.3, 1.5], [-0.3, 0.95, 0.2], [-0.1, 0.05, 0.9]]),
-    "axes exchanged": np.array([[0.0, 1.0, 0.0], [0.0, 0.0, -1.0], [1.0, 0.0, 0.0]]),
-}
-SIZES = [
-    ((13, 11, 17), (9, 14, 12)),
-    ((1, 9, 8), (7, 9, 1)),
-    ((40, 45, 37), (35, 33, 34)),
-    ((3, 2, 4), (33, 20, 37)),
-]
-
-
-def case(
-    shape: Shape,
-    channels: int = 1,
-    num_classes: int = 4,
-    dtype: torch.dtype = torch.float32,
-    label_dtype: torch.dtype = torch.uint8,
-) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(channels, *shape, generator=generator, dtype=torch.float64).to(dtype)
-    coarse = torch.randint(num_classes, [-(-size // 2) for size in shape], generator=generator)
-    for axis in range(3):
-        coarse = coarse.repeat_interleave(2, axis)
-    return image, coarse[: shape[0], : shape[1], : shape[2]].contiguous().to(label_dtype)
-
-
-def centred(matrix: Array, box: Shape, size: Shape) -> Array:
-    """Return the offset with which the centres of box and output meet."""
-    offset: Array = (np.array(box) - 1) / 2 - matrix @ ((np.array(size) - 1) / 2)
-    return offset
-
-
-def sampled(
-    image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
-    image_out = torch.full((len(image), *size), math.nan, dtype=dtype, device=image.device)
-    label_out = torch.full(size, 77, dtype=label.dtype, device=label.device)
-    rows = [tuple(row) for row in matrix.tolist()]
-    sample_affine(
-        image,
-        label,
-        matrix=(rows[0], rows[1], rows[2]),
-        offset=tuple(offset.tolist()),
-        image_out=image_out,
-        label_out=label_out,
-    )
-    return image_out, label_out
+from tests.kernels.affine.boxes import (
+    FLIPS,
+    IDENTITY,
+    MATRICES,
+    SHIFT,
+    SIZES,
+    TURNED,
+    Array,
+    Shape,
+    call,
+    case,
+    centred,
+    sampled,
+    sampled_with,
+)
+from unet3d.kernels import sample_affine
+from unet3d.kernels.affine import plain
 
 
 def linear(volume: Array, matrix: Array, offset: Array, size: Shape) -> Array:
@@ -91,25 +43,169 @@ def shares(label: Tensor, matrix: Array, offset: Array, size: Shape) -> tuple[Ar
     return classes, np.stack(found)
 
 
-def check(
-    image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape, atol: float = 2e-6
-) -> None:
+def check(image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shape) -> None:
     image_out, label_out = sampled(image, label, matrix, offset, size)
+    atol = 1e-6 * (1 + float(image.abs().max()))
     for channel, out in zip(image.double().numpy(), image_out.numpy(), strict=True):
         np.testing.assert_allclose(out, linear(channel, matrix, offset, size), rtol=0, atol=atol)
     classes, parts = shares(label, matrix, offset, size)
-    if len(classes) == 1:
-        assert torch.equal(label_out, torch.zeros_like(label_out))
-        return
-    first, second = np.sort(parts, 0)[-2:][::-1]
-    clear = first - second > 1e-5
-    expected = classes[parts.argmax(0)]
-    assert clear.mean() > 0.9 or not clear.any() or np.allclose(matrix.round(2), matrix)
-    np.testing.assert_array_equal(label_out.numpy()[clear], expected[clear])
+    strongest = np.sort(np.concatenate([np.zeros((1, *size)), parts]), 0)
+    is_clear = strongest[-1] - strongest[-2] > 1e-5
+    assert is_clear.mean() > 0.95
+    np.testing.assert_array_equal(label_out.numpy()[is_clear], classes[parts.argmax(0)][is_clear])
 
 
 @pytest.mark.parametrize(("box", "size"), SIZES, ids=str)
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
 def test_image_and_labels_are_interpolated(matrix: Array, box: Shape, size: Shape) -> None:
     image, label = case(box, channels=2)
-    check(image, label, matrix, centred(matrix, box, size) + [0.123, -0.2, 0.31], size)
+    check(image, label, matrix, centred(matrix, box, size) + SHIFT, size)
+
+
+@pytest.mark.parametrize("label_dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_every_type_is_sampled(dtype: torch.dtype, label_dtype: torch.dtype) -> None:
+    box, size = (20, 23, 21), (17, 16, 19)
+    image, label = case(box, 3, 9, dtype, label_dtype)
+    check(image, label, TURNED, centred(TURNED, box, size), size)
+
+
+@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.7, 0.9, 1.2])], ids=["turned", "scaled"])
+def test_any_number_of_classes_votes(matrix: Array) -> None:
+    box, size = (24, 22, 21), (20, 21, 22)
+    image, label = case(box, 1, 700, label_dtype=torch.int64)
+    label += 2**40 * (label > 0)  # more than a float or an int32 tells apart
+    assert len(label.unique()) > 400
+    check(image, label, matrix, centred(matrix, box, size) + SHIFT, size)
+
+
+def test_positions_of_a_large_volume_are_exact() -> None:
+    box, size = (170, 33, 150), (150, 5, 131)
+    matrix = Rotation.from_euler("y", 17, degrees=True).as_matrix()
+    image, label = case(box)
+    check(image, label, matrix, centred(matrix, box, size), size)
+
+
+def test_float64_is_interpolated_as_such() -> None:
+    box, size = (19, 20, 21), (16, 17, 18)
+    image, label = case(box, dtype=torch.float64)
+    matrix = np.diag([0.75, 1.25, 0.5])  # positions without rounding
+    offset = np.array([1.125, -0.25, 3.5])
+    image_out, _ = sampled(image, label, matrix, offset, size)
+    expected = linear(image[0].numpy(), matrix, offset, size)
+    np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("matrix", [TURNED, np.diag([0.8, 1.1, 1.0]), IDENTITY])
+def test_all_around_the_box_is_zero(matrix: Array) -> None:
+    image, label = case((4, 3, 5))
+    found = sampled(image[:, :0], label[:0], matrix, np.zeros(3), (5, 4, 3))
+    assert not found[0].any() and not found[1].any()
+    for offset in ([1e3, 0.0, 0.0], [0.0, -400.0, 0.0], [7.0, 7.0, 1e12]):
+        image_out, label_out = sampled(image + 9, label + 1, matrix, np.array(offset), (9, 8, 7))
+        assert not image_out.any() and not label_out.any()
+
+
+def test_a_step_of_thousands_of_voxels_takes_no_memory_for_them() -> None:
+    image, label = case((40, 41, 42))
+    matrix = np.array([[5e4, -3e3, 20.0], [2e4, 7e3, -5e4], [3e4, -20.0, 1e3]])
+    image_out, _ = sampled(image, label, matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
+    expected = linear(image[0].double().numpy(), matrix, np.array([20.3, 19.6, 21.5]), (6, 7, 5))
+    assert np.count_nonzero(expected) == 1
+    np.testing.assert_allclose(image_out[0].numpy(), expected, rtol=0, atol=1e-3)
+
+
+def mirrored(
+    box: Tensor, signs: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]
+) -> Tensor:
+    """Return what is at ``sign * o + offset``, by a loop over the output."""
+    out = torch.zeros((len(box), *size), dtype=box.dtype)
+    for place in np.ndindex(*size):
+        at = [sign * o + first for sign, o, first in zip(signs, place, offset, strict=True)]
+        if all(0 <= i < n for i, n in zip(at, box.shape[1:], strict=True)):
+            out[:, *place] = box[:, *at]
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("signs", FLIPS, ids=str)
+@pytest.mark.parametrize("first", [(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 30, 0)], ids=str)
+def test_flips_copy_to_the_bit(
+    first: tuple[int, ...], signs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    box, size = (7, 6, 9), (6, 8, 7)
+    image, label = case(box, 2, dtype=dtype)
+    offset = tuple(i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True))
+    given = (np.diag(signs).astype(float), np.array(offset, float), size)
+    image_out, label_out = sampled(image, label, *given)
+    assert torch.equal(image_out.to(dtype), mirrored(image, signs, offset, size))
+    assert torch.equal(label_out, mirrored(label[None], signs, offset, size)[0])
+    plain_out = sampled_with(plain.sample, image, label, *given)
+    assert torch.equal(plain_out[0], image_out) and torch.equal(plain_out[1], label_out)
+
+
+def test_of_equal_shares_the_smallest_class_wins() -> None:
+    image, _ = case((2, 3, 2))
+    label = torch.tensor([5, 2, 9, 2, 5, 9, 9, 5, 2, 5, 2, 9], dtype=torch.uint8).view(2, 3, 2)
+    for angle in (0.0, 0.3):  # through a lattice and through any positions
+        matrix = Rotation.from_euler("z", angle).as_matrix()
+        half = np.array([0.5, 0.5, 0.5])
+        _, label_out = sampled(image, label, matrix, half, (1, 1, 1))
+        corners = label[:2, :2, :2].flatten().tolist()
+        tied = [k for k in corners if corners.count(k) == max(map(corners.count, corners))]
+        assert len(set(tied)) > 1 and label_out.item() == min(tied)
+
+
+def test_outputs_may_be_samples_of_a_batch() -> None:
+    box, size = (70, 20, 22), (66, 17, 19)
+    image, label = case(box, 2)
+    offset = centred(TURNED, box, size)
+    expected = sampled(image, label, TURNED, offset, size)
+    images, labels = torch.full((3, 2, *size), 7.0), torch.full((3, *size), 7, dtype=torch.uint8)
+    call(sample_affine, image, label, TURNED, offset, images[1], labels[1])
+    assert torch.equal(images[1], expected[0]) and torch.equal(labels[1], expected[1])
+    for other in (0, 2):
+        assert (images[other] == 7).all() and (labels[other] == 7).all()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    image, label = case((4, 5, 6), 2)
+    outputs = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)
+    wrong = [
+        (image.int(), label, *outputs),
+        (image, label.int(), outputs[0], outputs[1].int()),
+        (image.double(), label, *outputs),
+        (image, label[1:], *outputs),
+        (image[:1], label, *outputs),
+        (image, label, outputs[0][:, 1:], outputs[1]),
+        (image.transpose(1, 2), label.transpose(0, 1), *outputs),
+    ]
+    for image, label, image_out, label_out in wrong:
+        with pytest.raises(ValueError):
+            call(sample_affine, image, label, IDENTITY, np.zeros(3), image_out, label_out)
+
+
+def test_small_objects_keep_their_shape_better_than_with_the_nearest_label() -> None:
+    """A ball of radius 3, turned about a point beside it: Dice to the ball that was turned."""
+    generator = np.random.default_rng(0)
+    box = size = (21, 21, 21)
+    places = np.moveaxis(np.indices(size), 0, -1)
+    middle = np.full(3, 10.0)
+    scores = []
+    for _ in range(40):
+        centre = middle + generator.uniform(-3, 3, 3)
+        ball = np.linalg.norm(places - centre, axis=-1) <= 3
+        matrix = Rotation.random(random_state=int(generator.integers(2**31))).as_matrix()
+        offset = middle - matrix @ middle
+        label = torch.from_numpy(ball.astype(np.uint8))
+        _, found = sampled(torch.zeros(1, *box), label, matrix, offset, size)
+        at = places @ matrix.T + offset
+        truth = np.linalg.norm(at - centre, axis=-1) <= 3
+        nearest = ndimage.map_coordinates(ball, np.moveaxis(at, -1, 0), order=0)
+        scores.append([dice(found.numpy() > 0, truth), dice(nearest, truth)])
+    voted, nearest = np.mean(scores, 0)
+    assert voted > 0.91 and voted > nearest + 0.02
+
+
+def dice(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> float:
+    return float(2 * (a & b).sum() / (a.sum() + b.sum()))

@@ -33,7 +33,7 @@ def sample_affine(
     is 0; between a voxel at its border and the outside is interpolated as between two voxels. Where
     the matrix mirrors or changes nothing and the offset is whole, voxels are copied as they are.
 
-    Nothing waits for a GPU. Its results differ from a CPU's by rounding only.
+    With Triton nothing waits for a GPU. Its results differ from a CPU's by rounding only.
 
     Args:
         image: (C, X, Y, Z), contiguous; float16, float32 or float64.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unet3d.kernels.affine.geometry import EQUAL_SHARES, Matrix, Offset
 
-BLOCK_VOXELS = 256
+BLOCK_VOXELS = 128
 
 
 @triton.jit
@@ -70,17 +70,18 @@ def _sample(
     u = u.to(number)
     v = v.to(number)
     w = w.to(number)
-    first = (i.to(index) * Y + j) * Z + k
+    plane = Y.to(index) * Z
+    first = i * plane + j.to(index) * Z + k
     places = ()
     weights = ()
     are_read = ()
     for corner in tl.static_range(8):
-        a: tl.constexpr = corner // 4
-        b: tl.constexpr = corner // 2 % 2
-        c: tl.constexpr = corner % 2
+        a = corner // 4
+        b = corner // 2 % 2
+        c = corner % 2
         weight = (u if a else 1 - u) * (v if b else 1 - v) * (w if c else 1 - w)
         is_inside = (i >= -a) & (i < X - a) & (j >= -b) & (j < Y - b) & (k >= -c) & (k < Z - c)
-        places = places + (first + (a * Y + b) * Z + c,)
+        places = places + (first + a * plane + b * Z + c,)
         weights = weights + (weight,)
         are_read = are_read + (is_inside & is_voxel & (weight > 0),)
     classes = ()
@@ -88,7 +89,7 @@ def _sample(
         own = tl.load(label + places[corner], mask=are_read[corner], other=0)
         classes = classes + (own,)
     tl.store(label_out + at, _largest_share(classes, weights, EQUAL), mask=is_voxel)
-    box = X.to(tl.int64) * Y * Z
+    box = X.to(tl.int64) * plane
     for _ in range(C):
         value = tl.zeros((BV,), number)
         for corner in tl.static_range(8):

@@ -1,0 +1,105 @@
+"""Sampling on a GPU against a CPU, which is tested against SciPy."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu_waits import refused_waits
+from tests.kernels.affine.boxes import (
+    FLIPS,
+    IDENTITY,
+    MATRICES,
+    SHIFT,
+    SIZES,
+    TURNED,
+    Array,
+    Shape,
+    call,
+    case,
+    centred,
+    sampled,
+    sampled_with,
+)
+from unet3d.kernels import sample_affine
+from unet3d.kernels.affine import plain
+
+
+def kernel_sample(*boxes: Tensor, **given: Any) -> None:
+    from unet3d.kernels.affine import kernel
+
+    kernel.sample(*boxes, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "label_dtype"),
+    [(torch.float16, torch.uint8), (torch.float32, torch.int64), (torch.float64, torch.uint8)],
+)
+@pytest.mark.parametrize(("box", "size"), [*SIZES, ((150, 70, 90), (131, 65, 77))], ids=str)
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
+def test_a_gpu_samples_the_same(
+    matrix: Array, box: Shape, size: Shape, dtype: torch.dtype, label_dtype: torch.dtype
+) -> None:
+    classes = 4 if label_dtype == torch.uint8 else 700
+    image, label = case(box, 2, classes, dtype, label_dtype)
+    offset = centred(matrix, box, size) + SHIFT
+    expected = sampled(image, label, matrix, offset, size)
+    for function in (sample_affine, kernel_sample, plain.sample):
+        found = sampled_with(function, image.cuda(), label.cuda(), matrix, offset, size)
+        torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
+        # Between two shares that are equal but for rounding, either may win.
+        assert (found[1].cpu() == expected[1]).double().mean() > 0.9995
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("signs", FLIPS, ids=str)
+@pytest.mark.parametrize("first", [(0, 0, 0), (2, -1, 3), (0, 300, 0)], ids=str)
+def test_flips_on_a_gpu_copy_to_the_bit(first: tuple[int, ...], signs: tuple[int, ...]) -> None:
+    box, size = (37, 40, 41), (33, 45, 39)
+    image, label = case(box, 3, dtype=torch.float16)
+    offset = [i if s > 0 else i + n - 1 for i, s, n in zip(first, signs, size, strict=True)]
+    given = (np.diag(signs).astype(float), np.array(offset, float), size)
+    expected = sampled(image, label, *given)
+    found = sampled(image.cuda(), label.cuda(), *given)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_gpu_compiles_once_and_does_not_wait() -> None:
+    from unet3d.kernels.affine import kernel
+
+    kernel._sample.device_caches.clear()
+    generator = np.random.default_rng(0)
+    torch.cuda.synchronize()
+    for channels, box, size in [(1, (1, 16, 32), (16, 16, 16)), (3, (20, 17, 31), (9, 1, 7))]:
+        image, label = case(box, channels)
+        image, label = image.cuda(), label.cuda()
+        images = torch.zeros(2, channels, *size, device="cuda")
+        labels = torch.zeros(2, *size, dtype=torch.uint8, device="cuda")
+        for matrix in (IDENTITY, TURNED, np.diag(generator.uniform(-1, 1, 3))):
+            for sample in range(2):
+                offset = generator.integers(0, 3, 3).astype(float)
+                given = (image, label, matrix, offset, images[sample], labels[sample])
+                with refused_waits():
+                    call(sample_affine, *given)
+    (compiled, *_) = kernel._sample.device_caches[torch.cuda.current_device()]
+    assert len(compiled) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpu_samples_beyond_what_an_int32_counts() -> None:
+    box, size = (1300, 1290, 1290), (5, 6, 7)
+    label = torch.zeros(box, dtype=torch.uint8, device="cuda")
+    image = torch.zeros(1, *box, dtype=torch.float16, device="cuda")
+    assert label.numel() > 2**31
+    ends = (slice(-9, None),) * 3
+    small, labels = case((9, 9, 9))
+    image[0][ends], label[ends] = small[0].half().cuda(), labels.cuda()
+    offset = centred(TURNED, (9, 9, 9), size)
+    expected = sampled(small.half(), labels, TURNED, offset, size)
+    found = sampled(image, label, TURNED, offset + np.array(box) - 9, size)
+    torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
+    assert torch.equal(found[1].cpu(), expected[1])

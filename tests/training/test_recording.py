@@ -1,0 +1,87 @@
+"""Who writes what a run tells of itself, and when; what is in it, ``test_job`` sees."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rank_threads import in_threads
+from unet3d.config import Config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training import recording
+from unet3d.training.recording import RunRecorder
+from unet3d.training.state import TrainingState
+
+METRICS = {
+    "epoch": 1,
+    "loss": 0.5,
+    "dice_loss": 0.25,
+    "cross_entropy": 0.25,
+    "seconds": 2.0,
+    "waited_seconds": 1.0,
+    "learning_rate": 0.01,
+}
+FILES = {
+    "config.yaml",
+    "data.json",
+    "metrics.jsonl",
+    "progress.png",
+    "summary.json",
+    "tensorboard",
+}
+
+
+@pytest.fixture(autouse=True)
+def _record_of_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "data_record", lambda experiment: {})
+
+
+def recorder(group: Group, folder: Path) -> RunRecorder:
+    experiment: Any = SimpleNamespace(config=Config())
+    executor: Any = SimpleNamespace(slots=[SimpleNamespace(device=torch.device("cpu"))])
+    return RunRecorder(
+        experiment=experiment,
+        executor=executor,
+        folder=RunFolder(folder),
+        precision="float32",
+        group=group,
+    )
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    def record(group: Group) -> None:
+        folder = tmp_path / str(group.ranks.rank)
+        folder.mkdir()
+        one = recorder(group, folder)
+        one.begin()
+        one.write_epoch(METRICS)
+        one.draw_progress()
+        one.write_summary(TrainingState())
+
+    in_threads(2, record)
+    assert {path.name for path in (tmp_path / "0").iterdir()} == FILES
+    assert list((tmp_path / "1").iterdir()) == []
+
+
+def test_it_begins_once(tmp_path: Path) -> None:
+    one = recorder(Group(Ranks()), tmp_path)
+    one.begin()
+    (tmp_path / "config.yaml").unlink()
+    one.begin()
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp_path: Path) -> None:
+    first = recorder(Group(Ranks()), tmp_path)
+    first.begin()
+    for epoch in (1, 2, 3):
+        first.write_epoch(METRICS | {"epoch": epoch})
+    again = recorder(Group(Ranks()), tmp_path)
+    again.resumed_epoch = 2
+    assert len(RunFolder(tmp_path).read_metrics()) == 3  # nothing was written yet
+    again.begin()
+    assert [line["epoch"] for line in RunFolder(tmp_path).read_metrics()] == [1, 2]

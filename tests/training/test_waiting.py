@@ -1,0 +1,364 @@
+"""What is measured of a device that waits for data, and what is said about it."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tests.trainings import run, settings
+from unet3d.model import LossTerms
+from unet3d.reports.progress import INDENT, MAX_COLUMNS
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training import waiting
+from unet3d.training.job import train
+from unet3d.training.loop import TrainingLoop
+from unet3d.training.waiting import DataClock, Loading
+from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BATCH = Batch(
+    image=torch.zeros(1, 1, 2, 2, 2),
+    target=torch.zeros(1, 2, 2, 2, dtype=torch.uint8),
+    names=("a",),
+)
+
+
+class Machine:
+    """A host with a clock and a GPU that works behind it, both in seconds of the same time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.gpu_free = 100.0
+        self.num_waits = 0
+        machine = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self, stream: object) -> None:
+                assert stream == ("stream of", GPU)
+                self.seconds = machine.gpu_free = max(machine.now, machine.gpu_free)
+
+            def synchronize(self) -> None:
+                machine.num_waits += 1
+                machine.now = max(machine.now, self.seconds)
+
+            def elapsed_time(self, end: "Event") -> float:
+                assert max(self.seconds, end.seconds) <= machine.now, "not complete"
+                return 1000 * (end.seconds - self.seconds)
+
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
+
+    def batches(self, *seconds: float) -> Iterator[Batch]:
+        """Yield batches, each after some time on the host."""
+        for one in seconds:
+            self.now += one
+            yield BATCH
+
+    def compute(self, seconds: float) -> None:
+        """Launch a step, which takes the host 1 ms."""
+        self.now += 0.001
+        self.gpu_free = max(self.now, self.gpu_free) + seconds
+
+
+def test_a_gpu_waits_only_while_it_has_no_step_to_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), DataClock(GPU)
+    for _ in clock.timed(machine.batches(0.5, 0.3, 0.1, 0.1, 0.6)):
+        machine.compute(0.2)
+    assert machine.num_waits == 0  # nor is there a wait in each step
+    # The first batch; 0.3 - 0.2; then the GPU is behind by 0.1, by 0.2, and by 0.4 of the 0.6.
+    assert clock.read() == pytest.approx(0.5 + 0.1 + 0.0 + 0.0 + 0.2, abs=0.01)
+    assert machine.num_waits == 1
+    assert clock.read() == 0.0
+
+
+def test_what_comes_between_the_batches_is_not_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    for device in (GPU, CPU):
+        clock = DataClock(device)
+        for _ in clock.timed(machine.batches(0.25, 0.25)):
+            machine.compute(0.001)
+            machine.now += 5.0  # a checkpoint is saved, or a CPU computes the step
+        machine.now += 7.0  # a validation
+        for _ in clock.timed(machine.batches(0.5)):
+            machine.compute(0.001)
+        assert clock.read() == pytest.approx(1.0), device
+
+
+def test_the_first_batch_of_all_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, clock = Machine(monkeypatch), DataClock(CPU)
+    assert clock.take_start() == 0.0
+    for _ in range(2):
+        assert len(list(clock.timed(machine.batches(3.0, 0.5)))) == 2
+    assert clock.take_start() == pytest.approx(3.0)
+    list(clock.timed(machine.batches(3.0)))
+    assert clock.take_start() == 0.0
+    assert clock.read() == pytest.approx(10.0)
+
+
+def loading(**changes: Any) -> Loading:
+    values: dict[str, Any] = {
+        "devices": (GPU,),
+        "num_workers": 2,
+        "num_ranks": 1,
+        "augments_on_cpu": False,
+    }
+    return Loading(**values | changes)
+
+
+@pytest.fixture
+def machine_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Pretend that there are so many cores, of which a CPU's network uses some."""
+    before = torch.get_num_threads()
+
+    def pretend(num_cores: int, threads: int) -> None:
+        monkeypatch.setattr(waiting, "num_cores", lambda: num_cores)
+        torch.set_num_threads(threads)
+
+    yield pretend
+    torch.set_num_threads(before)
+
+
+def epoch(seconds: float, waited_seconds: float) -> dict[str, float]:
+    return {"seconds": seconds, "waited_seconds": waited_seconds}
+
+
+@pytest.mark.parametrize(
+    ("cores", "changes", "expected"),
+    [
+        (16, {}, "more data.num_workers (now 2)"),
+        (16, {"num_workers": 0}, "more data.num_workers (now 0)"),
+        (16, {"num_workers": 15}, "more cores, or data.cache on a faster disk"),
+        (16, {"num_ranks": 8}, "more cores, or data.cache on a faster disk"),
+        (16, {"augments_on_cpu": True}, "patches.augmentation.device=gpu"),
+        (1, {"num_workers": 0}, "more cores, or data.cache on a faster disk"),
+    ],
+)
+def test_a_gpu_that_waits_is_told_what_helps(
+    machine_of: Callable[[int, int], None], cores: int, changes: dict[str, Any], expected: str
+) -> None:
+    machine_of(cores, 1)
+    note = loading(**changes).note(epoch(20.0, 6.8), 100, 0.0)
+    assert note == f"waited 34 % for data: try {expected}"
+    longest = loading(**changes).note(epoch(20.0, 20.0), 100, 0.0)
+    assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "changes", "share", "is_worth_it"),
+    [
+        (2, 2, {}, 0.5, False),  # with a process beside it the network takes twice as long
+        (2, 2, {}, 0.7, True),
+        (16, 16, {}, 0.15, False),
+        (16, 16, {}, 0.17, True),
+        (16, 8, {}, 0.15, True),  # the user has left cores for it
+        (16, 14, {"num_workers": 2}, 0.15, False),
+        (1, 1, {}, 1.0, False),
+        (16, 1, {"num_workers": 15}, 1.0, False),
+        (16, 2, {"num_ranks": 8}, 0.5, False),
+        (16, 2, {"num_ranks": 8, "augments_on_cpu": True}, 0.7, True),
+        (16, 16, {"devices": (CPU, GPU)}, 0.15, False),
+    ],
+)
+def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
+    machine_of: Callable[[int, int], None],
+    cores: int,
+    threads: int,
+    changes: dict[str, Any],
+    share: float,
+    is_worth_it: bool,
+) -> None:
+    machine_of(cores, threads)
+    changed = loading(**{"devices": (CPU,), "num_workers": 0} | changes)
+    note = changed.note(epoch(10.0, 10.0 * share), 100, 0.0)
+    more = f"more data.num_workers (now {changed.num_workers})"
+    expected = f"waited {100 * share:.0f} % for data: try {more}"
+    assert note == (expected if is_worth_it else None)
+
+
+@pytest.mark.parametrize(
+    ("waited", "epochs", "start", "is_told"),
+    [
+        (1.0, 1000, 0.0, False),  # a tenth
+        (1.01, 1000, 0.0, True),
+        (5.0, 11, 0.0, False),  # less than a minute of the whole training
+        (5.0, 12, 0.0, True),
+        (5.0, 1000, 4.5, False),  # what is left of it is 0.5 of 5.5 s
+        (5.0, 1000, 4.0, True),
+        (4.0, 1000, 5.0, False),  # other ranks were faster to start
+    ],
+)
+def test_little_is_not_told(
+    machine_of: Callable[[int, int], None],
+    waited: float,
+    epochs: int,
+    start: float,
+    is_told: bool,
+) -> None:
+    machine_of(16, 1)
+    assert (loading().note(epoch(10.0, waited), epochs, start) is not None) == is_told
+
+
+DEVICES = [pytest.param("cpu"), pytest.param("0", marks=pytest.mark.gpu)]
+LATE_SECONDS = 0.1
+
+
+def late_batches(monkeypatch: pytest.MonkeyPatch, seconds: float = LATE_SECONDS) -> None:
+    """Make every batch late, whoever cuts it."""
+    batches = PatchLoader.epoch
+
+    def late(self: PatchLoader, *where: Any, **options: Any) -> Iterator[Batch]:
+        for batch in batches(self, *where, **options):
+            time.sleep(seconds)
+            yield batch
+
+    monkeypatch.setattr(PatchLoader, "epoch", late)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    late_batches(monkeypatch)
+    config = settings(cache, f"parallel.devices={device}", "training.save_every_seconds=0")
+    folder, step, done = tmp_path / "run", TrainingLoop._step, []
+
+    def failing(self: TrainingLoop, batch: Batch) -> LossTerms:
+        if len(done) == 6:
+            raise KeyboardInterrupt
+        done.append(batch)
+        return step(self, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainingLoop, "_step", failing)
+        run(config, folder)
+    state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
+    assert (state["epoch"], state["step"]) == (1, 2)
+    # 2 and 4 batches; on a GPU, one that still computes waits less.
+    assert 1.0 * LATE_SECONDS < state["waited_seconds"] < state["seconds"]
+    assert 3.0 * LATE_SECONDS < state["total_waited_seconds"] < state["total_seconds"]
+    run(config, folder, resume=True)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert 3.0 * LATE_SECONDS < line["waited_seconds"] < line["seconds"], line
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["waited_seconds"] == pytest.approx(sum(line["waited_seconds"] for line in lines))
+    assert summary["waited_seconds"] < summary["training_seconds"]
+
+
+@pytest.mark.trains
+def test_a_run_of_a_version_that_did_not_measure_it_goes_on(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(settings(cache, "training.epochs=2"), folder)
+    path = folder / "checkpoint-latest.pt"
+    content = torch.load(path, weights_only=True)
+    del content["training"]["state"]["waited_seconds"]
+    del content["training"]["state"]["total_waited_seconds"]
+    torch.save(content, path)
+    run(settings(cache), folder, resume=True)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert last["epoch"] == 3
+    assert summary["waited_seconds"] == last["waited_seconds"] > 0
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_training_whose_batches_are_there_does_not_wait(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    batches = PatchLoader.epoch
+    step = TrainingLoop._step
+
+    def there(self: PatchLoader, *where: Any, **options: Any) -> Iterator[Batch]:
+        kept = self.__dict__.setdefault("kept", [])
+        kept += [] if kept else batches(self, 0)
+        yield from kept
+
+    def long(self: TrainingLoop, batch: Batch) -> LossTerms:
+        time.sleep(0.02)
+        return step(self, batch)
+
+    monkeypatch.setattr(PatchLoader, "epoch", there)
+    monkeypatch.setattr(TrainingLoop, "_step", long)
+    run(settings(cache, f"parallel.devices={device}"), tmp_path / "run")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines[1:]):
+        assert 0 <= line["waited_seconds"] < 0.05 * line["seconds"], line
+
+
+@pytest.mark.trains
+def test_the_log_of_a_training_says_what_helps(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine_of: Callable[[int, int], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine_of(16, 1)
+    monkeypatch.setattr(waiting, "MIN_SECONDS", 0.0)
+    late_batches(monkeypatch)
+    config = settings(cache, "training.epochs=1")
+    with caplog.at_level("INFO", logger="unet3d"), open(os.devnull, "w") as nowhere:
+        train(config, RunFolder(tmp_path / "run"), False, Console(file=nowhere), quiet=False)
+    messages = [record.message for record in caplog.records]
+    where = next(i for i, text in enumerate(messages) if text.startswith("epoch 1/1: loss"))
+    note = next(text for text in messages[where:] if " for data" in text)
+    assert note.startswith(f"{INDENT}waited ")
+    assert note.endswith(" % for data: try more data.num_workers (now 0)")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("load_seconds", "least", "most"), [(0.05, 0.3, 0.95), (0.001, 0.0, 0.05)])
+def test_the_share_that_a_gpu_waits_is_what_it_does_not_compute(
+    load_seconds: float, least: float, most: float
+) -> None:
+    num_steps = 40
+    cycles = cycles_of(0.02)
+    clock, busy = DataClock(GPU), []
+
+    def batches(count: int) -> Iterator[Batch]:
+        for _ in range(count):
+            time.sleep(load_seconds)
+            yield BATCH
+
+    list(clock.timed(batches(1)))
+    torch.cuda.synchronize()
+    clock.read()
+    began = time.monotonic()
+    for _ in clock.timed(batches(num_steps)):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        torch.cuda._sleep(cycles)
+        events[1].record()
+        busy.append(events)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - began
+    computed = sum(first.elapsed_time(last) for first, last in busy) / 1000
+    waited = clock.read()
+    assert waited == pytest.approx(seconds - computed, abs=0.05 * seconds)
+    assert least <= waited / seconds <= most
+
+
+def cycles_of(seconds: float) -> int:
+    """Return how many cycles the GPU sleeps for in a time."""
+    tried = 10**7
+    torch.cuda._sleep(tried)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    torch.cuda._sleep(tried)
+    last.record()
+    torch.cuda.synchronize()
+    return round(tried * seconds / (first.elapsed_time(last) / 1000))

@@ -1,0 +1,208 @@
+import threading
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu_waits import refused_waits
+from unet3d.config import AugmentationSettings, Shape, Spacing
+from unet3d.volumes.augment import AugmentationDraw, Cut, Merge, Region, augment
+from unet3d.volumes.augment.cut import Placement, with_margin
+from unet3d.volumes.augment.filters import ChannelFilters
+
+NAMES = (
+    *("rotation", "scaling", "noise", "blur", "brightness"),
+    *("contrast", "low_resolution", "inverted_gamma", "gamma"),
+)
+ALWAYS = AugmentationDraw(
+    AugmentationSettings.model_validate(
+        {**{f"{name}_probability": 1.0 for name in NAMES}, "mirror_axes": ("x", "y", "z")}
+    )
+)
+SPACING: Spacing = (1.0, 1.2, 0.8)
+
+
+def volume(num_channels: int, shape: Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+    rng = np.random.default_rng(seed)
+    image = torch.from_numpy(rng.normal(size=(num_channels, *shape)).astype(np.float16))
+    return image, torch.from_numpy(rng.integers(0, 5, shape).astype(np.uint8))
+
+
+def cut_of(
+    image: Tensor,
+    label: Tensor,
+    size: Shape,
+    start: Shape,
+    seed: int,
+    region: Region | None = None,
+    spacing: Spacing = SPACING,
+) -> Cut:
+    rng = np.random.default_rng(seed)
+    placement = Placement.centred(ALWAYS.matrix(rng, size, spacing), start, size)
+    channels = ALWAYS.channels(rng, len(image), spacing)
+    part = region or Region(start=(0, 0, 0), stop=size)
+    x, y, z = label.shape
+    filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
+    box = placement.box(with_margin(part, filters, size), (x, y, z))
+    inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return Cut(
+        image=image[:, *inside].contiguous(),
+        label=label[inside].contiguous(),
+        placement=placement.moved(box.start),
+        channels=channels,
+        filters=filters,
+        size=size,
+        name="case",
+    )
+
+
+def made(
+    cuts: list[Cut], shape: Shape, region: Region | None = None, merge: Merge | None = None
+) -> tuple[Tensor, Tensor]:
+    image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
+    target = cuts[0].label.new_full((len(cuts), *shape), 77)
+    if cuts[0].image.is_cuda:
+        image = image.cuda()
+    augment(cuts, image, target, region, merge)
+    return image, target
+
+
+def test_a_sample_does_not_depend_on_its_batch() -> None:
+    image, label = volume(2, (30, 28, 26))
+    size = (16, 12, 14)
+    cuts = [cut_of(image, label, size, (5, 6, 7), seed) for seed in range(4)]
+    together = made(cuts, size)
+    assert torch.isfinite(together[0]).all()
+    for number, cut in enumerate(cuts):
+        alone = made([cut], size)
+        assert torch.equal(alone[0][0], together[0][number])
+        assert torch.equal(alone[1][0], together[1][number])
+    assert not torch.equal(together[0][0], together[0][1])
+
+
+def test_it_is_pure() -> None:
+    image, label = volume(1, (30, 28, 26))
+    cut = cut_of(image, label, (16, 12, 14), (5, 6, 7), 3)
+    before = cut.image.clone(), cut.label.clone()
+    state = torch.get_rng_state()
+    first, second = made([cut], (16, 12, 14)), made([cut], (16, 12, 14))
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert torch.equal(cut.image, before[0]) and torch.equal(cut.label, before[1])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:
+    image, label = volume(1, (30, 28, 26))
+    small, large = (16, 12, 14), (12, 12, 12)
+    cuts = [cut_of(image, label, small, (5, 6, 7), 0), cut_of(image, label, large, (5, 6, 7), 1)]
+    images, targets = made(cuts, (18, 12, 14))
+    alone = made(cuts[:1], small), made(cuts[1:], large)
+    assert torch.equal(images[0, :, 1:17], alone[0][0][0])
+    assert torch.equal(targets[1, 3:15, :, 1:13], alone[1][1][0])
+    assert images[0, :, 0].abs().max() == images[0, :, 17].abs().max() == 0
+    assert images[1, :, :3].abs().max() == 0 and targets[1, :, :, 0].max() == 0
+
+
+class Parts:
+    """Merges what threads hand in, as ranks of one volume would."""
+
+    def __init__(self, number: int) -> None:
+        self._barrier = threading.Barrier(number)
+        self._handed: dict[int, Tensor] = {}
+
+    def merge(self, numbers: Tensor, how: Literal["sum", "max"]) -> Tensor:
+        self._handed[threading.get_ident()] = numbers
+        self._barrier.wait(timeout=30)
+        stacked = torch.stack([self._handed[key] for key in sorted(self._handed)])
+        self._barrier.wait(timeout=30)
+        return stacked.sum(dim=0) if how == "sum" else stacked.amax(dim=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slabs_are_those_of_the_whole_patch(seed: int) -> None:
+    """Each is made from a cut of its own, as a rank makes its part of a large patch."""
+    image, label = volume(2, (60, 28, 26))
+    size = (40, 20, 22)
+    whole = made([cut_of(image, label, size, (8, 4, 2), seed)], size)
+    bounds = [(0, 13), (13, 20), (20, 40)]
+    parts = Parts(len(bounds))
+    results: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def work(first: int, last: int) -> None:
+        region = Region(start=(first, 0, 0), stop=(last, 20, 22))
+        cut = cut_of(image, label, size, (8, 4, 2), seed, region)
+        results[first] = made([cut], (last - first, 20, 22), region, parts.merge)
+
+    threads = [threading.Thread(target=work, args=bound) for bound in bounds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for first, last in bounds:
+        slab_image, slab_target = results[first]
+        torch.testing.assert_close(slab_image, whole[0][:, :, first:last], rtol=0, atol=2e-5)
+        assert (slab_target != whole[1][:, first:last]).float().mean() < 1e-3  # ties by rounding
+
+
+@pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])
+def test_tiny_patches_survive_everything(shape: Shape) -> None:
+    image, label = volume(3, (5, 4, 6))
+    images, targets = made([cut_of(image, label, shape, (-2, 0, 1), s) for s in range(6)], shape)
+    assert torch.isfinite(images).all() and targets.max() <= 4
+
+
+def test_constant_patches_survive_everything() -> None:
+    label = torch.zeros(20, 20, 20, dtype=torch.uint8)
+    image = torch.zeros(1, 20, 20, 20)
+    assert torch.isfinite(
+        made([cut_of(image, label, (16, 16, 16), (2, 2, 2), 0)], (16,) * 3)[0]
+    ).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*NAMES, "mirror", "everything"])
+@pytest.mark.parametrize(
+    ("size", "spacing"), [((33, 47, 29), SPACING), ((50, 31, 9), (0.8, 0.8, 4.0))]
+)
+def test_a_gpu_makes_what_a_cpu_makes(name: str, size: Shape, spacing: Spacing) -> None:
+    values = {f"{other}_probability": float(name in (other, "everything")) for other in NAMES}
+    mirror = ("x", "y", "z") if name in ("mirror", "everything") else ()
+    drawing = AugmentationDraw(
+        AugmentationSettings.model_validate({**values, "mirror_axes": mirror})
+    )
+    image, label = volume(3, (60, 58, 40))
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        placement = Placement.centred(drawing.matrix(rng, size, spacing), (6, 4, 8), size)
+        channels = drawing.channels(rng, 3, spacing)
+        cut = Cut(
+            image=image,
+            label=label,
+            placement=placement,
+            channels=channels,
+            filters=tuple(ChannelFilters.of(channel, size) for channel in channels),
+            size=size,
+            name="case",
+        )
+        on_cpu = made([cut], size)
+        on_gpu = made([cut.to(torch.device("cuda", 0))], size)
+        span = float(on_cpu[0].max() - on_cpu[0].min())
+        difference = (on_gpu[0].cpu() - on_cpu[0]).abs().max()
+        assert difference <= 1e-5 * max(1.0, span), f"{difference} of {span}"
+        assert (on_gpu[1].cpu() != on_cpu[1]).float().mean() < 1e-4  # ties by rounding
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_gpu() -> None:
+    """Not even once: a read back would stop the steps that are queued."""
+    image, label = volume(2, (80, 80, 80))
+    cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]
+    on_gpu = [cut.pin_memory().to(torch.device("cuda", 0)) for cut in cuts]
+    images = torch.empty(4, 2, 64, 64, 64, device="cuda:0")
+    targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
+    augment(on_gpu, images, targets)  # compiles
+    torch.cuda.synchronize()
+    with refused_waits():
+        augment(on_gpu, images, targets)

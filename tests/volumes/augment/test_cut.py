@@ -1,0 +1,102 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.config import AugmentationSettings, Shape
+from unet3d.volumes.augment.cut import Cut, Placement, Region, with_margin
+from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
+from unet3d.volumes.augment.filters import ChannelFilters
+
+ZERO: Shape = (0, 0, 0)
+LIVELY = AugmentationDraw(
+    AugmentationSettings(rotation_probability=1, scaling_probability=1, mirror_axes=("x", "z"))
+)
+
+
+def corners(region: Region) -> list[tuple[int, ...]]:
+    ends = [(first, last - 1) for first, last in zip(region.start, region.stop, strict=True)]
+    return list(itertools.product(*ends))
+
+
+def test_a_patch_that_does_not_turn_is_a_box() -> None:
+    placement = Placement.centred(None, (5, -2, 7), (4, 6, 5))
+    assert placement.offset == (5.0, -2.0, 7.0)
+    box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 9))
+    assert box == Region(start=(5, 0, 7), stop=(9, 4, 9))
+    assert placement.moved(box.start).offset == (0.0, -2.0, 0.0)
+
+
+def test_mirroring_keeps_the_box() -> None:
+    placement = Placement.centred(np.diag([-1.0, 1.0, -1.0]), (5, 6, 7), (4, 6, 5))
+    box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 20))
+    assert box == Region(start=(5, 6, 7), stop=(9, 12, 12))
+    assert placement.moved(box.start).offset == (3.0, 0.0, 4.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_box_holds_every_sampled_point_and_little_more(seed: int) -> None:
+    size = (16, 24, 8)
+    matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
+    placement = Placement.centred(matrix, (100, 110, 120), size)
+    for region in (
+        Region(start=ZERO, stop=size),
+        Region(start=(4, 0, 0), stop=(8, 24, 8)),
+        Region(start=(15, 23, 7), stop=size),
+    ):
+        box = placement.box(region, (400, 400, 400))
+        points = np.array(placement.matrix) @ np.array(corners(region)).T
+        points += np.array(placement.offset)[:, None]
+        assert (points.min(axis=1) >= np.array(box.start) - 1e-5).all()
+        assert (points.max(axis=1) <= np.array(box.stop) - 1 + 1e-5).all()
+        assert (points.min(axis=1) < np.array(box.start) + 1).all()
+        assert (points.max(axis=1) > np.array(box.stop) - 2).all()
+
+
+def test_the_placement_of_a_region_is_that_of_its_voxels() -> None:
+    matrix = LIVELY.matrix(np.random.default_rng(3), (9, 9, 9), (1, 1, 1))
+    placement = Placement.centred(matrix, (10, 20, 30), (9, 9, 9))
+    at = placement.at((2, 3, 4))
+    expected = np.array(placement.matrix) @ [3, 3, 8] + np.array(placement.offset)
+    np.testing.assert_allclose(np.array(at.matrix) @ [1, 0, 4] + np.array(at.offset), expected)
+
+
+def test_a_region_outside_the_case_has_a_voxel() -> None:
+    placement = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
+    box = placement.box(Region(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
+    assert box == Region(start=(0, 0, 5), stop=(1, 4, 6))
+
+
+def test_margins_hold_what_blur_and_coarsening_reach() -> None:
+    inner = Region(start=(10, 0, 5), stop=(20, 9, 12))
+    size = (40, 9, 14)
+
+    def margin(*channels: DrawnChannel) -> Region:
+        filters = [ChannelFilters.of(channel, size) for channel in channels]
+        return with_margin(inner, filters, size)
+
+    plain = DrawnChannel(gamma=1.2, noise_std=0.1)
+    assert margin() == margin(plain) == inner
+    blurred = DrawnChannel(blur_sigma=(1.0, 0.5, 0.6))
+    assert margin(plain, blurred) == Region(start=(6, 0, 2), stop=(24, 9, 14))
+    both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
+    assert margin(both) == Region(start=(3, 0, 1), stop=(27, 9, 14))
+
+
+def test_cuts_are_copied_with_what_was_drawn() -> None:
+    drawn = DrawnChannel(blur_sigma=(0.5, 0.6, 0.7))
+    cut = Cut(
+        image=torch.ones(1, 2, 3, 4),
+        label=torch.ones(2, 3, 4, dtype=torch.uint8),
+        placement=Placement.centred(None, ZERO, (2, 3, 4)),
+        channels=(drawn,),
+        filters=(ChannelFilters.of(drawn, (2, 3, 4)),),
+        size=(2, 3, 4),
+        name="a",
+    )
+    moved = cut.to(torch.device("meta"))
+    assert moved.image.is_meta and moved.label.is_meta
+    assert moved.filters[0].blur is not None and moved.filters[0].coarsening is None
+    assert all(matrix is not None and matrix.is_meta for matrix in moved.filters[0].blur.matrices)
+    assert (moved.placement, moved.channels, moved.name) == (cut.placement, cut.channels, "a")

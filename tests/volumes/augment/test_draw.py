@@ -1,0 +1,223 @@
+import numpy as np
+import numpy.typing as npt
+import pytest
+from scipy import stats
+from scipy.spatial.transform import Rotation
+
+from unet3d.config import AugmentationSettings, Shape, Spacing
+from unet3d.errors import ConfigError
+from unet3d.volumes.augment.draw import STILL, AugmentationDraw, DrawnChannel, free_axes
+
+NAMES = (
+    *("rotation", "scaling", "noise", "blur", "brightness"),
+    *("contrast", "low_resolution", "inverted_gamma", "gamma"),
+)
+NEVER = {f"{name}_probability": 0.0 for name in NAMES}
+
+NUM_DRAWN = 10_000
+MAX_ERROR = 0.02
+"""Four standard deviations of a share of 10,000 draws."""
+
+
+def draw(**changes: object) -> AugmentationDraw:
+    return AugmentationDraw(AugmentationSettings.model_validate({**NEVER, **changes}))
+
+
+def drawn_channels(augmentation: AugmentationDraw, num_channels: int = 1) -> list[DrawnChannel]:
+    return [
+        channel
+        for seed in range(NUM_DRAWN // num_channels)
+        for channel in augmentation.channels(
+            np.random.default_rng(seed), num_channels, (1.0, 1.0, 1.0)
+        )
+    ]
+
+
+def is_uniform(values: npt.ArrayLike, low: float, high: float) -> bool:
+    """Kolmogorov and Smirnov would see a range that is wrong by a few percent."""
+    return bool(stats.kstest(values, stats.uniform(low, high - low).cdf).pvalue > 1e-3)
+
+
+@pytest.fixture(scope="module")
+def defaults() -> list[DrawnChannel]:
+    return drawn_channels(AugmentationDraw(AugmentationSettings()))
+
+
+# Ranges and probabilities of nnunetv2 2.8.1, nnUNetTrainer.get_training_transforms, one channel.
+
+
+def test_noise_is_drawn_as_in_nnunet(defaults: list[DrawnChannel]) -> None:
+    drawn = [channel.noise_std for channel in defaults if channel.noise_std]
+    assert len(drawn) / NUM_DRAWN == pytest.approx(0.1, abs=MAX_ERROR)
+    assert is_uniform(drawn, 0, 0.1)
+    assert len({channel.noise_seed for channel in defaults}) > 0.999 * NUM_DRAWN
+
+
+def test_blur_is_drawn_as_in_nnunet(defaults: list[DrawnChannel]) -> None:
+    drawn = [channel.blur_sigma for channel in defaults if channel.blur_sigma]
+    assert len(drawn) / NUM_DRAWN == pytest.approx(0.2 * 0.5, abs=MAX_ERROR)
+    assert is_uniform(np.ravel(drawn), 0.5, 1)
+    assert all(len(set(sigma)) == 3 for sigma in drawn)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "probability"),
+    [
+        ("brightness", 0.75, 1.25, 0.15),
+        ("contrast", 0.75, 1.25, 0.15),
+        ("inverted_gamma", 0.7, 1.5, 0.1),
+        ("gamma", 0.7, 1.5, 0.3),
+    ],
+)
+def test_factors_are_drawn_as_in_nnunet(
+    defaults: list[DrawnChannel], name: str, low: float, high: float, probability: float
+) -> None:
+    drawn = np.array([getattr(channel, name) for channel in defaults])
+    drawn = drawn[drawn != 1]
+    assert len(drawn) / NUM_DRAWN == pytest.approx(probability, abs=MAX_ERROR)
+    assert (drawn < 1).mean() == pytest.approx(0.5, abs=0.07)
+    assert is_uniform(drawn[drawn < 1], low, 1)
+    assert is_uniform(drawn[drawn > 1], 1, high)
+
+
+def test_low_resolution_is_drawn_as_in_nnunet(defaults: list[DrawnChannel]) -> None:
+    drawn = [channel.resolution for channel in defaults if channel.resolution != STILL]
+    assert len(drawn) / NUM_DRAWN == pytest.approx(0.25 * 0.5, abs=MAX_ERROR)
+    assert all(len(set(resolution)) == 1 for resolution in drawn)
+    assert is_uniform([x for x, _, _ in drawn], 0.5, 1)
+
+
+def test_rotation_and_scaling_are_drawn_as_in_nnunet() -> None:
+    """Angles up to 30 degrees about each axis; scales from 0.7 to 1.4."""
+    only_turning = draw(rotation_probability=0.2)
+    only_scaling = draw(scaling_probability=0.2)
+    size: Shape = (9, 9, 9)
+    cube: Spacing = (1.0, 1.0, 1.0)
+    turned = [only_turning.matrix(np.random.default_rng(s), size, cube) for s in range(NUM_DRAWN)]
+    scaled = [only_scaling.matrix(np.random.default_rng(s), size, cube) for s in range(NUM_DRAWN)]
+    turns = [matrix for matrix in turned if matrix is not None]
+    scales = [matrix for matrix in scaled if matrix is not None]
+    assert len(turns) / NUM_DRAWN == pytest.approx(0.2, abs=MAX_ERROR)
+    assert len(scales) / NUM_DRAWN == pytest.approx(0.2, abs=MAX_ERROR)
+    angles = Rotation.from_matrix(turns).as_euler("xyz", degrees=True)
+    for axis in range(3):
+        assert is_uniform(angles[:, axis], -30, 30)
+    for matrix in scales:
+        np.testing.assert_allclose(matrix, matrix[0, 0] * np.eye(3), atol=1e-12)
+    assert is_uniform([np.log(matrix[0, 0]) for matrix in scales], np.log(0.7), np.log(1.4))
+
+
+def test_happens_as_often_as_asked() -> None:
+    often = draw(noise_probability=0.7, gamma_probability=0.3)
+    drawn = drawn_channels(often)
+    assert np.mean([c.noise_std > 0 for c in drawn]) == pytest.approx(0.7, abs=MAX_ERROR)
+    assert np.mean([c.gamma != 1 for c in drawn]) == pytest.approx(0.3, abs=MAX_ERROR)
+    assert all(c.blur_sigma is None and c.brightness == c.contrast == 1 for c in drawn)
+
+
+def test_nothing_is_drawn_where_nothing_may_happen() -> None:
+    still = draw()
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        assert still.matrix(rng, (6, 6, 6), (1, 1, 1)) is None
+        for channel in still.channels(rng, 2, (1, 1, 1)):
+            assert channel == DrawnChannel(noise_seed=channel.noise_seed)
+
+
+def test_channels_are_drawn_apart_but_share_the_deviation_of_noise() -> None:
+    """A gamma of one channel says nothing about another, which has other extremes."""
+    always = draw(**{f"{name}_probability": 1.0 for name in NAMES})
+    drawn = [always.channels(np.random.default_rng(seed), 3, (1, 1, 1)) for seed in range(200)]
+    for channels in drawn:
+        assert len({channel.noise_std for channel in channels}) == 1
+        for name in ("noise_seed", "gamma", "inverted_gamma", "brightness", "contrast"):
+            assert len({getattr(channel, name) for channel in channels}) == 3
+    blurred = [sum(channel.blur_sigma is not None for channel in channels) for channels in drawn]
+    assert np.mean(blurred) == pytest.approx(1.5, abs=0.25)
+
+
+def test_rotation_keeps_lengths_in_millimetres() -> None:
+    turning = draw(rotation_probability=1.0, rotation_degrees=180)
+    for seed in range(20):
+        spacing: Spacing = (0.5, 1.0, 1.4)
+        matrix = turning.matrix(np.random.default_rng(seed), (9, 9, 9), spacing)
+        assert matrix is not None
+        scale = np.diag(spacing)
+        in_mm = scale @ matrix @ np.linalg.inv(scale)
+        np.testing.assert_allclose(in_mm @ in_mm.T, np.eye(3), atol=1e-12)
+        assert np.linalg.det(in_mm) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "spacing_mm", "turning", "scaling"),
+    [
+        ((9, 9, 9), (1, 1, 1), "xyz", "xyz"),
+        ((9, 9, 9), (1, 1, 3.3), "xy", "xy"),
+        ((1, 9, 9), (1, 1, 1), "yz", "yz"),
+        ((9, 9, 9), (5, 5, 1), "xy", "xy"),
+        ((9, 9, 9), (4, 1, 10), "xz", "xz"),
+        ((9, 9, 9), (1, 5, 25), "", "xyz"),
+        ((9, 1, 9), (1, 5, 25), "", "xz"),
+        ((1, 1, 9), (1, 1, 1), "z", "z"),
+    ],
+)
+def test_axes_that_turn_and_scale(
+    size: Shape, spacing_mm: Spacing, turning: str, scaling: str
+) -> None:
+    turns, scales = free_axes(size, spacing_mm)
+    assert "".join(axis for axis, is_in in zip("xyz", turns, strict=True) if is_in) == turning
+    assert "".join(axis for axis, is_in in zip("xyz", scales, strict=True) if is_in) == scaling
+    both = draw(rotation_probability=1.0, scaling_probability=1.0)
+    for seed in range(10):
+        matrix = both.matrix(np.random.default_rng(seed), size, spacing_mm)
+        assert matrix is not None
+        for axis, name in enumerate("xyz"):
+            if name not in scaling:
+                np.testing.assert_allclose(matrix[axis], np.eye(3)[axis], atol=1e-12)
+                np.testing.assert_allclose(matrix[:, axis], np.eye(3)[axis], atol=1e-12)
+        if len(turning) > 1:
+            first, second = ("xyz".index(name) for name in turning[:2])
+            assert abs(matrix[first, second]) > 1e-6
+        elif scaling:
+            factors = [matrix["xyz".index(name)]["xyz".index(name)] for name in scaling]
+            np.testing.assert_allclose(factors, factors[0])
+
+
+def test_only_the_named_axes_are_mirrored_each_one_time_in_two() -> None:
+    mirroring = draw(mirror_axes=("x", "z"))
+    seen = []
+    for seed in range(400):
+        matrix = mirroring.matrix(np.random.default_rng(seed), (4, 4, 4), (1, 1, 1))
+        signs = np.ones(3) if matrix is None else np.diag(matrix)
+        assert matrix is None or np.array_equal(matrix, np.diag(signs))
+        seen.append(tuple(signs.tolist()))
+    for form in [(1, 1, 1), (-1, 1, 1), (1, 1, -1), (-1, 1, -1)]:
+        assert seen.count(form) / len(seen) == pytest.approx(0.25, abs=0.09)
+
+
+def test_thick_slices_keep_their_resolution() -> None:
+    coarse = draw(low_resolution_probability=1.0)
+    for seed in range(20):
+        (channel,) = coarse.channels(np.random.default_rng(seed), 1, (1, 1, 5))
+        assert channel.resolution == STILL or (channel.resolution[2] == 1 != channel.resolution[0])
+
+
+def test_one_probability_changes_nothing_else() -> None:
+    """So that two trainings can be compared."""
+    before = AugmentationDraw(AugmentationSettings())
+    after = AugmentationDraw(AugmentationSettings(gamma_probability=0))
+    for seed in range(50):
+        left, right = (
+            one.channels(np.random.default_rng(seed), 2, (1, 1, 1)) for one in (before, after)
+        )
+        for a, b in zip(left, right, strict=True):
+            assert (a.noise_std, a.blur_sigma, a.contrast) == (
+                b.noise_std,
+                b.blur_sigma,
+                b.contrast,
+            )
+
+
+def test_refuses_a_scaling_range_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="scaling_range"):
+        draw(scaling_range=(1.4, 0.7))

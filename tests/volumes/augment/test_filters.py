@@ -1,0 +1,134 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy import ndimage
+
+from unet3d.config import Shape
+from unet3d.volumes.augment.draw import Axes
+from unet3d.volumes.augment.filters import Filter, blur_filter, coarsening_filter
+
+ZERO: Shape = (0, 0, 0)
+
+
+def blur(channel: torch.Tensor, sigma: Axes, start: Shape, size: Shape) -> torch.Tensor:
+    return blur_filter(sigma, size).applied(channel, start)
+
+
+def coarsen(channel: torch.Tensor, resolution: Axes, start: Shape, size: Shape) -> torch.Tensor:
+    return coarsening_filter(resolution, size).applied(channel, start)
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+
+
+def sizes(channel: torch.Tensor) -> Shape:
+    x, y, z = channel.shape
+    return (x, y, z)
+
+
+@pytest.mark.parametrize("shape", [(20, 31, 17), (130, 9, 66), (12, 1, 70)])
+def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape: Shape) -> None:
+    channel = noise(*shape)
+    sigma = (0.5, 0.8, 1.0)
+    expected = ndimage.gaussian_filter(
+        channel.numpy().astype(np.float64), sigma, mode="mirror", truncate=4.0
+    )
+    result = blur(channel, sigma, ZERO, shape).numpy()
+    # SciPy ends the Gaussian at a whole voxel, which is 3 e-4 of its weight at most.
+    np.testing.assert_allclose(result, expected, atol=2e-3)
+    inner = ndimage.gaussian_filter(
+        channel.numpy().astype(np.float64), 1.0, mode="mirror", truncate=4
+    )
+    np.testing.assert_allclose(blur(channel, (1, 1, 1), ZERO, shape), inner, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(7, 8, 9), (2, 3, 1), (1, 1, 5)])
+def test_a_constant_stays_that_constant(shape: Shape) -> None:
+    three = torch.full(shape, 3.0)
+    for result in (
+        blur(three, (1.0, 0.7, 0.5), ZERO, shape),
+        coarsen(three, (0.5, 0.63, 0.9), ZERO, shape),
+    ):
+        torch.testing.assert_close(result, three, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.25])
+def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor: float) -> None:
+    channel = noise(16, 24, 32)
+    smaller = [round(voxels * factor) for voxels in channel.shape]
+    area = F.interpolate(channel[None, None], size=smaller, mode="area")
+    expected = F.interpolate(area, size=channel.shape, mode="trilinear", align_corners=False)[0, 0]
+    result = coarsen(channel, (factor, factor, factor), ZERO, sizes(channel))
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.55, 0.61, 0.7, 0.77, 0.83, 0.94])
+@pytest.mark.parametrize("voxels", [21, 64, 101])
+def test_coarsening_moves_nothing(factor: float, voxels: int) -> None:
+    """MONAI's takes the nearest voxel, which moved the image 0.64 voxels on average."""
+    place = torch.arange(voxels).float()
+    ramp = place[:, None, None].expand(voxels, 3, 3).contiguous()
+    moved = coarsen(ramp, (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0] - place
+    inner = moved[voxels // 5 : -voxels // 5]
+    assert inner.mean().abs() < 0.05
+    bump = torch.exp(-((place - voxels / 2 + 0.3) ** 2) / 18)[:, None, None].expand_as(ramp)
+    after = coarsen(bump.contiguous(), (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0]
+    centre = [(place * line).sum() / line.sum() for line in (bump[:, 0, 0], after)]
+    assert abs(centre[0] - centre[1]) < 0.05
+
+
+def test_what_is_not_changed_is_left_alone() -> None:
+    channel = noise(5, 6, 7)
+    assert coarsen(channel, (1.0, 1.0, 0.99), ZERO, (5, 6, 7)) is channel
+
+
+@pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        blur_filter((1.0, 0.6, 0.8), (130, 20, 70)),
+        coarsening_filter((0.5, 0.7, 0.9), (130, 20, 70)),
+    ],
+)
+def test_a_box_is_the_same_box_of_the_whole(start: Shape, how: Filter) -> None:
+    size = (130, 20, 70)
+    channel = noise(*size)
+    stop = tuple(min(n, first + 60) for n, first in zip(size, start, strict=True))
+    box = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
+    whole, part = how.applied(channel, ZERO), how.applied(channel[box], start)
+    right = tuple(
+        slice(0 if first == 0 else reach, last - first - (0 if last == voxels else reach))
+        for first, last, voxels, reach in zip(start, stop, size, how.reach, strict=True)
+    )
+    torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    channel = noise(33, 36, 38)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(blur(channel, (0.9, 0.8, 0.7), ZERO, (33, 36, 38)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_nothing_beyond_the_reach_counts() -> None:
+    for how in (
+        blur_filter((0.5, 0.8, 1.0), (40,) * 3),
+        coarsening_filter((0.5, 0.73, 1), (40,) * 3),
+    ):
+        for matrix, reach in zip(how.matrices, how.reach, strict=True):
+            if matrix is None:
+                assert reach == 0
+                continue
+            place = torch.arange(40)
+            distance = (place[:, None] - place).abs()
+            assert matrix[distance > reach].abs().max() == 0
+            assert distance[matrix > 0].max() >= reach - 2

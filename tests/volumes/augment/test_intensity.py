@@ -1,0 +1,83 @@
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from unet3d.volumes.augment.intensity import (
+    Statistics,
+    change_contrast,
+    change_gamma,
+)
+
+SHAPE = (12, 15, 9)
+
+
+def channel(scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+    values = np.random.default_rng(0).normal(size=SHAPE) * scale + offset
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def statistics(of: torch.Tensor) -> Statistics:
+    return Statistics(None, of.numel(), None)
+
+
+def nnunet_gamma(
+    values: npt.NDArray[np.float64], exponent: float, is_inverted: bool
+) -> npt.NDArray[np.float64]:
+    """The formula of batchgeneratorsv2, in float64, written anew."""
+    sign = -1 if is_inverted else 1
+    values = sign * values
+    mean, std = values.mean(), values.std(ddof=1)
+    low, span = values.min(), values.max() - values.min()
+    bent = ((values - low) / span) ** exponent * span + low
+    restored = (bent - bent.mean()) * (std / bent.std(ddof=1)) + mean
+    return np.asarray(sign * restored)
+
+
+@pytest.mark.parametrize("exponent", [0.7, 1.5])
+@pytest.mark.parametrize("is_inverted", [False, True])
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 0.0), (3.0, -2.0), (0.5, 100.0)])
+def test_gamma_is_nnunets(exponent: float, is_inverted: bool, scale: float, offset: float) -> None:
+    image = channel(scale, offset)
+    expected = nnunet_gamma(image.numpy().astype(np.float64), exponent, is_inverted)
+    change_gamma(image, exponent, is_inverted, statistics(image))
+    np.testing.assert_allclose(image, expected, rtol=1e-6, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("factor", [0.75, 1.25])
+def test_contrast_keeps_mean_and_range(factor: float) -> None:
+    image = channel()
+    values = image.numpy().astype(np.float64)
+    expected = ((values - values.mean()) * factor + values.mean()).clip(values.min(), values.max())
+    change_contrast(image, factor, statistics(image))
+    np.testing.assert_allclose(image, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 1e6])
+def test_a_constant_channel_stays_as_it_is(value: float) -> None:
+    for is_inverted in (False, True):
+        image = torch.full(SHAPE, value)
+        change_gamma(image, 0.7, is_inverted, statistics(image))
+        change_contrast(image, 1.25, statistics(image))
+        torch.testing.assert_close(image, torch.full(SHAPE, value))
+
+
+def test_one_voxel_is_finite() -> None:
+    image = torch.tensor([[[2.0]]])
+    change_gamma(image, 0.7, False, statistics(image))
+    assert image.item() == 2.0
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            image = torch.from_numpy(np.random.default_rng(0).normal(size=(70, 64, 66))).float()
+            change_gamma(image, 0.8, True, statistics(image))
+            change_contrast(image, 1.2, statistics(image))
+            results.append(image)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from unet3d.config import Shape
+from unet3d.volumes.augment.noise import gaussian_noise
+
+CPU = torch.device("cpu")
+SIZE: Shape = (40, 50, 60)
+
+
+def whole(seed: tuple[int, int], size: Shape = SIZE) -> torch.Tensor:
+    return gaussian_noise((0, 0, 0), size, size, seed, CPU)
+
+
+@pytest.mark.parametrize("seed", [(0, 0), (1, 2), (2**32 - 1, 2**31), (123456789, 987654321)])
+def test_it_is_normally_distributed(seed: tuple[int, int]) -> None:
+    values = whole(seed).flatten().numpy()
+    assert values.dtype == np.float32 and np.isfinite(values).all()
+    assert stats.kstest(values, "norm").pvalue > 1e-3
+    assert stats.kurtosis(values) == pytest.approx(0, abs=0.1)
+
+
+def test_neighbours_along_every_axis_are_independent() -> None:
+    noise = whole((3, 4))
+    for axis in range(3):
+        for distance in (1, 2, 8, 16):
+            pair = [
+                noise.narrow(axis, begin, noise.shape[axis] - distance).flatten().numpy()
+                for begin in (0, distance)
+            ]
+            assert abs(np.corrcoef(*pair)[0, 1]) < 0.015
+            assert abs(np.corrcoef(*np.square(pair))[0, 1]) < 0.015
+
+
+def test_every_seed_has_noise_of_its_own() -> None:
+    noises = [whole(seed).flatten().numpy() for seed in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 3)]]
+    correlations = np.corrcoef(noises) - np.eye(len(noises))
+    assert np.abs(correlations).max() < 0.015
+
+
+def test_the_spectrum_is_flat() -> None:
+    power = np.abs(np.fft.fftn(whole((5, 6)).numpy())) ** 2 / np.prod(SIZE)
+    for axis in range(3):
+        others = tuple(other for other in range(3) if other != axis)
+        np.testing.assert_allclose(power.mean(axis=others), 1, atol=0.12)
+
+
+def test_a_part_has_the_noise_of_the_whole() -> None:
+    part = gaussian_noise((3, 10, 20), (7, 5, 30), SIZE, (8, 9), CPU)
+    assert torch.equal(part, whole((8, 9))[3:10, 10:15, 20:50])

@@ -1,0 +1,127 @@
+"""Batches that are made on a GPU, beside what it works on."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.volumes.known_cases import make_cases
+from unet3d.config import AugmentationSettings, PatchSettings, Shape
+from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.loader import PatchLoader
+
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda", 0)
+
+
+def real_cases(folder: Path, shape: Shape = (40, 44, 36)) -> list[PreparedCase]:
+    store = Cache(folder)
+    rng = np.random.default_rng(0)
+    cases = []
+    for number in range(3):
+        image = rng.normal(size=(2, *shape)).astype(np.float32)
+        label = (image[0] > 0.5).astype(np.uint8)
+        store.save_case(f"real{number}", image, label, (1.0, 1.0, 1.0), 2)
+        case = store.load_case(f"real{number}", f"case_{number}")
+        assert case is not None
+        cases.append(case)
+    return cases
+
+
+def loader(
+    cases: list[PreparedCase],
+    *,
+    on_gpu: bool,
+    num_workers: int = 0,
+    size: Shape | None = (24, 20, 28),
+    settings: PatchSettings | None = None,
+) -> PatchLoader:
+    return PatchLoader(
+        cases=cases,
+        settings=settings or PatchSettings(per_case=5),
+        size=size,
+        stride=(4, 4, 4),
+        batch_size=2,
+        seed=1,
+        num_workers=num_workers,
+        device=GPU,
+        augments_on_device=on_gpu,
+    )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_those_of_the_cpu(tmp_path: Path, num_workers: int) -> None:
+    cases = real_cases(tmp_path)
+    on_gpu, on_cpu = (
+        loader(cases, on_gpu=is_gpu, num_workers=num_workers) for is_gpu in (True, False)
+    )
+    for epoch in range(2):
+        pairs = zip(on_gpu.epoch(epoch), on_cpu.epoch(epoch), strict=True)
+        for made, expected in pairs:
+            assert made.image.device == made.target.device == GPU
+            assert made.names == expected.names
+            span = float(expected.image.max() - expected.image.min())
+            difference = (made.image.cpu() - expected.image).abs().max()
+            assert difference <= 1e-5 * max(span, 1.0)
+            assert (made.target.cpu() != expected.target).float().mean() < 1e-4
+
+
+def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path: Path) -> None:
+    """The host is many batches ahead; the buffers are not overwritten before they are read."""
+    cases = real_cases(tmp_path)
+    calm = [batch.image.clone() for batch in loader(cases, on_gpu=True).epoch(0)]
+    torch.cuda.synchronize()
+    busy = torch.randn(4096, 4096, device=GPU)
+    read = []
+    for batch in loader(cases, on_gpu=True).epoch(0):
+        for _ in range(20):  # a step that takes far longer than making the next batches
+            busy = torch.tanh(busy @ busy)
+        read.append(batch.image + 0)
+    torch.cuda.synchronize()
+    assert len(read) == len(calm)
+    assert all(torch.equal(a, b) for a, b in zip(read, calm, strict=True))
+
+
+def test_workers_and_resuming_change_no_bit(tmp_path: Path) -> None:
+    cases = real_cases(tmp_path)
+    first = [(b.image.clone(), b.target.clone()) for b in loader(cases, on_gpu=True).epoch(3)]
+    resumed = [
+        (b.image.clone(), b.target.clone())
+        for b in loader(cases, on_gpu=True, num_workers=2).epoch(3, 2)
+    ]
+    assert len(resumed) == len(first) - 2
+    for left, right in zip(first[2:], resumed, strict=True):
+        assert torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
+
+
+def test_whole_volumes_of_many_shapes_share_the_buffers(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(7, 8, 5), (12, 4, 6), (9, 9, 9), (16, 16, 12)])
+    settings = PatchSettings(augmentation=AugmentationSettings(enabled=False))
+    made = loader(cases, on_gpu=True, size=None, settings=settings)
+    expected = loader(cases, on_gpu=False, size=None, settings=settings)
+    for epoch in range(3):
+        for left, right in zip(made.epoch(epoch), expected.epoch(epoch), strict=True):
+            assert torch.equal(left.image.cpu(), right.image)
+            assert torch.equal(left.target.cpu(), right.target)
+
+
+def test_only_two_batches_and_one_cut_take_memory(tmp_path: Path) -> None:
+    cases = real_cases(tmp_path, (96, 96, 96))
+    size: Shape = (64, 64, 64)
+    batches = loader(cases, on_gpu=True, size=size)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for epoch in range(4):
+        for batch in batches.epoch(epoch):
+            batch.image.add(1)
+    torch.cuda.synchronize()
+    voxels = 64**3
+    two_batches = 2 * 2 * voxels * (2 * 4 + 1)
+    largest_cut = 96**3 * (2 * 2 + 1)
+    user = 2 * voxels * 2 * 4
+    workspace = 32 * 2**20  # of cuBLAS, for the stream
+    peak = torch.cuda.max_memory_allocated() - before
+    assert two_batches < peak < (two_batches + max(largest_cut, user) + workspace + 2**22) * 1.05

@@ -1,0 +1,94 @@
+"""What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from unet3d.distributed.group import Group
+from unet3d.parallel import Executor
+from unet3d.planning.experiment import Experiment
+from unet3d.reports.curves import write_progress_picture
+from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.training.data_record import data_record
+from unet3d.training.metrics import ScalarFile, device_name, run_summary
+from unet3d.training.state import TrainingState
+
+
+class RunRecorder:
+    """Writes the files of one run; in all ranks but the first it writes nothing."""
+
+    def __init__(
+        self,
+        *,
+        experiment: Experiment,
+        executor: Executor,
+        folder: RunFolder,
+        precision: str,
+        group: Group,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            experiment: Cases, preparation and settings.
+            executor: The placed network.
+            folder: Where the files go.
+            precision: What the network computes in.
+            group: The ranks; all of them call this.
+        """
+        self.resumed_epoch: int | None = None
+        """Complete epochs of the run that is continued; None: it is a new one."""
+        self._experiment = experiment
+        self._folder = folder
+        self._precision = precision
+        self._group = group
+        own_devices = [device_name(slot.device) for slot in executor.slots]
+        self._devices = [name for names in group.exchange(own_devices) for name in names]
+        self._scalars: ScalarFile | None = None
+
+    def begin(self) -> None:
+        """Make the folder ready, once.
+
+        A run that is continued is left as it was until there is something to save: a change of
+        its settings that fails in the first step must not stay in its ``config.yaml``.
+        """
+        if self._scalars is not None or not self._group.is_first:
+            return
+        if self.resumed_epoch is not None:
+            self._folder.reopen(self.resumed_epoch)
+        self._folder.write_data(data_record(self._experiment))
+        self._folder.write_config(self._experiment.config)
+        with writing(self._folder.tensorboard):
+            self._scalars = ScalarFile(self._folder.tensorboard)
+
+    def write_epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Add the numbers of an epoch.
+
+        Args:
+            metrics: Its line of ``metrics.jsonl``.
+        """
+        if self._scalars is not None:
+            self._folder.append_metrics(metrics)
+            with writing(self._folder.tensorboard):
+                self._scalars.write(metrics)
+
+    def draw_progress(self) -> None:
+        """Draw the numbers of all epochs."""
+        if self._group.is_first:
+            with writing(self._folder.progress_picture):
+                write_progress_picture(self._folder.read_metrics(), self._folder.progress_picture)
+
+    def write_summary(self, state: TrainingState) -> None:
+        """Write what the training has come to.
+
+        Args:
+            state: At its end.
+        """
+        if not self._group.is_first:
+            return
+        summary = run_summary(
+            state,
+            parallel=self._experiment.config.parallel.mode,
+            replicas=self._group.size,
+            devices=self._devices,
+            precision=self._precision,
+        )
+        self._folder.write_json(self._folder.summary, summary)

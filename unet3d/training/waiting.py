@@ -1,0 +1,135 @@
+"""How long a device has nothing to do because its next batch is not there, and what helps."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unet3d.distributed.ranks import num_cores
+from unet3d.training.cores import is_on_cpu
+from unet3d.volumes.patches import Batch
+
+TOLERATED_SHARE = 0.1
+"""Share of an epoch's steps that a device may wait without a word about it."""
+MIN_SECONDS = 60.0
+"""What all epochs together must wait to be worth a word."""
+
+
+class DataClock:
+    """Measures how long one device waits for its batches.
+
+    Where the device is a GPU, the host is ahead of it, and a batch that the host waits for may come
+    while the step before still runs. So events are recorded on the GPU's stream: the first is
+    complete when the step before is done, the second when the batch is there and the host goes on.
+    Nothing waits for them before :meth:`read`. A CPU computes a step while the host launches it,
+    so there the host's own clock is right.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with no time.
+
+        Args:
+            device: Where the images are wanted; its current stream computes the steps.
+        """
+        self._device = device
+        self._host_seconds = 0.0
+        self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._start_seconds: float | None = None
+
+    def timed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches, and time how long each is waited for.
+
+        Args:
+            batches: What is done with a batch before the next is asked for is not counted.
+        """
+        iterator = iter(batches)
+        while True:
+            idle, began = self._event(), time.monotonic()
+            batch = next(iterator, None)
+            if batch is None:
+                return
+            elapsed = time.monotonic() - began
+            if self._start_seconds is None:
+                self._start_seconds = elapsed
+            ready = self._event()
+            if idle is None or ready is None:
+                self._host_seconds += elapsed
+            else:
+                self._gaps.append((idle, ready))
+            yield batch
+
+    def read(self) -> float:
+        """Return the seconds since the last call; this waits until the GPU has its last batch."""
+        seconds, self._host_seconds = self._host_seconds, 0.0
+        if self._gaps:
+            self._gaps[-1][1].synchronize()
+            seconds += sum(idle.elapsed_time(ready) for idle, ready in self._gaps) / 1000
+            self._gaps.clear()
+        return seconds
+
+    def take_start(self) -> float:
+        """Return, once, the seconds of the very first batch, which loading processes start with."""
+        if self._start_seconds is None:
+            return 0.0
+        seconds, self._start_seconds = self._start_seconds, 0.0
+        return seconds
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Return an event that has been recorded on the GPU; None where the device is a CPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """What the batches of one training are made with."""
+
+    devices: Sequence[torch.device]
+    """Those of the network."""
+    num_workers: int
+    """Processes that cut patches; 0: the training process."""
+    num_ranks: int
+    """Ranks that share this machine."""
+    augments_on_cpu: bool
+    """Whether patches are changed on the host."""
+
+    def note(self, metrics: Mapping[str, Any], epochs: int, start_seconds: float) -> str | None:
+        """Return what to say of an epoch that waited for its data; None: nothing.
+
+        Args:
+            metrics: Its line of ``metrics.jsonl``.
+            epochs: Epochs of the whole training.
+            start_seconds: Part of what it waited that the other epochs do not.
+        """
+        waited = metrics["waited_seconds"] - start_seconds
+        seconds = metrics["seconds"] - start_seconds
+        if waited <= TOLERATED_SHARE * seconds or waited * epochs < MIN_SECONDS:
+            return None
+        share = waited / seconds
+        change = self._what_helps(share)
+        return None if change is None else f"waited {100 * share:.0f} % for data: try {change}"
+
+    def _what_helps(self, share: float) -> str | None:
+        """Return what makes a share smaller; None: nothing, or it would cost as much.
+
+        Args:
+            share: Of the time, above :data:`TOLERATED_SHARE`.
+        """
+        cores = num_cores() // self.num_ranks
+        more_workers = f"more data.num_workers (now {self.num_workers})"
+        has_core = self.num_workers < cores - 1
+        if is_on_cpu(self.devices):
+            is_free = torch.get_num_threads() + self.num_workers < cores
+            # Else the network has a core less for each process beside it.
+            price = 0.0 if is_free else 1 / cores
+            return more_workers if has_core and share > TOLERATED_SHARE + price else None
+        if self.augments_on_cpu:
+            return "patches.augmentation.device=gpu"
+        if has_core:
+            return more_workers
+        return "more cores, or data.cache on a faster disk"

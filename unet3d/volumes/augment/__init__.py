@@ -1,0 +1,18 @@
+"""Augmentation: drawn on the host, from the patch's own generator; applied on any device."""
+
+from unet3d.volumes.augment.apply import augment
+from unet3d.volumes.augment.cut import Cut, Region
+from unet3d.volumes.augment.device import DeviceAugmentation, augments_on_device
+from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
+from unet3d.volumes.augment.intensity import Merge
+
+__all__ = [
+    "AugmentationDraw",
+    "Cut",
+    "DeviceAugmentation",
+    "DrawnChannel",
+    "Merge",
+    "Region",
+    "augment",
+    "augments_on_device",
+]

@@ -1,0 +1,103 @@
+"""Augmentation on a GPU: whether it is made there, and what it takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unet3d.config import AugmentationSettings, Shape, Spacing
+from unet3d.errors import DeviceError
+from unet3d.volumes.augment.draw import free_axes
+
+FLOAT32_BYTES = 4
+
+WORK_ARRAYS = 2
+"""Channels in float32 that a filter keeps beside the one that it changes."""
+
+
+def augments_on_device(settings: AugmentationSettings, device: torch.device) -> bool:
+    """Return whether patches are made on the device that images are sent to.
+
+    Args:
+        settings: Where patches are to be made.
+        device: Where the network begins.
+
+    Raises:
+        DeviceError: A GPU is asked for, and the network begins on a CPU.
+    """
+    if settings.device == "gpu" and device.type != "cuda":
+        raise DeviceError(
+            f"patches.augmentation.device is gpu but the network begins on {device}; use auto, or "
+            "name a GPU first in --devices"
+        )
+    return settings.device != "cpu" and device.type == "cuda"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceAugmentation:
+    """Augmentation on the device that the network begins on, as far as its memory goes."""
+
+    settings: AugmentationSettings
+    """What can be drawn."""
+    cases: tuple[tuple[Shape, Spacing], ...]
+    """Shape and spacing of the cases that patches are cut from."""
+    voxel_bytes: int
+    """What one voxel of a cut takes: its channels as they are stored, and its label."""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether matrices are multiplied, for which cuBLAS keeps memory for the stream."""
+        settings = self.settings
+        filters = (settings.blur_probability, settings.low_resolution_probability)
+        return settings.enabled and max(filters) > 0
+
+    def staging_bytes(self, size: Shape) -> int:
+        """Return what making a patch takes at most, beside the patch itself.
+
+        The box that it is cut from is freed before filters take memory of their own.
+
+        Args:
+            size: Voxels of the patch along X, Y, Z.
+        """
+        largest = max(
+            math.prod(
+                min(reached, available)
+                for reached, available in zip(
+                    largest_reach(self.settings, size, spacing_mm), shape, strict=True
+                )
+            )
+            for shape, spacing_mm in self.cases
+        )
+        work = WORK_ARRAYS * FLOAT32_BYTES * math.prod(size) if self.settings.enabled else 0
+        return max(largest * self.voxel_bytes, work)
+
+
+def largest_reach(settings: AugmentationSettings, size: Shape, spacing_mm: Spacing) -> Shape:
+    """Return the voxels along X, Y, Z of the largest box that a patch is made from.
+
+    However a box is turned, no corner leaves the ball around it.
+
+    Args:
+        settings: What can be drawn.
+        size: Voxels of the patch along X, Y, Z.
+        spacing_mm: Spacing of the case.
+    """
+    if not settings.enabled:
+        return size
+    turning, scaling = free_axes(size, spacing_mm)
+    turns = settings.rotation_probability > 0 and settings.rotation_degrees > 0
+    scale = max(1.0, settings.scaling_range[1]) if settings.scaling_probability > 0 else 1.0
+    half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(size, spacing_mm, strict=True)]
+    radius_mm = math.hypot(*(_chosen(half_mm, turning) if sum(turning) > 1 else [0.0]))
+    reach = []
+    for axis in range(3):
+        is_turned = turns and turning[axis] and sum(turning) > 1
+        mm = radius_mm if is_turned else half_mm[axis]
+        grown = mm / spacing_mm[axis] * (scale if scaling[axis] else 1.0)
+        reach.append(2 * math.ceil(grown) + 2 if is_turned or scale > 1 else size[axis])
+    return (reach[0], reach[1], reach[2])
+
+
+def _chosen(numbers: Sequence[float], are_chosen: Sequence[bool]) -> list[float]:
+    return [number for number, is_chosen in zip(numbers, are_chosen, strict=True) if is_chosen]

@@ -1,0 +1,86 @@
+"""Gaussian noise without a generator: each voxel's number follows from its place and a seed.
+
+So any part of a patch can be made alone, on any device, with the same noise.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from unet3d.config import Shape
+
+CHUNK_VOXELS = 2**21
+"""Voxels whose noise is made at a time: several numbers are in memory for each."""
+
+
+def add_noise(
+    channel: Tensor, std: float, start: Shape, size: Shape, seed: tuple[int, int]
+) -> None:
+    """Add Gaussian noise to a box of a channel.
+
+    Args:
+        channel: float32 (X, Y, Z): the box; changed.
+        std: Standard deviation of the noise.
+        start: First voxel of the box along X, Y, Z in the patch.
+        size: Voxels of the whole patch.
+        seed: Two numbers below 2^32.
+    """
+    x, y, z = channel.shape
+    planes = max(1, CHUNK_VOXELS // (y * z))
+    for first in range(0, x, planes):
+        part = channel[first : first + planes]
+        at = (start[0] + first, start[1], start[2])
+        noise = gaussian_noise(at, (len(part), y, z), size, seed, channel.device)
+        part.add_(noise, alpha=std)
+
+
+def gaussian_noise(
+    start: Shape, shape: Shape, size: Shape, seed: tuple[int, int], device: torch.device
+) -> Tensor:
+    """Return independent normally distributed numbers with deviation 1.
+
+    The hash is "lowbias32" (Wellons, Hash Prospector, 2018), applied to the index of a voxel in the
+    patch, and again to its own result, each time with a key; the Box-Muller transform makes a
+    number of the two.
+
+    Args:
+        start: First voxel along X, Y, Z of the part that is made.
+        shape: Its voxels.
+        size: Voxels of the whole patch.
+        seed: Two numbers below 2^32.
+        device: Where to make them.
+
+    Returns:
+        float32, shape ``shape``.
+    """
+    x, y, z = (
+        torch.arange(first, first + length, dtype=torch.int32, device=device)
+        for first, length in zip(start, shape, strict=True)
+    )
+    # Beyond 2^31 voxels the index wraps around; the hash takes any 32 bits.
+    index = ((x[:, None] * size[1] + y)[:, :, None] * size[2]).add(z)
+    first = _hash(index.bitwise_xor_(_signed(seed[0])))
+    radius = _uniform(first).log_().mul_(-2).sqrt_()
+    second = _hash(first.add_(_signed(seed[1])))
+    return radius.mul_(_uniform(second).mul_(2 * math.pi).cos_())
+
+
+def _hash(bits: Tensor) -> Tensor:
+    """Mix the bits of 32-bit numbers, in place."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
+        # The shift of a signed number repeats its sign, which does not belong to the bits.
+        bits ^= (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)
+        if factor != 1:
+            bits *= _signed(factor)
+    return bits
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """Return the middle of one of 2^23 intervals of (0, 1) for each 32-bit number."""
+    return (bits >> 9).bitwise_and_(2**23 - 1).float().add_(0.5).mul_(2.0**-23)
+
+
+def _signed(number: int) -> int:
+    """Return the signed 32-bit number of the same bits."""
+    return number - 2**32 if number >= 2**31 else number

@@ -1,0 +1,87 @@
+"""Batches made on a GPU, beside the step before.
+
+The copies and the augmentation of a batch are queued on a stream of their own, and the step waits
+for them on the GPU alone. Two buffers take turns::
+
+    copies, augmentation   A1   B2   A3 ...      A is free again when step 1 has been taken
+    steps                       A1   B2   A3 ...
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from unet3d.volumes.augment import augment
+from unet3d.volumes.patches import Batch, CutBatch
+
+
+class DeviceBatches:
+    """Makes batches on one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the stream.
+
+        Args:
+            device: The GPU.
+        """
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._buffers = (_Buffer(), _Buffer())
+        self._number = 0
+
+    def made(self, batches: Iterable[CutBatch]) -> Iterator[Batch]:
+        """Yield a batch for each one that is cut; what uses it must be queued when the next is due.
+
+        Args:
+            batches: In page-locked memory.
+        """
+        for cut in batches:
+            buffer = self._buffers[self._number % 2]
+            self._number += 1
+            try:
+                yield self._made(cut, buffer)
+            finally:
+                buffer.is_read = torch.cuda.current_stream(self._device).record_event()
+
+    def _made(self, batch: CutBatch, buffer: "_Buffer") -> Batch:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            if buffer.is_read is not None:
+                self._stream.wait_event(buffer.is_read)
+            image, target = buffer.tensors(batch, self._device)
+            # One cut at a time, so that only one is on the GPU.
+            augment((cut.to(self._device) for cut in batch.cuts), image, target)
+            is_made = self._stream.record_event()
+        torch.cuda.current_stream(self._device).wait_event(is_made)
+        return Batch(image=image, target=target, names=batch.names, weight=batch.weight)
+
+
+class _Buffer:
+    """Memory of one batch; it grows, but never shrinks."""
+
+    def __init__(self) -> None:
+        self.is_read: torch.cuda.Event | None = None
+        """Completes when the last batch in it has been used."""
+        self._image: Tensor | None = None
+        self._target: Tensor | None = None
+
+    def tensors(self, batch: CutBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+        first = batch.cuts[0]
+        target_shape = (len(batch.cuts), *batch.shape)
+        image_shape = (len(batch.cuts), len(first.image), *batch.shape)
+        self._image = _at_least(self._image, image_shape, torch.float32, device)
+        self._target = _at_least(self._target, target_shape, first.label.dtype, device)
+        return _view(self._image, image_shape), _view(self._target, target_shape)
+
+
+def _at_least(
+    memory: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    size = torch.Size(shape).numel()
+    if memory is not None and len(memory) >= size and memory.dtype == dtype:
+        return memory
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+def _view(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return memory[: torch.Size(shape).numel()].view(shape)
