@@ -220,4 +220,4 @@ def _cut(array: Any, box: Region) -> npt.NDArray[Any]:
     """Copy a box out of the last three axes of a stored array."""
     x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
     part: npt.NDArray[Any] = array[..., x, y, z]
-    return part if part.flags.writeable else part.copy()  # of a map
+    return part if part.flags.owndata else part.copy()  # of a map
