@@ -217,6 +217,27 @@ def test_a_record_names_no_folder_of_the_machine(
 
 
 @pytest.mark.slow
+def test_prepared_compares_folders_and_cuts(tmp_path: Path) -> None:
+    record, table = run(
+        "prepared.py", tmp_path / "prepared.json", "--phantom", "40,32,32", "--phantom", "16,16,16",
+        "--shape", "24,24,24", "--cuts", "4",
+    )  # fmt: skip
+    rows = record["rows"]
+    assert list(rows) == ["phantom 40x32x32", "phantom 16x16x16"]
+    row = rows["phantom 40x32x32"]
+    assert row["num_voxels"] == 2 * 40 * 32 * 32
+    assert row["ours_image_bytes"] == pytest.approx(2 * row["num_voxels"], rel=0.01)
+    assert row["plain_bytes"] == pytest.approx(5 * row["num_voxels"], rel=0.01)
+    assert row["ours_label_bytes"] < 0.2 * row["num_voxels"]
+    parts = sum(row[f"ours_{what}_bytes"] for what in ("image", "label", "foreground"))
+    assert 0 < row["ours_bytes"] - parts < 5000  # the records
+    assert row["cut_seconds"]["ours"] > 0 and row["cut_seconds"]["plain"] > 0
+    assert rows["phantom 16x16x16"]["cut_seconds"] is None
+    assert "nnunet_bytes" in row or "nnunetv2" in row["nnunet_reason"]
+    assert "phantom 40x32x32" in table
+
+
+@pytest.mark.slow
 def test_windows_are_timed_by_their_number(tmp_path: Path) -> None:
     record, _ = run(
         "windows.py", tmp_path / "windows.json", "--device", "cpu", "--shape", "16,16,16",

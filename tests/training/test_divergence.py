@@ -146,7 +146,7 @@ def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
     whole = PreparedCase.image
 
     def image(self: PreparedCase) -> np.ndarray:
-        array = np.array(whole(self))
+        array = np.array(whole(self), np.float32)
         return np.full_like(array, value) if self.name == name else array
 
     monkeypatch.setattr(PreparedCase, "image", image)
@@ -166,7 +166,7 @@ def test_a_bad_image_in_validation_is_blamed(
     whole = PreparedCase.image
 
     def image(self: PreparedCase) -> np.ndarray:
-        array = np.array(whole(self))
+        array = np.array(whole(self), np.float32)
         return array if self.name in names else np.full_like(array, math.nan)
 
     begin = TrainingLoop.run

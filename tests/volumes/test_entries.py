@@ -51,7 +51,7 @@ def assert_is_sound(case: PreparedCase | None) -> None:
     background, first, second = case.foreground()
     assert len(background) == 0
     for value, voxels in ((1, first), (2, second)):
-        np.testing.assert_array_equal(voxels, np.argwhere(LABEL == value))
+        np.testing.assert_array_equal(voxels, np.flatnonzero(LABEL == value))
 
 
 def assert_is_repaired(cache: Cache, sound: Path, damage: Callable[[Path], object]) -> None:

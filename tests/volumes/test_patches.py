@@ -12,6 +12,7 @@ from tests.volumes.known_cases import PLAIN, known_volume, make_cases
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.volumes.augment import Region
 from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.packed_label import pack_label
 from unet3d.volumes.patches import CutBatch, PatchSampler
 
 
@@ -136,8 +137,8 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
     shape = (400, 200, 200)  # 64 MB; the file is a hole on disk
     folder = tmp_path / "sparse"
     folder.mkdir()
-    for name, dtype, full in (("image", np.float32, (1, *shape)), ("label", np.uint8, shape)):
-        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=dtype, shape=full)
+    np.lib.format.open_memmap(folder / "image.npy", mode="w+", dtype="f4", shape=(1, *shape))
+    np.save(folder / "label.npy", pack_label(np.zeros(shape, np.uint8)))
     case = PreparedCase(
         name="sparse", folder=folder, spacing_mm=(1.0, 1.0, 1.0), class_counts=(0, 0)
     )

@@ -22,8 +22,13 @@ from unet3d.volumes import cache as cache_module
 from unet3d.volumes import preprocess
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
-from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
-from unet3d.volumes.transform import ChannelNormalization, prepare_image, prepare_label
+from unet3d.volumes.preprocess import (
+    ct_normalization,
+    plan_preprocessing,
+    prepare_cases,
+    stored_image,
+)
+from unet3d.volumes.transform import ChannelNormalization, Kind, prepare_image, prepare_label
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def prepare(dataset: Dataset, settings: DataSettings, num_workers: int = 0) -> l
 
 
 def arrays(cases: list[PreparedCase]) -> list[tuple[bytes, bytes]]:
-    return [(case.image().tobytes(), case.label().tobytes()) for case in cases]
+    return [(case.image().tobytes(), case.label()[...].tobytes()) for case in cases]
 
 
 def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,19 +101,70 @@ def test_normalization_follows_the_channel_name(
 def test_ct_statistics_are_those_of_the_labelled_voxels(
     tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
+    root = write_msd(tmp_path / "data", modality="CT")
+    sizes = (12, 60, 360)
+    for number, size in enumerate(sizes):  # each divides the last, so that repeating weighs alike
+        label = np.zeros(12 * 14 * 10, np.uint8)
+        label[:size] = 1
+        write_volume(root / f"labelsTr/case_{number}.nii.gz", label.reshape(12, 14, 10))
+    dataset = load_dataset(root)
     inside = []
-    for case in dataset.cases:
+    for case, size in zip(dataset.cases, sizes, strict=True):
         label = np.asarray(nib.load(case.label).dataobj)
-        inside.append(nib.load(case.images[0]).get_fdata()[label > 0])
+        of_case = nib.load(case.images[0]).get_fdata()[label > 0]
+        inside.append(np.repeat(of_case, max(sizes) // size))
     expected = np.concatenate(inside)
     channel = plan_preprocessing(dataset, settings)[0].channels[0]
     assert channel.mean == pytest.approx(expected.mean(), rel=1e-5)
     assert channel.std == pytest.approx(expected.std(), rel=1e-5)
-    assert channel.low == pytest.approx(np.percentile(expected, 0.5), rel=1e-5)
-    assert channel.high == pytest.approx(np.percentile(expected, 99.5), rel=1e-5)
+    low, high = np.percentile(expected, (0.5, 99.5), method="inverted_cdf")
+    assert channel.low == pytest.approx(low, rel=1e-5)
+    assert channel.high == pytest.approx(high, rel=1e-5)
     forbid_reading(monkeypatch)  # the second plan takes them from the cache
     assert plan_preprocessing(dataset, settings)[0].channels[0] == channel
+
+
+def test_every_case_counts_alike_in_ct_statistics() -> None:
+    rng = np.random.default_rng(0)
+    few, many = (rng.normal(mean, 20, size) for mean, size in ((40, 50), (140, 50_000)))
+    channel = ct_normalization([few.astype(np.float32), many.astype(np.float32)])
+    assert channel.mean == pytest.approx((few.mean() + many.mean()) / 2)
+    assert channel.std == pytest.approx(np.hypot(50, 20), rel=0.05)
+    drawn = np.concatenate([rng.choice(of_case, 10**6) for of_case in (few, many)])  # nnU-Net's way
+    for ours, percentile in ((channel.low, 0.5), (channel.high, 99.5)):
+        assert ours == pytest.approx(np.percentile(drawn, percentile), abs=1)
+    alone = ct_normalization([np.empty(0, np.float32), many.astype(np.float32)])
+    assert (alone.low, alone.high) == pytest.approx(np.percentile(many, (0.5, 99.5)), abs=0.2)
+    assert (alone.mean, alone.std) == pytest.approx((many.mean(), many.std()))
+
+
+def test_one_labelled_voxel_has_statistics() -> None:
+    channel = ct_normalization([np.full(1, -3.0, np.float32)])
+    assert channel == ChannelNormalization(kind="ct", low=-3, high=-3, mean=-3, std=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "dtype"),
+    [
+        ("z-score", [0.1, -3.0, 16384.0], np.float16),
+        ("ct", [0.1, -16400.0], np.float32),  # out of what float16 is used for
+        ("ct", [1e38, 0.0], np.float32),  # out of its range
+        ("none", [-1024.0, 0.5, 2048.0], np.float16),
+        ("none", [0.0, 2049.0], np.float32),  # float16 has 2048 and 2050
+        ("none", [0.1, 0.2], np.float32),
+        ("none", [70000.0], np.float32),
+    ],
+)
+def test_images_are_stored_in_float16_where_that_loses_nothing(
+    kind: Kind, values: list[float], dtype: type[np.floating[Any]]
+) -> None:
+    image = np.array(values, np.float32).reshape(1, 1, 1, -1)
+    fits = np.zeros_like(image)
+    channels = [ChannelNormalization(kind=one) for one in ("z-score", kind)]
+    stored = stored_image(np.concatenate([fits, image]), channels)
+    assert stored.dtype == dtype
+    exact = kind == "none" or dtype == np.float32
+    np.testing.assert_allclose(stored[1:].astype(np.float32), image, rtol=0 if exact else 2**-11)
 
 
 def test_ct_without_any_label_is_refused(tmp_path: Path, settings: DataSettings) -> None:
@@ -130,10 +186,12 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: Da
     for case, source in zip(prepared, dataset.cases, strict=True):
         image = nib.load(source.images[0]).get_fdata(dtype=np.float32)[None]
         label = np.asarray(nib.load(source.label).dataobj)
-        np.testing.assert_array_equal(case.image(), prepare_image(image, (1, 1.5, 2), plan))
+        stored = case.image()
+        assert not stored.flags.writeable and not stored.flags.owndata
+        assert stored.dtype == np.float16
+        expected = prepare_image(image, (1, 1.5, 2), plan)
+        np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-11, atol=2**-25)
         np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
-        assert isinstance(case.image(), np.memmap) and isinstance(case.label(), np.memmap)
-        assert not case.image().flags.writeable
         assert case.spacing_mm == (1.2, 1.2, 1.2)
 
 
@@ -154,19 +212,19 @@ def test_channels_in_files_of_their_own_are_stacked(tmp_path: Path, settings: Da
     np.testing.assert_array_equal(case.image(), [label + 1, label * 10 + 1])
 
 
-def test_foreground_holds_coordinates_of_each_class(
+def test_foreground_holds_voxels_of_each_class(
     tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache_module, "MAX_FOREGROUND_VOXELS", 20)
     root = write_msd(tmp_path / "data", num_cases=2)
     write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 10), np.uint8))
     full, empty = prepare(load_dataset(root), settings)
-    coordinates = full.foreground()
-    assert [len(array) for array in coordinates] == [0, 20, 20]
-    for index, array in enumerate(coordinates):
-        assert all(full.label()[tuple(voxel)] == index for voxel in array)
-        assert len({tuple(voxel) for voxel in array}) == len(array)
-    assert [array.shape for array in empty.foreground()] == [(0, 3)] * 3
+    voxels = full.foreground()
+    assert [len(array) for array in voxels] == [0, 20, 20]
+    for index, array in enumerate(voxels):
+        assert (full.label()[...].flat[array] == index).all()
+        assert len(set(array.tolist())) == len(array)
+    assert [array.shape for array in empty.foreground()] == [(0,)] * 3
 
 
 def test_a_second_run_reads_no_volume(
@@ -225,7 +283,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": lambda entry: flip_a_bit(entry / "image.npy"),
     "zeroed": lambda entry: resaved(entry / "image.npy", np.zeros_like),
     "an unknown class": lambda entry: resaved(entry / "label.npy", lambda a: a * 0 + 200),
-    "another type": lambda entry: resaved(entry / "image.npy", lambda a: a.view(np.int32)),
+    "another type": lambda entry: resaved(entry / "image.npy", lambda a: a.view(np.int16)),
     "another shape": lambda entry: resaved(entry / "image.npy", lambda a: a.reshape(-1)),
     "other places": lambda entry: resaved(entry / "foreground.npy", lambda a: a[::-1]),
     "pickled": lambda entry: np.save(entry / "label.npy", np.array([{}]), allow_pickle=True),
@@ -426,9 +484,9 @@ def test_image_and_label_are_brought_together_at_45_degrees(
         nib.save(nib.Nifti1Image(np.asarray(nib.load(path).dataobj), affine), path)
     plain, turned = (prepare(load_dataset(root), settings)[1] for root in (straight, oblique))
     image, label = np.asarray(turned.image()), np.asarray(turned.label())
-    inside = [np.sort(case.image()[0][case.label() == 1]) for case in (plain, turned)]
+    inside = [np.sort(case.image()[0][case.label()[...] == 1]) for case in (plain, turned)]
     assert image.shape[1:] == label.shape
-    np.testing.assert_allclose(inside[0], inside[1], atol=1e-6)
+    np.testing.assert_allclose(inside[0], inside[1], rtol=2**-10)
 
 
 def test_a_case_that_would_not_fit_in_memory_is_named(
@@ -477,7 +535,7 @@ def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
     ):
         volume_mm3: Any = np.prod(nib.load(source.label).header.get_zooms())
         expected = np.count_nonzero(nib.load(source.label).dataobj) * volume_mm3
-        got = np.count_nonzero(case.label()) * np.prod(case.spacing_mm)
+        got = np.count_nonzero(case.label()[...]) * np.prod(case.spacing_mm)
         assert got == pytest.approx(expected, rel=0.02)
 
 

@@ -20,7 +20,6 @@ from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.phantom import write_phantom_dataset
 from unet3d.volumes.phantom_anatomy import LABEL_NAMES
 from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing, prepare_cases
-from unet3d.volumes.resample import grid_shape
 from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Experiment:
         Raises:
             DeviceError: A GPU is asked for, and this is a CPU.
         """
-        cases = {(grid_shape(case.label()), case.spacing_mm) for case in self.training}
+        cases = {(case.label().shape, case.spacing_mm) for case in self.training}
         images = [case.image() for case in self.training[:1]]
         num_bytes = max(image.dtype.itemsize * image.shape[0] for image in images)
         settings = self.config.patches.augmentation

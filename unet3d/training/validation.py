@@ -115,7 +115,7 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        label = torch.from_numpy(case.label().copy()).to(logits.device)
+        label = torch.from_numpy(case.label()[...]).to(logits.device)
         return dice_per_class(
             strongest_class(logits), label, len(experiment.preprocessing.label_names)
         )

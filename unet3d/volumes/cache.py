@@ -5,10 +5,10 @@
     digests/<sha256 of the path>.json       what a volume file contained when it was last hashed
     intensities/<key>/intensities.npy       intensities inside the labels of one case, (N, C)
                       entry.json
-    prepared/<key>/image.npy                float32 (C, X, Y, Z)
-                   label.npy                class indices (X, Y, Z)
-                   foreground.npy           voxel coordinates, class after class, (N, 3)
-                   entry.json               spacing, number of coordinates of each class
+    prepared/<key>/image.npy                float16 or float32 (C, X, Y, Z)
+                   label.npy                class indices (X, Y, Z) in compressed chunks
+                   foreground.npy           indices of voxels in X, Y, Z, class after class
+                   entry.json               spacing, number of indices of each class
 
 A key is a hash of what the files *contain* and of everything that was done to them, so an entry
 is never stale. Every byte of an entry is checked when it is first opened in a run
@@ -37,10 +37,12 @@ from unet3d.volumes.entries import (
     Record,
     array_path,
     json_checksum,
+    map_array,
     read_entry,
     write_entry,
 )
 from unet3d.volumes.files import members
+from unet3d.volumes.packed_label import PackedLabel, pack_label
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ LEFTOVER_SECONDS = 24 * 3600
 """Age from which a temporary file belongs to a process that was killed."""
 
 MAX_FOREGROUND_VOXELS = 10_000
-"""Coordinates kept of each class: enough to sample from, few where it fills half a volume."""
+"""Voxels kept of each class: enough to sample from, few where it fills half a volume."""
 
 
 class CaseRecord(EntryRecord):
@@ -87,44 +89,45 @@ class DigestRecord(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCase:
-    """A case on disk, resampled and normalised; its arrays are mapped, not read."""
+    """A case on disk, resampled and normalised; its files are mapped, not read."""
 
     name: str
     folder: Path
     """Its entry in the cache."""
     spacing_mm: Spacing
     class_counts: tuple[int, ...]
-    """How many coordinates :meth:`foreground` has of each class; 0 for the background."""
+    """How many voxels :meth:`foreground` has of each class; 0 for the background."""
 
-    def image(self) -> npt.NDArray[np.float32]:
-        """Return the normalised image, a read-only map of shape (C, X, Y, Z).
-
-        Raises:
-            CacheError: The file is gone or damaged.
-        """
-        return _mapped(array_path(self.folder, "image"))
-
-    def label(self) -> npt.NDArray[np.unsignedinteger]:
-        """Return the class indices, a read-only map of shape (X, Y, Z).
+    def image(self) -> npt.NDArray[np.floating[Any]]:
+        """Return the normalised image, a read-only map of shape (C, X, Y, Z), float16 or float32.
 
         Raises:
             CacheError: The file is gone or damaged.
         """
-        return _mapped(array_path(self.folder, "label"))
+        return map_array(array_path(self.folder, "image"))
 
-    def foreground(self) -> tuple[npt.NDArray[np.int32], ...]:
-        """Return voxel coordinates (N, 3) for each class; of a class with many, a random choice.
+    def label(self) -> PackedLabel:
+        """Return the class indices, of shape (X, Y, Z); slicing them gives an array.
+
+        Raises:
+            CacheError: The file is gone or damaged.
+        """
+        return PackedLabel(array_path(self.folder, "label"))
+
+    def foreground(self) -> tuple[npt.NDArray[np.unsignedinteger[Any]], ...]:
+        """Return for each class voxels that have it; of a class with many, a random choice.
+
+        A voxel is its index in the flattened label map; ``np.unravel_index`` gives its place.
 
         Raises:
             CacheError: The file is gone or damaged.
         """
         if not any(self.class_counts):
-            return tuple(np.empty((0, 3), np.int32) for _ in self.class_counts)
-        coordinates = _mapped(array_path(self.folder, "foreground"))
+            return tuple(np.empty(0, np.uint32) for _ in self.class_counts)
+        voxels = map_array(array_path(self.folder, "foreground"))
         ends = np.cumsum(self.class_counts)
         return tuple(
-            coordinates[end - count : end]
-            for end, count in zip(ends, self.class_counts, strict=True)
+            voxels[end - count : end] for end, count in zip(ends, self.class_counts, strict=True)
         )
 
 
@@ -226,8 +229,8 @@ class Cache:
     def save_case(
         self,
         key: str,
-        image: npt.NDArray[np.float32],
-        label: npt.NDArray[np.unsignedinteger],
+        image: npt.NDArray[np.floating[Any]],
+        label: npt.NDArray[np.unsignedinteger[Any]],
         spacing_mm: Spacing,
         num_classes: int,
     ) -> None:
@@ -235,19 +238,23 @@ class Cache:
 
         Args:
             key: Hash of the case's files and of the settings.
-            image: Normalised, shape (C, X, Y, Z).
-            label: Class indices, shape (X, Y, Z).
+            image: Normalised, shape (C, X, Y, Z), float16 or float32.
+            label: Class indices, shape (X, Y, Z), uint8 or uint16.
             spacing_mm: Their spacing.
             num_classes: Number of classes, the background included.
 
         Raises:
             CacheError: The folder is full or cannot be written to.
         """
-        coordinates = foreground_coordinates(label, num_classes)
-        arrays = {"image": image, "label": label, "foreground": np.concatenate(coordinates)}
+        voxels = foreground_voxels(label, num_classes)
+        arrays = {
+            "image": image,
+            "label": pack_label(label),
+            "foreground": np.concatenate(voxels),
+        }
         notes = {
             "spacing_mm": tuple(map(float, spacing_mm)),
-            "class_counts": tuple(len(array) for array in coordinates),
+            "class_counts": tuple(len(array) for array in voxels),
         }
         with writing_cache(self.folder):
             write_entry(self.folder / "prepared" / key, CaseRecord, arrays, notes)
@@ -262,10 +269,10 @@ def _default_folder() -> Path:
         ) from error
 
 
-def foreground_coordinates(
-    label: npt.NDArray[np.unsignedinteger], num_classes: int
-) -> list[npt.NDArray[np.int32]]:
-    """Return some voxel coordinates of each class; none of the background.
+def foreground_voxels(
+    label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int
+) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
+    """Return some voxels of each class; none of the background.
 
     The choice is random but the same for the same label map.
 
@@ -274,7 +281,8 @@ def foreground_coordinates(
         num_classes: Number of classes, the background included.
 
     Returns:
-        For each class an array (N, 3) with N of at most ``MAX_FOREGROUND_VOXELS``.
+        For each class the indices of at most ``MAX_FOREGROUND_VOXELS`` voxels in the flattened
+        label map, ascending, in the smallest type that holds every index.
     """
     inside = np.flatnonzero(label)
     classes = label.reshape(-1)[inside]
@@ -282,13 +290,14 @@ def foreground_coordinates(
     inside, classes = inside[order], classes[order]
     bounds = np.searchsorted(classes, np.arange(num_classes + 1))
     rng = np.random.default_rng(0)
-    coordinates = [np.empty((0, 3), np.int32)]
+    dtype = np.min_scalar_type(label.size)
+    chosen = [np.empty(0, dtype)]
     for index in range(1, num_classes):
         voxels = inside[bounds[index] : bounds[index + 1]]
         if len(voxels) > MAX_FOREGROUND_VOXELS:
             voxels = np.sort(rng.choice(voxels, MAX_FOREGROUND_VOXELS, replace=False))
-        coordinates.append(np.stack(np.unravel_index(voxels, label.shape), axis=1).astype(np.int32))
-    return coordinates
+        chosen.append(voxels.astype(dtype))
+    return chosen
 
 
 def _read(folder: Path, kind: type[Record]) -> Record | None:
@@ -305,14 +314,3 @@ def _sound_digest(tree: Any) -> DigestRecord:
     if record.checksum != record.own_checksum():
         raise ValueError("it has another checksum")
     return record
-
-
-def _mapped(path: Path) -> npt.NDArray[Any]:
-    try:
-        array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # a damaged header can raise anything in NumPy
-        raise CacheError(
-            f"{path} is gone or damaged since training began; run again to prepare it anew, and "
-            "leave the folder of data.cache alone during a run"
-        ) from error
-    return array

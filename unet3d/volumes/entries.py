@@ -12,6 +12,7 @@ accident; who may write to the cache folder may also write what is trained on.
 
 import errno
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 
 from unet3d.atomic import publish_folder, unfinished_folder
-from unet3d.errors import reason_of
+from unet3d.errors import CacheError, reason_of
 from unet3d.inputs.reading import open_regular, read_bytes
 
 RECORD = "entry.json"
@@ -148,6 +149,40 @@ def _write_array(path: Path, array: npt.NDArray[Any]) -> None:
 def array_path(folder: Path, name: str) -> Path:
     """Return the file of an array of an entry."""
     return folder / f"{name}.npy"
+
+
+def map_array(path: Path) -> npt.NDArray[Any]:
+    """Return a read-only map of an array of an entry.
+
+    Args:
+        path: Its file.
+
+    Raises:
+        CacheError: The file is gone or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            # np.load opens the file three times, which takes a tenth of a patch's time.
+            if is_fortran or dtype.hasobject:
+                raise ValueError("no array of this package")
+            return np.ndarray(shape, dtype, content, file.tell())
+    except Exception as error:  # a damaged header can raise anything in NumPy
+        raise gone_error(path) from error
+
+
+def gone_error(path: Path) -> CacheError:
+    """Return the error for a file that was sound when the run began, and is not any more.
+
+    Args:
+        path: The file.
+    """
+    return CacheError(
+        f"{path} is gone or damaged since training began; run again to prepare it anew, and "
+        "leave the folder of data.cache alone during a run"
+    )
 
 
 def json_checksum(tree: Any) -> int:

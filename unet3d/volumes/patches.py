@@ -25,7 +25,7 @@ from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
-from unet3d.volumes.resample import grid_shape
+from unet3d.volumes.packed_label import PackedLabel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class PatchSampler:
             epoch: From 0.
             index: From 0 to ``num_patches`` - 1.
         """
-        return self.size or padded_shape(grid_shape(self._case(epoch, index).label()), self.stride)
+        return self.size or padded_shape(self._case(epoch, index).label().shape, self.stride)
 
     def _case(self, epoch: int, index: int) -> PreparedCase:
         if self._ordered is None or self._ordered[0] != epoch:
@@ -160,7 +160,7 @@ class PatchSampler:
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
         case = self._case(epoch, index)
         image, label = case.image(), case.label()
-        shape = grid_shape(label)
+        shape = label.shape
         size = self.size or padded_shape(shape, self.stride)
         start = _start(shape, size, self._centre(rng, case, shape, size))
         matrix, channels = None, tuple[DrawnChannel, ...]()
@@ -192,7 +192,8 @@ class PatchSampler:
             present = [voxels for voxels in case.foreground() if len(voxels)]
             if present:
                 voxels = present[rng.integers(len(present))]
-                return [int(index) for index in voxels[rng.integers(len(voxels))]]
+                voxel = int(voxels[rng.integers(len(voxels))])
+                return [int(index) for index in np.unravel_index(voxel, shape)]
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [
             int(rng.integers(max(0, available - voxels) + 1)) + voxels // 2
@@ -216,7 +217,8 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
     ]
 
 
-def _cut(array: Any, box: Region) -> npt.NDArray[Any]:
+def _cut(array: npt.NDArray[Any] | PackedLabel, box: Region) -> npt.NDArray[Any]:
     """Copy a box out of the last three axes of a stored array."""
     x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
-    return np.array(array[..., x, y, z])
+    part: npt.NDArray[Any] = array[..., x, y, z]
+    return part if part.flags.writeable else part.copy()  # of a map

@@ -5,12 +5,13 @@
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +36,15 @@ from unet3d.volumes.workers import map_items
 logger = logging.getLogger(__name__)
 
 MAX_INTENSITIES_PER_CASE = 10_000
-"""Voxels that each case contributes to the statistics of a CT channel."""
+"""Voxels of a case, at most, from which the statistics of a CT channel are taken."""
+
+LARGEST_IN_FLOAT16 = 2.0**14
+"""Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
 LOG_SECONDS = 20.0
 """How often a preparation that goes on says how far it is."""
 
-VERSION = 2
+VERSION = 3
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
@@ -97,7 +101,9 @@ def plan_preprocessing(
         intensities = _intensities(dataset, settings.cache, num_workers)
         for channel, kind in enumerate(kinds):
             if kind == "ct":
-                channels[channel] = _ct_normalization(intensities[:, channel])
+                channels[channel] = ct_normalization(
+                    [of_case[:, channel] for of_case in intensities]
+                )
     preprocessing = Preprocessing(
         spacing_mm=target_mm,
         channels=tuple(channels),
@@ -152,7 +158,33 @@ def _prepare_case(task: _Preparation) -> None:
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
-    store.save_case(key, prepared, classes, spacing_mm, len(preprocessing.label_values))
+    stored = stored_image(prepared, preprocessing.channels)
+    store.save_case(key, stored, classes, spacing_mm, len(preprocessing.label_values))
+
+
+def stored_image(
+    image: npt.NDArray[np.float32], channels: Sequence[ChannelNormalization]
+) -> npt.NDArray[np.floating[Any]]:
+    """Return an image as it is stored: in float16 where that loses nothing that counts.
+
+    Normalised intensities are rounded to 11 binary digits, which is at most 2^-11 of their size
+    and far below the noise of a scan. Where one is too large for float16, or a channel that is not
+    normalised would not keep its exact values, all of the image stays as it is.
+
+    Args:
+        image: A prepared image, shape (C, X, Y, Z).
+        channels: How each channel was normalised.
+    """
+    with np.errstate(over="ignore"):
+        rounded = image.astype(np.float16)
+    for channel, stored, how in zip(image, rounded, channels, strict=True):
+        if how.kind == "none":
+            fits = np.array_equal(channel, stored)
+        else:
+            fits = bool(np.abs(stored).max() <= LARGEST_IN_FLOAT16)
+        if not fits:
+            return image
+    return rounded
 
 
 def _read_case(case: Case) -> tuple[Volume, Volume]:
@@ -184,20 +216,33 @@ def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) 
     return "none" if name == "nonorm" else "z-score"
 
 
-def _ct_normalization(intensities: npt.NDArray[np.float32]) -> ChannelNormalization:
-    low, high = np.percentile(intensities, [0.5, 99.5])
-    std = float(intensities.std(dtype=np.float64))
+def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:
+    """Return the normalisation of a CT channel: percentiles 0.5 and 99.5, mean, deviation.
+
+    Every case counts alike, however few of its voxels are labelled, as in nnU-Net, which draws
+    equally many from each with replacement; here each voxel is weighted instead.
+
+    Args:
+        intensities: Of each case, (N,); at least one intensity in all.
+    """
+    values = np.concatenate(intensities).astype(np.float64)
+    sizes = [len(of_case) for of_case in intensities]
+    weights = np.concatenate([np.full(size, 1 / max(size, 1)) for size in sizes])
+    order = np.argsort(values, kind="stable")
+    values, weights = values[order], weights[order]
+    mean = float(np.average(values, weights=weights))
+    std = math.sqrt(np.average((values - mean) ** 2, weights=weights))
+    shares = np.cumsum(weights) / weights.sum()
+    low, high = values[np.searchsorted(shares, [0.005, 0.995])]
     return ChannelNormalization(
-        kind="ct",
-        low=float(low),
-        high=float(high),
-        mean=float(intensities.mean(dtype=np.float64)),
-        std=std if std > 0 else 1.0,
+        kind="ct", low=float(low), high=float(high), mean=mean, std=std if std > 0 else 1.0
     )
 
 
-def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.NDArray[np.float32]:
-    """Return intensities inside the labels of every case, shape (N, C)."""
+def _intensities(
+    dataset: Dataset, cache: Path | None, num_workers: int
+) -> list[npt.NDArray[np.float32]]:
+    """Return intensities inside the labels of every case, each of shape (N, C)."""
     store = Cache(cache)
     keys = [key_of(_digests(store, case), VERSION) for case in dataset.cases]
     tasks = [(case, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
@@ -209,13 +254,12 @@ def _intensities(dataset: Dataset, cache: Path | None, num_workers: int) -> npt.
         num_workers,
         "collecting intensities of",
     )
-    everything = np.concatenate(collected)
-    if not len(everything):
+    if not any(len(of_case) for of_case in collected):
         raise DatasetError(
             f"{dataset.root}: every label map is empty, so CT intensities have no statistics; "
             "check the labels or set data.normalization=z-score"
         )
-    return everything
+    return collected
 
 
 def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:

@@ -1,0 +1,108 @@
+import struct
+from pathlib import Path
+
+import lz4.block
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import damaged, property_test
+from unet3d.errors import CacheError
+from unet3d.volumes.packed_label import CHUNK_SHAPE, PackedLabel, pack_label
+
+SHAPE = (2 * CHUNK_SHAPE[0] + 7, CHUNK_SHAPE[1], CHUNK_SHAPE[2] + 1)
+
+
+def some_label(dtype: type[np.unsignedinteger] = np.uint8) -> npt.NDArray[np.unsignedinteger]:
+    """Objects, noise, a large class index, and chunks of one class only."""
+    label = np.zeros(SHAPE, dtype)
+    label[3:40, 2:20, 100:] = 2
+    label[:8, :8, :8] = np.random.default_rng(0).integers(0, 5, (8, 8, 8))
+    label[CHUNK_SHAPE[0] : 2 * CHUNK_SHAPE[0], :, : CHUNK_SHAPE[2]] = np.iinfo(dtype).max
+    return label
+
+
+def packed(folder: Path, label: npt.NDArray[np.unsignedinteger]) -> PackedLabel:
+    np.save(folder / "label.npy", pack_label(label))
+    return PackedLabel(folder / "label.npy")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_every_box_is_that_of_the_label_map(
+    tmp_path: Path, dtype: type[np.unsignedinteger]
+) -> None:
+    label = some_label(dtype)
+    stored = packed(tmp_path, label)
+    assert stored.shape == SHAPE and stored.dtype == dtype
+    assert (tmp_path / "label.npy").stat().st_size < label.nbytes / 20
+    whole = stored[...]
+    np.testing.assert_array_equal(whole, label)
+    assert whole.dtype == dtype and whole.flags.writeable
+    np.testing.assert_array_equal(np.asarray(stored), label)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        ends = [np.sort(rng.integers(0, size + 1, 2)).tolist() for size in SHAPE]
+        box = tuple(slice(start, end) for start, end in ends)
+        np.testing.assert_array_equal(stored[box], label[box])
+    np.testing.assert_array_equal(stored[..., 5:6, :, -3:], label[..., 5:6, :, -3:])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), CHUNK_SHAPE, (200, 3, 1)])
+def test_small_label_maps_and_whole_chunks(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    label = (np.arange(np.prod(shape)) % 251).astype(np.uint8).reshape(shape)
+    np.testing.assert_array_equal(packed(tmp_path, label)[...], label)
+
+
+@pytest.mark.parametrize("key", [3, (0, 0, 0), slice(None), (slice(0, 9, 2), ...), (..., None)])
+def test_other_indices_are_refused(tmp_path: Path, key: object) -> None:
+    with pytest.raises(IndexError, match="three slices"):
+        packed(tmp_path, some_label())[key]  # type: ignore[index]
+
+
+SMALL = some_label()[:40, :8, :16]
+
+
+@property_test
+@given(data=st.data())
+def test_damaged_bytes_end_in_an_array_or_in_one_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("packed") / "label.npy"
+    content = data.draw(damaged(pack_label(SMALL).tobytes()))
+    np.save(path, np.frombuffer(content, np.uint8))
+    try:
+        label = PackedLabel(path)
+        box = label[:40, :8, :16]
+    except CacheError as error:
+        assert "gone or damaged" in str(error)
+    else:
+        assert box.size <= SMALL.size
+
+
+def forged(words: list[int], chunks: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(struct.pack(f"<{len(words)}Q", *words) + chunks, np.uint8)
+
+
+BOMB = lz4.block.compress(bytes(2**24), store_size=False)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        forged([1, 8, 8, 8, 0, len(BOMB)], BOMB),  # unpacks to more than its chunk
+        forged([1, 8, 8, 8, 0, 2**63], b"\1\2\3"),
+        forged([1, 8, 8, 8, 9, 4], bytes(16)),
+        forged([1, 2**62, 8, 8, 0, 1], b"\1"),
+        forged([1, 8, 0, 8, 0, 1], b"\1"),
+        forged([4, 8, 8, 8, 0, 4], b"\1\0\0\0"),
+        forged([1, 8], b""),
+        np.zeros((6, 2), np.float32),
+        np.zeros(100, np.float64),
+    ],
+)
+def test_what_was_forged_is_refused(tmp_path: Path, content: npt.NDArray[np.uint8]) -> None:
+    np.save(tmp_path / "label.npy", content)
+    with pytest.raises(CacheError, match="gone or damaged"):
+        PackedLabel(tmp_path / "label.npy")[0:4, 0:4, 0:4]
