@@ -1,5 +1,6 @@
 """What the loop itself decides; what it leads to is in ``test_job``."""
 
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +37,21 @@ def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_
     expected = [taken[n] if n in alone else taken[n - 1] for n in range(8)]
     assert [loss for _, _, loss in shown] == expected
     assert len(set(taken)) == 8
+
+
+@pytest.mark.trains
+def test_an_unexpected_error_leaves_no_loading_process(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They ignore the signal by which Python ends them, so it would never end itself."""
+    before = set(multiprocessing.active_children())
+
+    def broken(self: TrainingLoop, batch: Any) -> LossTerms:
+        assert set(multiprocessing.active_children()) > before
+        raise RuntimeError("out of the blue")
+
+    monkeypatch.setattr(TrainingLoop, "_step", broken)
+    with pytest.raises(RuntimeError, match="out of the blue") as kept:
+        run(settings(cache, "data.num_workers=1"), tmp_path / "run")
+    assert kept.tb is not None, "what an error refers to is kept, as at the end of a program"
+    assert set(multiprocessing.active_children()) == before

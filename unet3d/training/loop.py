@@ -6,7 +6,7 @@ step), the learning rate of the step, and everything else is in the checkpoint.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -157,6 +157,7 @@ class TrainingLoop:
             quiet=quiet or not self.group.is_first,
         )
         with (
+            closing(self.loader),
             deferred_interruption(is_rank=self.group.size > 1) as interruption,
             line.shown(),
         ):

@@ -117,6 +117,17 @@ class PatchLoader:
         else:
             yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
 
+    def close(self) -> None:
+        """End the workers.
+
+        They ignore the signals by which Python ends them at its own end, so it would wait for ever
+        where an error keeps the loader alive.
+        """
+        shut_down = getattr(self._loaded, "_shutdown_workers", None)  # of several processes only
+        if shut_down is not None:
+            shut_down()
+        self._loaded = self._next = None
+
     def _load(self, epoch: int, step: int, kind: type[Loaded]) -> Loaded:
         """Return what was loaded for a step, which must be the next one."""
         assert self._loaded is not None

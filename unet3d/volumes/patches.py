@@ -216,7 +216,7 @@ def _start(shape: Shape, size: Shape, centre: Sequence[int]) -> list[int]:
     ]
 
 
-def _cut(array: Any, box: Region) -> npt.NDArray[Any]:
+def _cut(array: npt.NDArray[Any] | PackedLabel, box: Region) -> npt.NDArray[Any]:
     """Copy a box out of the last three axes of a stored array."""
     x, y, z = (slice(first, last) for first, last in zip(box.start, box.stop, strict=True))
     part: npt.NDArray[Any] = array[..., x, y, z]
