@@ -25,6 +25,7 @@ from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
+from unet3d.volumes.packed_label import PackedLabel
 
 
 @dataclass(frozen=True, kw_only=True)
