@@ -53,6 +53,8 @@ MLPERF_NOTE = (
 )
 NUM_PATCHES = 100
 """Whose mean time is taken: enough for every change to be drawn about as often as it should."""
+MEMORY = ("peak_bytes", "reserved_bytes")
+"""What a run predicts of its first device, and measures."""
 RUN_STEPS_OF_TURN = 4
 """An epoch of a whole run has as many times the steps of a turn: its first ones wait."""
 
@@ -220,6 +222,7 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         if done.returncode:
             return {"reason": f"unet3d train ended with {done.returncode}"}
         lines = (output / "metrics.jsonl").read_text().splitlines()
+        slot = json.loads((output / "memory.json").read_text())["slots"][0]
     epochs = [json.loads(line) for line in lines]
     num_steps = epochs[0]["step"]
     later = epochs[1:]
@@ -232,6 +235,8 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         ),
         "all_seconds": seconds,
         "steps_of_epoch": num_steps,
+        **{f"predicted_{name}": slot["predicted"].get(name) for name in MEMORY},
+        **{name: slot["measured"][name] for name in MEMORY},
     }
 
 
