@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from tests.volumes.samples import write_json, write_msd, write_volume
@@ -195,6 +196,22 @@ def test_native_spacing_stays_native(tmp_path: Path) -> None:
     assert experiment.config.data.spacing_mm == "native"
     shapes = {case.name: case.image().shape for case in experiment.training + experiment.validation}
     assert shapes == {"case_0": (1, 20, 24, 12), "case_1": (1, 8, 9, 7)}
+
+
+def test_memory_for_cuts_is_that_of_the_case_with_the_widest_intensities(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", 4, (16, 16, 16))
+    plan = settings(tmp_path, root, "data.normalization=none")
+    whole = np.arange(16**3, dtype=np.float32).reshape(16, 16, 16) // 2
+    *others, last = [case.name for case in plan_experiment(plan, 0).training]
+    for name in others:
+        write_volume(root / f"imagesTr/{name}.nii.gz", whole)
+    write_volume(root / f"imagesTr/{last}.nii.gz", whole / 3)  # no numbers of float16
+    experiment = plan_experiment(plan, 0)
+    types = [case.image().dtype for case in experiment.training]
+    assert types[0] == np.float16 and types[-1] == np.float32
+    augmentation = experiment.augmentation(torch.device("cuda", 0))
+    assert augmentation is not None and augmentation.voxel_bytes == 4 + 1
+    assert experiment.augmentation(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("fold", [0, 1])

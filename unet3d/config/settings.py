@@ -161,8 +161,8 @@ class AugmentationSettings(Section):
     enabled: bool = True
     """Whether patches are changed at all."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where patches are changed. gpu: the network's first GPU, beside the step before; cpu: in the
-    processes that cut them; auto: gpu where the network begins on one."""
+    """Where patches are changed. gpu: on the GPU that the network begins on, beside the step
+    before; cpu: in the processes that cut them; auto: gpu where the network begins on one."""
     rotation_probability: Fraction = 0.2
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0

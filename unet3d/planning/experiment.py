@@ -71,8 +71,9 @@ class Experiment:
             DeviceError: A GPU is asked for, and this is a CPU.
         """
         cases = {(case.label().shape, case.spacing_mm) for case in self.training}
-        images = [case.image() for case in self.training[:1]]
-        num_bytes = max(image.dtype.itemsize * image.shape[0] for image in images)
+        # A case with an intensity that float16 cannot hold is stored in float32.
+        images = (case.image() for case in self.training)
+        num_bytes = max(image.itemsize * image.shape[0] for image in images)
         settings = self.config.patches.augmentation
         return _augmentation(settings, device, tuple(cases), num_bytes, self.topology)
 

@@ -100,6 +100,9 @@ class PatchLoader:
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch.
 
+        What uses a batch that was made on a GPU must be queued when the next one is asked for,
+        because its memory is used again.
+
         Args:
             epoch: From 0.
             first_step: The batch to begin with, where a run resumes within an epoch.

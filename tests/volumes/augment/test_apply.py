@@ -93,6 +93,25 @@ def test_it_is_pure() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("size", [(61, 67, 71), (1, 300, 301), (300, 1, 301), (300, 301, 1)])
+def test_the_number_of_threads_changes_no_bit(size: Shape) -> None:
+    x, y, z = size
+    image, label = volume(2, (x + 3, y + 3, z + 3))
+    before = torch.get_num_threads()
+    try:
+        for seed in range(3):
+            cut = cut_of(image, label, size, (1, 1, 1), seed)
+            torch.set_num_threads(1)
+            expected = made([cut], size)
+            for threads in (2, 3, 5):
+                torch.set_num_threads(threads)
+                images, targets = made([cut], size)
+                assert torch.get_num_threads() == threads
+                assert torch.equal(images, expected[0]) and torch.equal(targets, expected[1])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:
     image, label = volume(1, (30, 28, 26))
     small, large = (16, 12, 14), (12, 12, 12)

@@ -105,20 +105,6 @@ def test_a_box_is_the_same_box_of_the_whole(start: Shape, how: Filter) -> None:
     torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
-    channel = noise(33, 36, 38)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 4):
-            torch.set_num_threads(threads)
-            results.append(blur(channel, (0.9, 0.8, 0.7), ZERO, (33, 36, 38)))
-            assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 def test_nothing_beyond_the_reach_counts() -> None:
     for how in (
         blur_filter((0.5, 0.8, 1.0), (40,) * 3),

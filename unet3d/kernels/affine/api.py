@@ -1,7 +1,7 @@
 """Sampling of an image and its label map through an affine map of voxels.
 
 PyTorch's ``grid_sample`` wants a grid of three floats for each voxel, rounds positions to 1e-5
-voxels of a large box, and knows no labels. Here positions are exact to 1e-7, and a label is what
+voxels of a large box, and knows no labels. Here they are exact to 5e-7, and a label is what
 linear interpolation of each class, then argmax, gives: small objects keep their shape better than
 with the nearest label (F. Isensee et al., nnU-Net, do the same where they resample labels).
 """

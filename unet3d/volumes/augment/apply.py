@@ -22,6 +22,7 @@ from unet3d.volumes.augment.intensity import (
     change_gamma,
 )
 from unet3d.volumes.augment.noise import add_noise
+from unet3d.volumes.augment.threads import independent_of_threads
 
 
 def augment(
@@ -59,8 +60,9 @@ def augment(
         del cut  # the memory of its box serves what follows
         counted = None if box == part else _inside(box, part)
         statistics = Statistics(counted, math.prod(size), merge)
-        for channel, drawn, own_filters in zip(made_image, channels, filters, strict=False):
-            _change(channel, drawn, own_filters, box.start, size, statistics)
+        with independent_of_threads(image.device):
+            for channel, drawn, own_filters in zip(made_image, channels, filters, strict=False):
+                _change(channel, drawn, own_filters, box.start, size, statistics)
         if not in_place:
             inner = _inside(box, part)
             own_image.zero_()

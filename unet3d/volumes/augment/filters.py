@@ -4,8 +4,7 @@ The matrices are worked out where a patch is cut: on a GPU that takes more launc
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.volumes.augment.draw import STILL, Axes, DrawnChannel
+from unet3d.volumes.augment.threads import independent_of_threads
 
 BLUR_DEVIATIONS = 4.0
 """Where a Gaussian ends."""
@@ -52,11 +52,10 @@ class Filter:
                 that face than :attr:`reach` is wrong.
             start: First voxel of the box along X, Y, Z in the patch.
         """
-        with _independent_of_threads(channel.device):
-            for axis, (matrix, reach) in enumerate(zip(self.matrices, self.reach, strict=True)):
-                if matrix is not None:
-                    inside = slice(start[axis], start[axis] + channel.shape[axis])
-                    channel = _multiplied(channel, matrix[inside, inside], axis, reach)
+        for axis, (matrix, reach) in enumerate(zip(self.matrices, self.reach, strict=True)):
+            if matrix is not None:
+                inside = slice(start[axis], start[axis] + channel.shape[axis])
+                channel = _multiplied(channel, matrix[inside, inside], axis, reach)
         return channel
 
 
@@ -168,7 +167,7 @@ def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:
     means = (end - begin).clamp_(min=0).div_(ratio)
     position = ((small + 0.5) / ratio - 0.5).clamp_(0, fewer - 1)
     interpolation = (1 - (position[:, None] - large.T).abs()).clamp_(min=0)
-    with _independent_of_threads(CPU):
+    with independent_of_threads(CPU):
         return (interpolation @ means).float()
 
 
@@ -192,20 +191,3 @@ def _product(matrix: Tensor, channel: Tensor, axis: int) -> Tensor:
     if axis == 0:
         return torch.mm(matrix, channel.flatten(1)).view(-1, *channel.shape[1:])
     return torch.matmul(matrix, channel) if axis == 1 else torch.matmul(channel, matrix.T)
-
-
-@contextmanager
-def _independent_of_threads(device: torch.device) -> Iterator[None]:
-    """Multiply in one thread on a CPU: how a product is divided over threads changes its bits.
-
-    A loading process has one thread, the training process several, and both make the same batches.
-    """
-    if device.type != "cpu" or torch.get_num_threads() == 1:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

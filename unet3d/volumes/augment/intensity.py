@@ -124,5 +124,5 @@ def change_gamma(
 
 
 def _sum(channel: Tensor) -> Tensor:
-    """Return the sum of (X, Y, Z), in an order that does not depend on the number of threads."""
+    """Return the sum of (X, Y, Z)."""
     return channel.sum(dim=(1, 2)).sum(dim=0)
