@@ -1,3 +1,5 @@
+import io
+import pickle
 import threading
 from typing import Literal
 
@@ -110,6 +112,27 @@ def test_the_number_of_threads_changes_no_bit(size: Shape) -> None:
                 assert torch.equal(images, expected[0]) and torch.equal(targets, expected[1])
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_cut_comes_out_of_another_process_as_it_was_and_in_few_files() -> None:
+    """With one for each matrix, large batches of many channels came to the limit of open files."""
+    image, label = volume(8, (30, 28, 26))
+    cuts = [cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4)]
+    tensors: list[Tensor] = []
+
+    class Counting(pickle.Pickler):
+        def reducer_override(self, obj: object) -> object:
+            if isinstance(obj, Tensor) and obj.device.type != "meta":
+                tensors.append(obj)
+            return NotImplemented
+
+    file = io.BytesIO()
+    Counting(file).dump(cuts)
+    assert len(tensors) <= 3 * len(cuts)
+    received = pickle.loads(file.getvalue())
+    for own, other in zip(made(cuts, (16, 12, 14)), made(received, (16, 12, 14)), strict=True):
+        assert torch.equal(own, other)
+    assert [cut.placement for cut in received] == [cut.placement for cut in cuts]
 
 
 def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -128,6 +129,32 @@ class Cut:
             device: Any device.
         """
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hand all matrices over as one tensor: each is an open file in both processes."""
+        matrices: list[Tensor] = []
+
+        def packed(matrix: Tensor) -> Tensor:
+            matrices.append(matrix.flatten())
+            return matrix.to("meta")
+
+        filters = tuple(own.each(packed) for own in self.filters)
+        packet = torch.cat(matrices) if matrices else None
+        return {**vars(self), "filters": filters, "packet": packet}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` has handed over."""
+        packet: Tensor | None = state.pop("packet")
+        end = 0
+
+        def unpacked(like: Tensor) -> Tensor:
+            nonlocal end
+            begin, end = end, end + like.numel()
+            assert packet is not None
+            return packet[begin:end].view(like.shape)
+
+        state["filters"] = tuple(own.each(unpacked) for own in state["filters"])
+        vars(self).update(state)
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> "Cut":
         return replace(
