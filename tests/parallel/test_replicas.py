@@ -57,6 +57,8 @@ def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: i
     mean = sum(range(num_ranks)) / num_ranks
     for gradient in torch.load(answers / f"{num_ranks}-{case}.pt"):
         assert torch.equal(gradient, torch.full_like(gradient, mean))
+    for gradient in torch.load(answers / f"{num_ranks}-{case}-in-place.pt"):
+        assert torch.equal(gradient, torch.full_like(gradient, 6 * mean))
 
 
 def two_steps(executor: Executor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -113,6 +115,15 @@ def test_kernels_of_one_voxel_have_the_strides_of_their_gradients() -> None:
     use_plain_strides(head)
     assert head.weight.stride() == (32, 1, 1, 1, 1)
     assert head.weight.data_ptr() == memory and torch.equal(head.weight, before)
+
+
+def test_kernels_of_one_channel_have_plain_strides() -> None:
+    """As the gradient has that the first convolution's own kernel computes."""
+    stem = torch.nn.Conv3d(1, 32, 3).to(memory_format=torch.channels_last_3d)
+    before = stem.weight.detach().clone()
+    use_plain_strides(stem)
+    assert stem.weight.stride() == (27, 27, 9, 3, 1)
+    assert torch.equal(stem.weight, before)
 
 
 def test_nn_data_parallel_refuses_batch_norm() -> None:
