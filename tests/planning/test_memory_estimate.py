@@ -16,6 +16,7 @@ from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
 from unet3d.model import UNet3d
 from unet3d.parallel import precision
+from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment, plan_without_data
 from unet3d.planning.memory_estimate import (
@@ -401,6 +402,7 @@ def on_gpu(devices: tuple[torch.device, ...], options: dict[str, object]) -> Ste
 def empty_gpus() -> None:
     torch.cuda.init()
     gc.collect()
+    release_streams()  # and what cuBLAS keeps for those of other tests
     torch.cuda.empty_cache()
     for index in range(torch.cuda.device_count()):
         torch.cuda.reset_peak_memory_stats(index)
