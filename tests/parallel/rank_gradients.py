@@ -59,14 +59,6 @@ def take_part(folder: Path) -> None:
                 parameters = [p for block in stage.blocks for p in block.module.parameters()]
                 executor.exchange.add(stage, {p: torch.full_like(p, rank) for p in parameters})
             torch.save([p.grad for p in model.parameters()], folder / f"{group.size}-{number}.pt")
-            for stage in executor.stages:  # and as one whose graphs add up in the buckets
-                parameters = [p for block in stage.blocks for p in block.module.parameters()]
-                places = {p: executor.exchange.memory(p) for p in parameters}
-                for place in places.values():
-                    place.fill_(6 * rank)
-                executor.exchange.add(stage, places)
-            gradients = [p.grad for p in model.parameters()]
-            torch.save(gradients, folder / f"{group.size}-{number}-in-place.pt")
 
 
 if __name__ == "__main__":

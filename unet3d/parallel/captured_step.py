@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from unet3d.parallel.cuda_graphs import Graph, GraphPool, MakePool, pool_of_kind
 from unet3d.parallel.executor import ActionKind
-from unet3d.parallel.gradient_exchange import is_own
 from unet3d.parallel.mail import Routes
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.stage_runner import EagerStage, Gradients, Objective, Send, StageRunner
@@ -54,7 +53,6 @@ class CapturedStep:
         images: Sequence[Tensor],
         targets: Sequence[Tensor],
         make_pool: MakePool | None = None,
-        memory: Callable[[Tensor], Tensor] = torch.zeros_like,
     ) -> None:
         """Capture a step; nothing is computed.
 
@@ -65,7 +63,6 @@ class CapturedStep:
             images: Image of each micro-batch; only their shapes matter.
             targets: Target of each micro-batch; only their shapes matter.
             make_pool: Creates the pool of graphs of a device; None: the one of the device's type.
-            memory: Returns where the gradient of a parameter is added up.
 
         Raises:
             torch.OutOfMemoryError: There is too little memory for the graphs.
@@ -85,7 +82,7 @@ class CapturedStep:
         try:
             with ExitStack() as aliases:
                 for runner in stages:
-                    own = aliases.enter_context(aliased(runner.stage, memory))
+                    own = aliases.enter_context(aliased(runner.stage))
                     self.gradients.append((runner.stage, own))
                 run(self._stages, self._mail)
         finally:
@@ -109,7 +106,7 @@ class CapturedStep:
         """
         for _, gradients in self.gradients:
             # Replays add to the gradients that parameters have from earlier replays.
-            fresh = [own for parameter, own in gradients.items() if not is_own(parameter, own)]
+            fresh = [own for parameter, own in gradients.items() if parameter.grad is not own]
             if fresh:
                 torch._foreach_zero_(fresh)
         self._mail.begin(images, targets)
@@ -213,9 +210,7 @@ class _CapturedStage:
 
 
 @contextmanager
-def aliased(
-    stage: Stage, memory: Callable[[Tensor], Tensor] = torch.zeros_like
-) -> Iterator[dict[Tensor, Tensor]]:
+def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
     """Replace a stage's parameters by aliases, and yield the tensors that hold the gradients.
 
     So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
@@ -223,7 +218,6 @@ def aliased(
 
     Args:
         stage: The stage. Its parameters are restored after the context.
-        memory: Returns the tensor that holds the gradient of a parameter.
     """
     gradients: dict[Tensor, Tensor] = {}
     owned = [
@@ -237,7 +231,7 @@ def aliased(
         if parameter not in aliases:
             alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             if parameter.requires_grad:
-                alias.grad = gradients[parameter] = memory(parameter)
+                alias.grad = gradients[parameter] = torch.zeros_like(parameter)
             aliases[parameter] = alias
         setattr(module, name, aliases[parameter])
     try:

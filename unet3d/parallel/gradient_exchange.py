@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from unet3d.parallel.partition import Stage
@@ -19,14 +18,6 @@ class GradientExchange(Protocol):
 
     def before_last_backward(self, stage: Stage) -> None:
         """Note that the gradients of a stage are about to be complete."""
-        ...
-
-    def memory(self, parameter: Tensor) -> Tensor:
-        """Return where a captured step shall add up a parameter's gradient.
-
-        Args:
-            parameter: The parameter.
-        """
         ...
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -49,10 +40,6 @@ class NoExchange:
     def before_last_backward(self, stage: Stage) -> None:
         """Do nothing."""
 
-    def memory(self, parameter: Tensor) -> Tensor:
-        """Return memory of its own; see :class:`GradientExchange`."""
-        return torch.zeros_like(parameter)
-
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients to the parameters' own; see :class:`GradientExchange`.
 
@@ -64,13 +51,3 @@ class NoExchange:
                 parameter.grad = gradient
             elif parameter.grad is not gradient:
                 parameter.grad += gradient
-
-
-def is_own(parameter: Tensor, gradient: Tensor) -> bool:
-    """Return whether a gradient lies where its parameter's does.
-
-    Args:
-        parameter: The parameter.
-        gradient: Computed for it.
-    """
-    return parameter.grad is not None and parameter.grad.data_ptr() == gradient.data_ptr()

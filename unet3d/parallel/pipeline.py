@@ -105,9 +105,7 @@ class PipelineExecutor:
         self.exchange = NoExchange() if exchange is None else exchange(module, self.stages)
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
         may_capture = cuda_graphs == "auto" and offload is None
-        self._capture = (
-            StepCapture(self._eager, self._routes, self.exchange.memory) if may_capture else None
-        )
+        self._capture = StepCapture(self._eager, self._routes) if may_capture else None
 
     def forward_backward(
         self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0

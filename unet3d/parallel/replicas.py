@@ -10,23 +10,19 @@ with the last backward::
     stage 1   .. F0 B0 F1 B1 (prepare) F2 B2 ┬─ all-reduce ─┐
     stage 0   F0 F1 .. B0 F2 B1 ..    (prepare) B2 ┬─ all-reduce ─┐  step
 
-A step that is replayed from CUDA graphs adds its gradients up in the reducers' own memory, and
-announces at its end that they are there.
+A step that is replayed from CUDA graphs hands its gradients to the reducers at its end.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unet3d.distributed.group import Group
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.model import BlockNetwork
-from unet3d.parallel.gradient_exchange import is_own
 from unet3d.parallel.partition import Stage
 
 
@@ -70,15 +66,13 @@ class ReducerExchange:
             if stage.slot.device.type == "cuda":
                 torch.cuda.set_device(stage.slot.device)
             with group.translate_dist_errors():
-                wrapped = DistributedDataParallel(
-                    nn.ModuleList([block.module for block in stage.blocks]),
-                    process_group=group.new_group(stage.slot.device),
-                    gradient_as_bucket_view=True,
+                self._wrapped.append(
+                    DistributedDataParallel(
+                        nn.ModuleList([block.module for block in stage.blocks]),
+                        process_group=group.new_group(stage.slot.device),
+                        gradient_as_bucket_view=True,
+                    )
                 )
-                # Means are taken of whole buckets. Without a hook, each gradient is divided alone.
-                whole = dist.BuiltinCommHookType.ALLREDUCE  # type: ignore[attr-defined]
-                wrapped._register_builtin_comm_hook(whole)  # type: ignore[no-untyped-call]
-                self._wrapped.append(wrapped)
         if stages[0].slot.device.type == "cuda":
             torch.cuda.set_device(stages[0].slot.device)
 
@@ -94,39 +88,17 @@ class ReducerExchange:
         """Have the stage's gradients exchanged as they come; see :class:`GradientExchange`."""
         self._prepare_reducer(stage)
 
-    def memory(self, parameter: Tensor) -> Tensor:
-        """Return the parameter's part of a bucket, once it has one; see the protocol."""
-        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients through autograd, because the reducers wait for its hooks.
 
-        Those that are in the buckets already are only announced. The same messages go out as after
-        a step that is launched, because ranks may differ in which steps are launched.
+        The same messages go out as after a step that is launched, because ranks may differ in
+        which steps are launched.
         """
         self._prepare_reducer(stage)
-        there = [p for p, gradient in gradients.items() if is_own(p, gradient)]
-        others = [p for p, gradient in gradients.items() if not is_own(p, gradient)]
-        if there:
-            others.append(_Announcement.apply(*there))  # type: ignore[no-untyped-call]
-        values = [gradients.get(p) for p in others]
-        torch.autograd.backward(others, values)
+        torch.autograd.backward(list(gradients), list(gradients.values()))
 
     def _prepare_reducer(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])
-
-
-class _Announcement(torch.autograd.Function):
-    """A result whose backward runs the hooks of parameters, and leaves their gradients alone."""
-
-    @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
-        return parameters[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        return tuple(None for _ in range(ctx.num_parameters))
 
 
 def use_plain_strides(module: BlockNetwork) -> None:

@@ -1,7 +1,7 @@
 """When a step is captured as CUDA graphs: where launching it takes longer than running it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,13 @@ def is_small(images: Sequence[Tensor]) -> bool:
 class StepCapture:
     """Decides when a step is captured, and keeps the one that was captured last."""
 
-    def __init__(
-        self, stages: Sequence[EagerStage], routes: Routes, memory: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, stages: Sequence[EagerStage], routes: Routes) -> None:
         """Begin with nothing captured.
 
         Args:
             stages: The stages to capture.
             routes: The routes between them.
-            memory: Returns where the gradient of a parameter is added up.
         """
-        self._memory = memory
         self._stages = tuple(stages)
         self._routes = routes
         self._devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
@@ -101,7 +97,6 @@ class StepCapture:
                 routes=self._routes,
                 images=images,
                 targets=targets,
-                memory=self._memory,
             )
         except torch.OutOfMemoryError:
             self._has_failed = True
