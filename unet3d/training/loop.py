@@ -171,7 +171,7 @@ class TrainingLoop:
                 if validation is not None:
                     self._keep(validation)
                 start_seconds = self._clock.take_start()
-                line.epoch_done(metrics, self._loading.note(metrics, epochs, start_seconds))
+                line.epoch_done(metrics, self._loading.note(metrics, start_seconds))
             self.recorder.begin()
         if self.memory is not None:
             update_reserved(self.memory, self.executor, self.folder, self.group)
@@ -223,7 +223,9 @@ class TrainingLoop:
         self.group.note(done, f"epoch {state.epoch + 1}, step {state.step + 1}")
         dtype = image_dtype(executor.module)
         image = batch.image.to(executor.input_device, dtype, non_blocking=True)
-        target = batch.target.to(executor.output_device, non_blocking=True)
+        # What a GPU has made would arrive on a CPU after it is read, if nobody waited.
+        to_gpu = executor.output_device.type == "cuda"
+        target = batch.target.to(executor.output_device, non_blocking=to_gpu)
         scale = self.optimization.scale * batch.weight
         terms: LossTerms = executor.forward_backward(image, target, dice_cross_entropy, scale)
         self.optimization.step(self._learning_rate(done))

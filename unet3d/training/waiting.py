@@ -13,8 +13,6 @@ from unet3d.volumes.patches import Batch
 
 TOLERATED_SHARE = 0.1
 """Share of an epoch's steps that a device may wait without a word about it."""
-MIN_SECONDS = 60.0
-"""What all epochs together must wait to be worth a word."""
 
 
 class DataClock:
@@ -98,24 +96,22 @@ class Loading:
     augments_on_cpu: bool
     """Whether patches are changed on the host."""
 
-    def note(self, metrics: Mapping[str, Any], epochs: int, start_seconds: float) -> str | None:
+    def note(self, metrics: Mapping[str, Any], start_seconds: float) -> str | None:
         """Return what to say of an epoch that waited for its data; None: nothing.
 
         Args:
             metrics: Its line of ``metrics.jsonl``.
-            epochs: Epochs of the whole training.
             start_seconds: Part of what it waited that the other epochs do not.
         """
         waited = metrics["waited_seconds"] - start_seconds
         seconds = metrics["seconds"] - start_seconds
-        if waited <= TOLERATED_SHARE * seconds or waited * epochs < MIN_SECONDS:
+        if waited <= TOLERATED_SHARE * seconds:
             return None
         share = waited / seconds
-        change = self._what_helps(share)
-        return None if change is None else f"waited {100 * share:.0f} % for data: try {change}"
+        return f"waited {100 * share:.0f} % for data: try {self._what_helps(share)}"
 
-    def _what_helps(self, share: float) -> str | None:
-        """Return what makes a share smaller; None: nothing, or it would cost as much.
+    def _what_helps(self, share: float) -> str:
+        """Return what makes a share smaller, and costs less than that brings.
 
         Args:
             share: Of the time, above :data:`TOLERATED_SHARE`.
@@ -127,7 +123,9 @@ class Loading:
             is_free = torch.get_num_threads() + self.num_workers < cores
             # Else the network has a core less for each process beside it.
             price = 0.0 if is_free else 1 / cores
-            return more_workers if has_core and share > TOLERATED_SHARE + price else None
+            if has_core and share > TOLERATED_SHARE + price:
+                return more_workers
+            return "more cores, or less of patches.augmentation"
         if self.augments_on_cpu:
             return "patches.augmentation.device=gpu"
         if has_core:
