@@ -41,7 +41,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
         (64, (CPU, GPU), 1, 4, 2),
         (64, (CPU,), 2, 4, 1),
         (2, (GPU,), 1, 1, 1),
-        (64, (GPU,), 1, 16, 16),
+        (64, (GPU,), 1, 16, 8),
+        (5, (GPU,), 1, 4, 4),
         (64, (GPU,), 8, 7, 7),
     ],
 )
@@ -56,6 +57,12 @@ def test_processes_by_cores(
     machine(num_cores)
     assert preparing_processes(AUTO, devices, num_ranks) == preparing
     assert loading_processes(AUTO, devices, num_ranks) == loading
+
+
+def test_more_processes_augment_for_a_gpu_than_cut_for_it(machine: Callable[..., None]) -> None:
+    machine(64)
+    on_cpu = AUTO.with_values({"patches.augmentation.device": "cpu"})
+    assert loading_processes(on_cpu, (GPU,), 1) == 16
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(64, 0), (63, 1), (8, 2), (96, 0)])

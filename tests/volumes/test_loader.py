@@ -23,6 +23,8 @@ def loader(
     num_workers: int = 0,
     stride: Shape = (2, 2, 2),
     seed: int = 0,
+    rank: int = 0,
+    num_ranks: int = 1,
     **settings: Any,
 ) -> PatchLoader:
     settings = {"per_case": 3, "augmentation": PLAIN, **settings}
@@ -36,6 +38,8 @@ def loader(
         num_workers=num_workers,
         device=torch.device("cpu"),
         augments_on_device=False,
+        rank=rank,
+        num_ranks=num_ranks,
     )
 
 
@@ -165,3 +169,21 @@ def test_the_next_epoch_is_cut_while_one_ends(tmp_path: Path) -> None:
     assert batches._steps.first == (0, 0), "the next epoch goes on with what is queued"
     assert same(list(batches.epoch(5)), list(fresh.epoch(5)))
     assert batches._steps.first == (5, 0), "another epoch than the next begins anew"
+
+
+@pytest.mark.parametrize("size", [(4, 4, 4), None])
+def test_ranks_make_their_share_of_each_batch_to_the_bit(
+    tmp_path: Path, size: Shape | None
+) -> None:
+    cases = make_cases(tmp_path, [(9, 8, 7), (8, 8, 8), (5, 9, 7), (8, 6, 8), (7, 7, 7)])
+    whole = list(loader(cases, size, batch_size=4, augmentation=LIVELY).epoch(1))
+    ranks = [
+        list(loader(cases, size, 4, augmentation=LIVELY, rank=rank, num_ranks=3).epoch(1))
+        for rank in range(3)
+    ]
+    for number, batch in enumerate(whole):
+        shares = [rank[number] for rank in ranks if rank[number].weight]
+        assert sum(share.weight for share in shares) == pytest.approx(3)
+        assert batch.names == tuple(name for share in shares for name in share.names)
+        assert torch.equal(batch.image, torch.cat([share.image for share in shares]))
+        assert torch.equal(batch.target, torch.cat([share.target for share in shares]))

@@ -14,7 +14,10 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.volumes.augment import augments_on_device
 
 MAX_PROCESSES = 16
-"""The most processes that cut patches for GPUs."""
+"""The most processes that prepare cases, or make patches, for GPUs."""
+MAX_CUTTING = 8
+"""The most processes where patches are only cut, and augmented on a GPU. For an H200 two were
+enough at 128^3, four at 256^3; with 16, which start later, a training was no faster."""
 MAX_ON_CPU = 4
 """The most processes beside a network on a CPU."""
 CORES_OF_A_LOADER = 32
@@ -55,9 +58,16 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
         config: The settings.
         devices: Those of the network.
         num_ranks: Ranks that share this machine.
+
+    Raises:
+        DeviceError: Patches are to be augmented on a GPU, and the network begins on a CPU.
     """
-    if config.data.num_workers != "auto" or not is_on_cpu(devices):
-        return preparing_processes(config, devices, num_ranks)
+    if config.data.num_workers != "auto":
+        return config.data.num_workers
+    if not is_on_cpu(devices):
+        most = preparing_processes(config, devices, num_ranks)
+        on_device = augments_on_device(config.patches.augmentation, devices[0])
+        return min(most, MAX_CUTTING) if on_device else most
     cores = num_cores() // num_ranks
     wanted = min(MAX_ON_CPU, cores // CORES_OF_A_LOADER)
     # Threads that the user asked for leave what they leave.
