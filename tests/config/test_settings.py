@@ -126,6 +126,10 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give a list of x, y or z"),
         ("patches.augmentation.scaling_range=1", "scaling_range is 1; give two numbers"),
+        (
+            "patches.augmentation.scaling_range=1.4,0.7",
+            "scaling_range is 1.4,0.7; give the smaller number first",
+        ),
         ("parallel.devices=1.5", "parallel.devices is 1.5; give a list of names or null"),
         ("data.spacing_mm=1,2", "is [1, 2]; give median, native or three numbers of at least"),
         ("training=3", "training is 3; give a section with settings such as epochs, batch_size"),

@@ -192,6 +192,17 @@ class AugmentationSettings(Section):
     """Axes that may be flipped, each one time in two. None by default, because left and right may
     be different labels."""
 
+    @field_validator("scaling_range")
+    @classmethod
+    def _in_order(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        low, high = limits
+        if low > high:
+            raise ValueError(
+                f"patches.augmentation.scaling_range is {low:g},{high:g}; give the smaller "
+                "number first"
+            )
+        return limits
+
 
 class PatchSettings(Section):
     """The training crops."""

@@ -5,7 +5,6 @@ from scipy import stats
 from scipy.spatial.transform import Rotation
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
-from unet3d.errors import ConfigError
 from unet3d.volumes.augment.draw import STILL, AugmentationDraw, DrawnChannel, free_axes
 
 NAMES = (
@@ -216,8 +215,3 @@ def test_one_probability_changes_nothing_else() -> None:
                 b.blur_sigma,
                 b.contrast,
             )
-
-
-def test_refuses_a_scaling_range_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="scaling_range"):
-        draw(scaling_range=(1.4, 0.7))

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from scipy.spatial.transform import Rotation
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
-from unet3d.errors import ConfigError
 from unet3d.volumes.resample import THICK_SLICE_RATIO, thick_axes
 
 Matrix = npt.NDArray[np.float64]
@@ -61,16 +60,7 @@ class AugmentationDraw:
 
         Args:
             settings: Probabilities and ranges.
-
-        Raises:
-            ConfigError: The scaling range begins with its larger number.
         """
-        low, high = settings.scaling_range
-        if low > high:
-            raise ConfigError(
-                f"patches.augmentation.scaling_range is {low:g},{high:g}; give the smaller "
-                "number first"
-            )
         self.settings = settings
         self.mirror_axes = tuple("xyz".index(axis) for axis in settings.mirror_axes)
 
