@@ -151,9 +151,9 @@ class DataSettings(Section):
     cache: FilePath | None = None
     """Folder of the prepared arrays; null: the user's cache folder, ~/.cache/unet3d."""
     num_workers: Annotated[int, Field(ge=0, le=1024, strict=True)] | Literal["auto"] = "auto"
-    """Processes that cut patches, and augment them where no GPU does; 0: in the training process;
-    auto: as many as the cores allow, at most 8, and 16 where they augment for a GPU; beside a
-    network on a CPU one for 32 cores, so none on most."""
+    """Processes that prepare cases, then cut patches, and augment them where no GPU does; 0: in the
+    training process; auto: as many as the cores allow, to cut for a GPU at most 8, and 16 where
+    they augment too; to cut beside a network on a CPU one for 32 cores, so none on most."""
 
 
 class AugmentationSettings(Section):
