@@ -8,6 +8,7 @@ for them on the GPU alone. Two buffers take turns::
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ class DeviceBatches:
     """Makes batches on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream.
+        """Begin with empty buffers.
 
         Args:
             device: The GPU.
         """
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream(device)
         self._buffers = (_Buffer(), _Buffer())
         self._number = 0
 
@@ -54,6 +55,16 @@ class DeviceBatches:
             is_made = self._stream.record_event()
         torch.cuda.current_stream(self._device).wait_event(is_made)
         return Batch(image=image, target=target, names=batch.names, weight=batch.weight)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a GPU makes batches.
+
+    There is one for each GPU, because cuBLAS keeps a workspace for each stream that it was ever
+    used on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class _Buffer:
