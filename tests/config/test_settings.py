@@ -81,6 +81,12 @@ def test_devices_as_people_write_them(value: str, devices: tuple[str, ...] | Non
     assert config.parallel.devices == (devices or ("cpu", "cuda:0"))
 
 
+@pytest.mark.parametrize("value", ["y", "[y]"])
+def test_one_axis_needs_no_list(value: str) -> None:
+    config = load_config(None, [f"patches.augmentation.mirror_axes={value}"])
+    assert config.patches.augmentation.mirror_axes == ("y",)
+
+
 @pytest.mark.parametrize("folder", ["/data/a,b", "/data/my #1 set", "/data/x: y", "[odd]", "7"])
 def test_a_path_is_taken_as_it_stands(folder: str) -> None:
     assert load_config(None, [f"data.dataset={folder}"]).data.dataset == Path(folder)
@@ -125,6 +131,7 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
         ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give a list of x, y or z"),
+        ("patches.augmentation.mirror_axes=xy", "is 'xy'; give a list of x, y or z"),
         ("patches.augmentation.scaling_range=1", "scaling_range is 1; give two numbers"),
         (
             "patches.augmentation.scaling_range=1.4,0.7",

@@ -192,6 +192,12 @@ class AugmentationSettings(Section):
     """Axes that may be flipped, each one time in two. None by default, because left and right may
     be different labels."""
 
+    @field_validator("mirror_axes", mode="before")
+    @classmethod
+    def _one_axis(cls, value: Any) -> Any:
+        """Accept a letter as the one axis that may be flipped."""
+        return (value,) if isinstance(value, str) else value
+
     @field_validator("scaling_range")
     @classmethod
     def _in_order(cls, limits: tuple[float, float]) -> tuple[float, float]:
