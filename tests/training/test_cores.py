@@ -7,8 +7,14 @@ import pytest
 import torch
 
 from unet3d.config import Config, load_config
+from unet3d.errors import DeviceError
 from unet3d.training import cores
-from unet3d.training.cores import leave_cores, loading_processes, preparing_processes
+from unet3d.training.cores import (
+    augmentation_line,
+    leave_cores,
+    loading_processes,
+    preparing_processes,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 AUTO = Config()
@@ -96,3 +102,31 @@ def test_processes_that_the_settings_name(machine: Callable[..., None]) -> None:
     config = load_config(None, ["data.num_workers=5"])
     assert preparing_processes(config, (CPU,), 1) == 5
     assert loading_processes(config, (CPU,), 1) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "num_processes", "num_replicas", "expected"),
+    [
+        ({}, GPU, 8, 1, "patches are augmented on cuda:0"),
+        ({}, GPU, 8, 2, "patches are augmented on the first GPU of each replica"),
+        ({"device": "cpu"}, GPU, 8, 1, "patches are augmented in 8 processes"),
+        ({}, CPU, 0, 1, "patches are augmented in the training process"),
+        ({}, CPU, 1, 2, "patches are augmented in 1 process of each replica"),
+        ({"enabled": False}, GPU, 8, 1, "patches are not augmented"),
+    ],
+)
+def test_where_patches_are_augmented_is_said(
+    changes: dict[str, object],
+    device: torch.device,
+    num_processes: int,
+    num_replicas: int,
+    expected: str,
+) -> None:
+    config = AUTO.with_values({f"patches.augmentation.{k}": v for k, v in changes.items()})
+    assert augmentation_line(config, device, num_processes, num_replicas) == expected
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    config = AUTO.with_values({"patches.augmentation.device": "gpu"})
+    with pytest.raises(DeviceError, match="the network begins on cpu; use auto"):
+        augmentation_line(config, CPU, 0, 1)

@@ -74,24 +74,30 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
 
 
-def augmentation_line(config: Config, device: torch.device, num_processes: int) -> str | None:
-    """Return what to say of where patches are augmented; None where they are not.
+def augmentation_line(
+    config: Config, device: torch.device, num_processes: int, num_replicas: int
+) -> str:
+    """Return what to say of where patches are augmented.
 
     Args:
         config: The settings.
         device: Where the network begins.
-        num_processes: Processes that cut patches.
+        num_processes: Processes that cut patches, of each replica.
+        num_replicas: How many replicas there are.
 
     Raises:
         DeviceError: A GPU is asked for, and the network begins on a CPU.
     """
     on_device = augments_on_device(config.patches.augmentation, device)
     if not config.patches.augmentation.enabled:
-        return None
+        return "patches are not augmented"
     if on_device:
-        return f"patches are augmented on {device}"
-    where = {0: "in the training process", 1: "in 1 process"}
-    return f"patches are augmented {where.get(num_processes, f'in {num_processes} processes')}"
+        where = f"on {device}" if num_replicas == 1 else "on the first GPU of each replica"
+    else:
+        counted = {0: "in the training process", 1: "in 1 process"}
+        where = counted.get(num_processes, f"in {num_processes} processes")
+        where += " of each replica" if num_replicas > 1 else ""
+    return f"patches are augmented {where}"
 
 
 def leave_cores(num_processes: int, devices: Sequence[torch.device], num_ranks: int) -> None:

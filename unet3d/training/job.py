@@ -132,7 +132,7 @@ def _train(
     num_ranks = group.ranks.local_world_size
     num_preparing = preparing_processes(config, dims.devices, num_ranks)
     num_workers = loading_processes(config, dims.devices, num_ranks)
-    augmentation = augmentation_line(config, dims.devices[0], num_workers)
+    augmentation = augmentation_line(config, dims.devices[0], num_workers, dims.num_replicas)
     past: Past | None = None
     if group.is_first:
         past = _open_folder(config, folder, resume)
@@ -200,8 +200,7 @@ def _train(
     for slot in executor.slots:
         precise = precision_on(slot.device, precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
-    if augmentation is not None:
-        logger.info("%s", augmentation)
+    logger.info("%s", augmentation)
     with _explaining_memory(step, dims):
         return loop.run(console, quiet)
 

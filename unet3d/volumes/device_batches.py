@@ -46,14 +46,17 @@ class DeviceBatches:
                 buffer.is_read = torch.cuda.current_stream(self._device).record_event()
 
     def _made(self, batch: CutBatch, buffer: "_Buffer") -> Batch:
+        steps = torch.cuda.current_stream(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if buffer.is_read is not None:
+            if buffer.is_read is None:  # its memory may be that of an earlier training's batch
+                self._stream.wait_stream(steps)
+            else:
                 self._stream.wait_event(buffer.is_read)
             image, target = buffer.tensors(batch, self._device)
             # One cut at a time, so that only one is on the GPU.
             augment((cut.to(self._device) for cut in batch.cuts), image, target)
             is_made = self._stream.record_event()
-        torch.cuda.current_stream(self._device).wait_event(is_made)
+        steps.wait_event(is_made)
         return Batch(image=image, target=target, names=batch.names, weight=batch.weight)
 
 
