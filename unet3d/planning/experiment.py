@@ -12,7 +12,7 @@ from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.augment import DeviceAugmentation, augments_on_device
+from unet3d.volumes.augment import DeviceAugmentation
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
@@ -74,8 +74,8 @@ class Experiment:
         # A case with an intensity that float16 cannot hold is stored in float32.
         images = (case.image() for case in self.training)
         num_bytes = max(image.itemsize * image.shape[0] for image in images)
-        settings = self.config.patches.augmentation
-        return _augmentation(settings, device, tuple(cases), num_bytes, self.topology)
+        settings, num_classes = self.config.patches.augmentation, self.topology.num_classes
+        return DeviceAugmentation.on(device, settings, tuple(cases), num_bytes, num_classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,20 +102,8 @@ class NetworkPlan:
             DeviceError: A GPU is asked for, and this is a CPU.
         """
         num_bytes = PREPARED_BYTES * self.topology.in_channels
-        return _augmentation(settings, device, (self.volume,), num_bytes, self.topology)
-
-
-def _augmentation(
-    settings: AugmentationSettings,
-    device: torch.device,
-    cases: tuple[tuple[Shape, Spacing], ...],
-    image_bytes: int,
-    topology: Topology,
-) -> DeviceAugmentation | None:
-    if not augments_on_device(settings, device):
-        return None
-    label_bytes = 1 if topology.num_classes <= 256 else 8
-    return DeviceAugmentation(settings=settings, cases=cases, voxel_bytes=image_bytes + label_bytes)
+        num_classes = self.topology.num_classes
+        return DeviceAugmentation.on(device, settings, (self.volume,), num_bytes, num_classes)
 
 
 def open_dataset(config: Config) -> Dataset:

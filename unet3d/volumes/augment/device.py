@@ -45,6 +45,33 @@ class DeviceAugmentation:
     voxel_bytes: int
     """What one voxel of a cut takes: its channels as they are stored, and its label."""
 
+    @staticmethod
+    def on(
+        device: torch.device,
+        settings: AugmentationSettings,
+        cases: tuple[tuple[Shape, Spacing], ...],
+        image_bytes: int,
+        num_classes: int,
+    ) -> "DeviceAugmentation | None":
+        """Return what makes batches on a device; None where they are made on the host.
+
+        Args:
+            device: Where the network begins.
+            settings: What can be drawn, and where patches are to be made.
+            cases: Shape and spacing of the cases.
+            image_bytes: What a voxel of an image takes, all channels together.
+            num_classes: Classes of the labels.
+
+        Raises:
+            DeviceError: A GPU is asked for, and the network begins on a CPU.
+        """
+        if not augments_on_device(settings, device):
+            return None
+        label_bytes = 1 if num_classes <= 256 else 8
+        return DeviceAugmentation(
+            settings=settings, cases=cases, voxel_bytes=image_bytes + label_bytes
+        )
+
     @property
     def multiplies(self) -> bool:
         """Whether matrices are multiplied, for which cuBLAS keeps memory for the stream."""
