@@ -48,14 +48,13 @@ def sample_affine(
         ValueError: Shapes, types, devices or layouts are not as stated.
     """
     _check(image, label, image_out, label_out)
-    signs = flips.signs_of(matrix, offset)
     if label_out.numel() == 0:
         return
     if triton_available(image):
         from unet3d.kernels.affine import kernel
 
         kernel.sample(image, label, matrix, offset, image_out=image_out, label_out=label_out)
-    elif signs is not None:
+    elif (signs := flips.signs_of(matrix, offset)) is not None:
         whole = (round(offset[0]), round(offset[1]), round(offset[2]))
         for box, out in ((image, image_out), (label, label_out)):
             flips.copy(box, signs, whole, out)

@@ -1,7 +1,8 @@
 """The random choices of a patch's augmentation, as plain numbers.
 
-Transforms, their order and their strengths are those of nnU-Net's default training (Isensee et al.,
-Nature Methods 2021; nnunetv2 2.8) for intensities of standard deviation 1.
+Transforms, their order and their ranges are those of nnU-Net's default training (Isensee et al.,
+Nature Methods 2021; nnunetv2 2.8) for intensities of standard deviation 1. Scales are drawn evenly
+in their logarithm.
 """
 
 import math

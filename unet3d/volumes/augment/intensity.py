@@ -43,7 +43,7 @@ class Statistics:
         Args:
             channel: A box of the patch, (X, Y, Z).
         """
-        return self._total(_sum(self._counted(channel))) / self._num_voxels
+        return self._total(self._counted(channel).sum()) / self._num_voxels
 
     def deviation(self, channel: Tensor, mean: Tensor) -> Tensor:
         """Return the standard deviation, a tensor without axes.
@@ -55,7 +55,7 @@ class Statistics:
         inner = self._counted(channel)
         planes = max(1, CHUNK_VOXELS // inner[0].numel())
         squares = [
-            _sum((inner[first : first + planes] - mean).square_())
+            (inner[first : first + planes] - mean).square_().sum()
             for first in range(0, len(inner), planes)
         ]
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
@@ -121,8 +121,3 @@ def change_gamma(
     bent_mean = statistics.mean(channel)
     bent_deviation = statistics.deviation(channel, bent_mean).clamp(min=SMALL)
     channel.sub_(bent_mean).mul_(deviation / bent_deviation).add_(mean)
-
-
-def _sum(channel: Tensor) -> Tensor:
-    """Return the sum of (X, Y, Z)."""
-    return channel.sum(dim=(1, 2)).sum(dim=0)
