@@ -1,0 +1,147 @@
+"""How a volume is divided into slabs along X.
+
+Planes are contiguous in channels-last memory, and folding needs Z, so X is the axis that is
+divided. The low levels of a network are tiny: to exchange planes takes longer there than to compute
+them, and soon there are fewer planes than devices. They stay whole, and every device computes them.
+"""
+
+import itertools
+import math
+import operator
+from dataclasses import dataclass
+
+from unet3d.config import Shape
+from unet3d.errors import DeviceError
+from unet3d.model import Topology
+
+MIN_DIVIDED_ELEMENTS = 2**21
+"""Elements of a whole map above which its level is divided; on an H200 a smaller one takes less
+time than the messages of its normalisations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """A volume in slabs."""
+
+    bounds: tuple[int, ...]
+    """Planes of level 0 at which each slab begins, and where the last one ends."""
+    num_divided: int
+    """Levels that are divided, from level 0 on; the others are whole on every device."""
+    steps: tuple[int, ...]
+    """Planes of level 0 in one of each level."""
+
+    @property
+    def num_shards(self) -> int:
+        """How many slabs there are."""
+        return len(self.bounds) - 1
+
+    def planes(self, level: int = 0) -> int:
+        """Return the planes of the whole volume.
+
+        Args:
+            level: The level to count them at.
+        """
+        return self.bounds[-1] // self.steps[level]
+
+    def slab(self, shard: int, level: int = 0) -> range:
+        """Return the planes of a slab.
+
+        Args:
+            shard: Its number.
+            level: A divided level.
+        """
+        step = self.steps[level]
+        return range(self.bounds[shard] // step, self.bounds[shard + 1] // step)
+
+    def most_planes(self) -> int:
+        """Return the planes of level 0 in the largest slab."""
+        return max(stop - start for start, stop in itertools.pairwise(self.bounds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlabRule:
+    """How any volume is divided for a network."""
+
+    topology: Topology
+    """The network."""
+    num_shards: int
+    """How many slabs there are."""
+
+    def divide(self, size: Shape) -> Division:
+        """Divide a volume.
+
+        Args:
+            size: Its voxels along X, Y, Z; multiples of the total stride.
+
+        Raises:
+            DeviceError: It has fewer planes than there are shards, at full resolution or at the
+                lowest level that has a head.
+        """
+        steps = _steps(self.topology)
+        num_divided = self._num_supervised()
+        if size[0] // steps[num_divided - 1] < self.num_shards:
+            heads = " at the lowest level with a head" if num_divided > 1 else ""
+            raise DeviceError(
+                f"a volume of {'x'.join(map(str, size))} voxels has {size[0] // steps[num_divided - 1]} planes "
+                f"along X{heads}, too few for {self.num_shards} shards; use at most "
+                f"{self.most_shards(size)}"
+            )
+        while num_divided < self.topology.num_levels and self._is_worth_it(num_divided, size):
+            num_divided += 1
+        return divide(size[0], self.num_shards, steps, num_divided)
+
+    def slab(self, shard: int, size: Shape) -> range:
+        """Return the planes of one slab at full resolution.
+
+        Args:
+            shard: Its number.
+            size: Voxels of the volume along X, Y, Z.
+
+        Raises:
+            DeviceError: As :meth:`divide`.
+        """
+        return self.divide(size).slab(shard)
+
+    def most_shards(self, size: Shape) -> int:
+        """Return the most shards that a volume can have.
+
+        Args:
+            size: Its voxels along X, Y, Z.
+        """
+        return size[0] // _steps(self.topology)[self._num_supervised() - 1]
+
+    def _num_supervised(self) -> int:
+        """Return the levels with a head, which must be divided as the target is."""
+        topology = self.topology
+        return max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
+
+    def _is_worth_it(self, level: int, size: Shape) -> bool:
+        """Return whether a level has planes for all, and maps that are large enough."""
+        strides = self.topology.strides[: level + 1]
+        x, y, z = (
+            voxels // math.prod(stride[axis] for stride in strides)
+            for axis, voxels in enumerate(size)
+        )
+        elements = self.topology.channels[level] * x * y * z
+        return x >= self.num_shards and elements > MIN_DIVIDED_ELEMENTS
+
+
+def divide(planes: int, num_shards: int, steps: tuple[int, ...], num_divided: int) -> Division:
+    """Return slabs that are as equal as they can be, the larger ones first.
+
+    Args:
+        planes: Of level 0, a multiple of the step of the lowest divided level; at least so many for
+            each shard.
+        num_shards: How many slabs.
+        steps: Planes of level 0 in one of each level.
+        num_divided: How many levels are divided.
+    """
+    unit = steps[num_divided - 1]
+    size, rest = divmod(planes // unit, num_shards)
+    sizes = ((size + (shard < rest)) * unit for shard in range(num_shards))
+    bounds = tuple(itertools.accumulate(sizes, initial=0))
+    return Division(bounds=bounds, num_divided=num_divided, steps=steps)
+
+
+def _steps(topology: Topology) -> tuple[int, ...]:
+    return tuple(itertools.accumulate((stride[0] for stride in topology.strides), operator.mul))
