@@ -52,6 +52,10 @@ class Layout:
     """Whether steps on GPUs may be captured and replayed."""
     num_replicas: int = 1
     """How many ranks each have a network on such devices, and share a batch."""
+    num_shards: int = 1
+    """How many ranks share each volume."""
+    shard: int = 0
+    """Whose slab this process has."""
 
     @classmethod
     def of(cls, config: Config, dims: "ParallelDims", precision: str) -> "Layout":
