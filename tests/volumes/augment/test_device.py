@@ -108,4 +108,4 @@ def test_no_more_is_made_for_a_slab(gathers: bool) -> None:
         made_and_work = 1 + 2 * 4
         plane = made_and_work * size[1] * size[2]
         found = plan.staging_bytes(size, slab, gathers=gathers)
-        assert most * plane <= found <= (most + 1) * plane
+        assert most * plane <= found <= (most + 2) * plane
