@@ -94,12 +94,11 @@ class FlatExchange:
                     parameter.shape, parameter.stride(), part.storage_offset()
                 )
                 start += parameter.numel()
-        for parameter, own in self._own.items():
-            held: Tensor | None = parameter.grad
-            if held is own:
+        for owner, own in self._own.items():
+            if owner.grad is own:
                 continue
-            if held is None:
+            if owner.grad is None:
                 own.zero_()
             else:
-                own.copy_(held)
-            parameter.grad = own
+                own.copy_(owner.grad)
+            owner.grad = own
