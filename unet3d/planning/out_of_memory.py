@@ -10,7 +10,8 @@ import torch
 from unet3d.errors import DoesNotFitError
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
+from unet3d.planning.largest import largest_size
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 
 logger = logging.getLogger(__name__)
 
