@@ -11,7 +11,6 @@ from unet3d.cli.options import (
     balance_option,
     changes_of,
     config_options,
-    mode_for,
     offload_option,
     placement_options,
     replicas_option,
@@ -89,7 +88,7 @@ def plan(
         {
             "data.dataset": dataset and dataset.absolute(),
             "patches.size": shape,
-            "parallel.mode": parallel or mode_for(devices),
+            "parallel.mode": parallel,
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,

@@ -6,9 +6,8 @@ that fits. Its time is what ``plan --measure`` measured, else what
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
@@ -60,7 +59,14 @@ def choose_mode(config: Config, network: NetworkPlan, machine: Machine | None = 
         ConfigError: The memory of a device is not known.
     """
     devices = ParallelDims.resolve(config.parallel, machine).all_devices
-    options = auto_options(config, network, devices, memory_of(devices, None))
+    found = possible_dims(config, network, devices)
+    if not found:
+        raise ConfigError(
+            f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
+            f"{','.join(map(str, devices))} with this patch and a batch of "
+            f"{config.training.batch_size}; leave replicas out, or name a mode with --parallel"
+        )
+    options = timed_options(config, network, found, memory_of(devices, None))
     option = best_of(options)
     return Choice(
         settings=settings_for(config.parallel, option.dims), line=choice_line(options, option)
@@ -77,32 +83,23 @@ def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSett
     return settings_of(settings, dims.mode, dims.all_devices, dims.num_replicas)
 
 
-def auto_options(
+def timed_options(
     config: Config,
     network: NetworkPlan,
-    devices: tuple[torch.device, ...],
+    ways: Sequence[ParallelDims],
     memory: Mapping[torch.device, int],
 ) -> tuple[PlacementOption, ...]:
-    """Return all that is possible on devices, with the time of each.
+    """Return options with the time of each, measured if all are on this machine and it was.
 
     Args:
-        config: The settings.
+        config: The settings, of any mode.
         network: What is trained.
-        devices: All of them.
-        memory: Bytes of each.
-
-    Raises:
-        DeviceError: The devices suit no mode.
+        ways: Modes and devices.
+        memory: Bytes of each device.
     """
+    devices = tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
     precision = resolve_precision(config.training.precision, devices)
-    found = possible_dims(config, network, devices)
-    if not found:
-        raise ConfigError(
-            f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
-            f"{','.join(map(str, devices))} with this patch and a batch of "
-            f"{config.training.batch_size}; leave replicas out, or name a mode with --parallel"
-        )
-    knows = all(is_here(device) for device in devices)
+    knows = all(map(is_here, devices))
     corrections = block_corrections(config, network, devices[0], precision) if knows else {}
     options = tuple(
         make_option(
@@ -114,7 +111,7 @@ def auto_options(
             memory=memory,
             corrections=corrections,
         )
-        for dims in found
+        for dims in ways
     )
     return _as_measured(config, options) if knows else options
 
@@ -226,9 +223,7 @@ def block_corrections(
             Cache(config.data.cache).folder / "timings",
         )
         if known is not None:
-            work = count_work(
-                network.topology, network.size, num_samples, element_bytes(precision)
-            )
+            work = count_work(network.topology, network.size, num_samples, element_bytes(precision))
             return {
                 block.name: seconds / block.seconds(rates)
                 for block, seconds in zip(work, known, strict=False)  # the loss is the last

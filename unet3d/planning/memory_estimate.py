@@ -173,8 +173,8 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         make_parameters_fake(model)
         _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
-        with_replicas = layout.num_replicas > 1
-        optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
+        with_others = layout.num_replicas * layout.num_shards > 1
+        optimization = Optimization(model, settings, "float32", keep_gradients=with_others)
         if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs

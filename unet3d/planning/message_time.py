@@ -1,4 +1,4 @@
-"""How long ranks take to tell one another what a step needs: slabs their planes, all their gradients.
+"""How long ranks take to tell one another what a step needs: planes, sums and gradients.
 
 Seconds of messages add to those of the blocks: a rank waits for them.
 """

@@ -37,8 +37,6 @@ class PlacementOption:
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     seconds: float | None
     """How long a step takes, as predicted; None: that is not known without measuring."""
-    is_asked: bool = False
-    """Whether the settings name this option, or leave it open and it is chosen."""
     balance: str | None = None
     """What its cut balances, where that is not the default."""
 
@@ -46,6 +44,10 @@ class PlacementOption:
     def shards(self) -> tuple[MemoryEstimate, ...]:
         """The memory of every shard of a replica; one where the volume is not divided."""
         return predict_shards(self.step)
+
+    def predict(self) -> None:
+        """Predict the memory now."""
+        _ = self.shards
 
     @property
     def prediction(self) -> MemoryEstimate:
@@ -80,6 +82,7 @@ def make_option(
     num_micro_batches: int,
     memory: Mapping[torch.device, int],
     cuts: tuple[int, ...] | None = None,
+    balance: str | None = None,
     corrections: Mapping[str, float] | None = None,
 ) -> PlacementOption:
     """Return one option, without predicting its memory yet.
@@ -92,6 +95,7 @@ def make_option(
         num_micro_batches: Portions of a batch.
         memory: Bytes of each device.
         cuts: Where the network is cut in stages; None: at the default place.
+        balance: What these cuts balance, where that is not the default.
         corrections: See :func:`~unet3d.planning.step_time.step_seconds`.
 
     Raises:
@@ -114,6 +118,7 @@ def make_option(
         step=step,
         limits=_limits(dims, memory),
         seconds=step_seconds(step, corrections),
+        balance=balance,
     )
 
 
