@@ -69,7 +69,7 @@ class Step:
         return len(slab), *self.size[1:]
 
     def shards(self) -> tuple["Step", ...]:
-        """Return the step of each shard of a replica; all have one kind of device.
+        """Return the step of each shard of a replica; the first one's slab is as large as any.
 
         Raises:
             DeviceError: The patch has too few planes for the shards.
@@ -80,13 +80,15 @@ class Step:
             for shard in range(self.layout.num_shards)
         )
 
-    def fullest(self) -> "Step":
-        """Return the step of the shard that needs the most memory: that with the largest slab.
+    @property
+    def kind(self) -> tuple[int, int]:
+        """All that the memory of a shard depends on: its planes, and how many neighbours it has.
 
         Raises:
             DeviceError: The patch has too few planes for the shards.
         """
-        return max(self.shards(), key=lambda shard: shard.own_size[0])
+        layout = self.layout
+        return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
 
     def can_be_divided(self) -> bool:
         """Return whether the patch has planes for all shards."""
@@ -178,15 +180,18 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs
-        # The first step creates the optimizer's state, which later steps use.
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
-        optimization.step(settings.learning_rate)
-        meter = _Meter(executor.slots, model, recorder)
-        executor.observer = meter
         image, target, *kept = _batch(step, executor)
         image, target = image[:num_samples], target[:num_samples]
         planes = step.size[0] if layout.num_shards > 1 else None
+        # The first step creates the optimizer's state, which later steps use.
+        if planes is None:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+        else:  # and the memory in which shards have their gradients
+            executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
+        optimization.step(settings.learning_rate)
+        meter = _Meter(executor.slots, model, recorder)
+        executor.observer = meter
         executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
         meter.note_gradients()
         optimization.step(settings.learning_rate)
@@ -197,7 +202,9 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
                 if slot.device == executor.input_device and _multiplies_beside(step):
                     peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
-        reserved = reserved_bytes(executor, recorder, image, target) if counts_reserved else {}
+        reserved = (
+            reserved_bytes(executor, recorder, image, target, planes) if counts_reserved else {}
+        )
         if executor.input_device in reserved:
             beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0
             reserved[executor.input_device] += step.staging_bytes() + beside
@@ -213,7 +220,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
 
 
 def predict_shards(step: Step, counts_reserved: bool = True) -> tuple[MemoryEstimate, ...]:
-    """Count what every shard of a replica holds in a training step; those of equal slabs once.
+    """Count what every shard of a replica holds in a training step; one of each kind is run.
 
     Args:
         step: The training step of any of them, or of a network that is not divided.
@@ -223,11 +230,11 @@ def predict_shards(step: Step, counts_reserved: bool = True) -> tuple[MemoryEsti
         DeviceError: The patch has too few planes for the shards.
         ConfigError: The network cannot be trained in this layout.
     """
-    known: dict[Shape, MemoryEstimate] = {}
+    known: dict[tuple[int, int], MemoryEstimate] = {}
     for shard in step.shards():
-        if shard.own_size not in known:
-            known[shard.own_size] = predict_memory(shard, counts_reserved)
-    return tuple(replace(known[shard.own_size], step=shard) for shard in step.shards())
+        if shard.kind not in known:
+            known[shard.kind] = predict_memory(shard, counts_reserved)
+    return tuple(replace(known[shard.kind], step=shard) for shard in step.shards())
 
 
 def _multiplies_beside(step: Step) -> bool:

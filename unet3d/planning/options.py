@@ -32,7 +32,7 @@ class PlacementOption:
     """The mode, and the devices of each copy of the network."""
     step: Step
     """The step of the replica with the largest share of the batch, on the first one's devices; of
-    shards, that with the largest slab."""
+    shards, the first."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     seconds: float | None
@@ -51,8 +51,8 @@ class PlacementOption:
 
     @property
     def prediction(self) -> MemoryEstimate:
-        """The memory of the step."""
-        return self.shards[self.step.layout.shard]
+        """The memory of the fullest shard, or of all where the volume is not divided."""
+        return max(self.shards, key=lambda shard: shard.load(self.limits))
 
     @property
     def load(self) -> float:
@@ -70,7 +70,7 @@ class PlacementOption:
         Returns:
             Voxels of the whole patch; None where even the smallest does not fit.
         """
-        return largest_size(self.step, self.limits, self.prediction)
+        return largest_size(self.step, self.limits, self.shards[0])
 
 
 def make_option(
@@ -112,7 +112,7 @@ def make_option(
         settings=config.training,
         precision=precision,
         augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
-    ).fullest()
+    )
     return PlacementOption(
         dims=dims,
         step=step,
