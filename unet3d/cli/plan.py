@@ -140,6 +140,8 @@ def _predict(
     for note in notes:
         show_line(note)
     show_line(plan_table(record))
+    if comparison.choice is not None:
+        show_line(comparison.choice)
     record["notes"] = [*notes, *record["notes"]]
     for way, row in zip(comparison.ways, record["ways"], strict=True):
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from unet3d.config import Config, ParallelSettings
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
 from unet3d.model import UNet3d
 from unet3d.parallel import Machine, ParallelDims, resolve_precision
@@ -23,6 +24,7 @@ from unet3d.planning.options import (
     is_here,
     make_option,
     memory_of,
+    placed,
     possible_dims,
     settings_of,
 )
@@ -43,23 +45,37 @@ class Choice:
     """What was chosen and why, in one line."""
 
 
-def choose_mode(config: Config, network: NetworkPlan, machine: Machine | None = None) -> Choice:
+def choose_mode(
+    config: Config,
+    network: NetworkPlan,
+    machine: Machine | None = None,
+    ranks: Ranks | None = None,
+) -> Choice:
     """Choose how to place a training whose settings leave that open.
 
-    Memory is predicted only of what is faster than the choice, so it takes a second or so. Nothing
-    is random: the same settings on the same machine give the same.
+    Memory is predicted only until something fits, the fastest first, so it takes a second or so.
+    Nothing is random: the same settings on the same machine give the same.
 
     Args:
         config: The settings, with parallel mode ``auto``.
         network: What is trained; from headers.
         machine: The devices that exist; None: those of this machine.
+        ranks: The place of this process where several have been started, which all take part, each
+            with one device; None: it is the only one, or starts the others.
 
     Raises:
         DeviceError: A device is unknown or absent, or they suit no mode.
-        ConfigError: The memory of a device is not known.
+        ConfigError: The memory of a device is not known, or no mode has so many replicas.
     """
-    devices = ParallelDims.resolve(config.parallel, machine).all_devices
+    devices = ParallelDims.resolve(config.parallel, machine, ranks).all_devices
+    num_ranks = 1 if ranks is None else ranks.world_size
+    if num_ranks > len(devices):  # of several machines, taken for one
+        devices = tuple(_numbered(devices[0], index) for index in range(num_ranks))
     found = possible_dims(config, network, devices)
+    if num_ranks > 1:
+        found = tuple(dims for dims in found if dims.num_processes == num_ranks) or (
+            placed(config.parallel, "data", devices),
+        )
     if not found:
         raise ConfigError(
             f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
@@ -68,9 +84,14 @@ def choose_mode(config: Config, network: NetworkPlan, machine: Machine | None = 
         )
     options = timed_options(config, network, found, memory_of(devices, None))
     option = best_of(options)
-    return Choice(
-        settings=settings_for(config.parallel, option.dims), line=choice_line(options, option)
-    )
+    settings = settings_for(config.parallel, option.dims)
+    if num_ranks > 1:  # whose devices are those of each machine
+        settings = settings.model_copy(update={"devices": config.parallel.devices})
+    return Choice(settings=settings, line=choice_line(options, option))
+
+
+def _numbered(device: torch.device, index: int) -> torch.device:
+    return torch.device("cuda", index) if device.type == "cuda" else device
 
 
 def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSettings:

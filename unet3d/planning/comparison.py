@@ -36,10 +36,12 @@ class Comparison:
     """At least one device and several, with and without micro-batches."""
     asked: PlacementOption | None
     """Which of them the settings name, or leave open and is chosen."""
+    choice: str | None
+    """What mode ``auto`` chooses and why, in one line; None: the settings name a mode."""
     device_bytes: Mapping[torch.device, int]
     """Memory of each device."""
     notes: tuple[str, ...]
-    """What a reader must know, a sentence each; with mode ``auto`` what it chooses."""
+    """What a reader must know, a sentence each."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; slots as in a run's ``memory.json``.
@@ -53,6 +55,7 @@ class Comparison:
             "precision": step.precision,
             "channels": list(step.topology.channels),
             "notes": list(self.notes),
+            "choice": self.choice,
             "ways": [self._way(way) for way in self.ways],
         }
 
@@ -115,13 +118,13 @@ def compare(
     memory = memory_of(several, memory_bytes)
     timed = {option.dims: option for option in timed_options(config, network, every, memory)}
     notes = list(_notes(config.parallel, memory_bytes))
-    chosen = asked
+    chosen, choice = asked, None
     if len(candidates) > 1:
         watch(0, len(every))
         options = [timed[dims] for dims in candidates]
         best = best_of(options)
         chosen = best.dims
-        notes.append(f"{choice_line(options, best)}.")
+        choice = choice_line(options, best)
     if memory_bytes is None and all(map(is_here, chosen.all_devices)):
         config = resolve_auto(tuning_key(config, timed[chosen]))
     counts = sorted({1, config.training.num_micro_batches})
@@ -147,7 +150,9 @@ def compare(
                 asked_way = way
             way.predict()
             ways.append(way)
-    return Comparison(ways=tuple(ways), asked=asked_way, device_bytes=memory, notes=tuple(notes))
+    return Comparison(
+        ways=tuple(ways), asked=asked_way, choice=choice, device_bytes=memory, notes=tuple(notes)
+    )
 
 
 def dims_of(settings: ParallelSettings, memory_bytes: int | None) -> ParallelDims:

@@ -1,6 +1,6 @@
 """What the allocators of GPUs will reserve, found by capturing a step of fake tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -11,8 +11,9 @@ from unet3d.memory.allocations import WORKSPACE_BYTES, AllocationRecorder
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.segments import Segments
 from unet3d.model import dice_cross_entropy
-from unet3d.parallel import Executor
-from unet3d.parallel.cuda_graphs import Graph
+from unet3d.parallel import Executor, LossFunction
+from unet3d.parallel.captured_step import CapturedStep
+from unet3d.parallel.cuda_graphs import Graph, MakePool
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.spatial.executor import SpatialExecutor
 
@@ -39,6 +40,7 @@ def reserved_bytes(
     launched = {gpu: recorder.segments[gpu].reserved_bytes for gpu in gpus}
     if len(gpus) < len(executor.slots):
         return launched
+    capture: Callable[[Tensor, Tensor, LossFunction, MakePool], CapturedStep | None]
     if isinstance(executor, SpatialExecutor):
         capture = partial(executor.captured_step, planes=planes)
     elif isinstance(executor, PipelineExecutor):

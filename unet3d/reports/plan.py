@@ -53,7 +53,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
 
 
 def plan_line(way: Mapping[str, Any]) -> str:
-    """Return a line with the largest volume that fits with one way.
+    """Return a line with the time of a step and the largest volume that fits with one way.
 
     Args:
         way: One of the ways of a record, with its ``largest_shape``.
@@ -65,6 +65,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
         + (f"--replicas {way['replicas']} " if _has_groups(way) else "")
         + f"--micro-batches {way['num_micro_batches']}"
         + (f" --balance {way['balance']}: " if way["balance"] else ": ")
+        + (f"{_milliseconds(way)} ms a step, " if way["predicted_seconds"] else "")
         + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
         + (" (asked for)" if way["asked"] else "")
     )
@@ -82,3 +83,8 @@ def way_name(way: Mapping[str, Any]) -> str:
 
 def _has_groups(way: Mapping[str, Any]) -> bool:
     return bool(way["parallel"] in ("model", "spatial") and way["replicas"] > 1)
+
+
+def _milliseconds(way: Mapping[str, Any]) -> str:
+    milliseconds = 1000 * way["predicted_seconds"]
+    return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"
