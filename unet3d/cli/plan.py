@@ -1,8 +1,8 @@
 """``unet3d plan``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from unet3d.config import Config
     from unet3d.planning.experiment import NetworkPlan
 
+TOO_LARGE = (
+    "every setting ran out of memory; use smaller patches (--shape), a smaller network "
+    "(model.base_channels) or more devices"
+)
+
 
 @click.command()
 @click.argument("dataset", type=FILE, required=False)
@@ -34,13 +39,13 @@ if TYPE_CHECKING:
 @click.option(
     "--measure",
     is_flag=True,
-    help="Time steps on --devices instead, for every cut and number of micro-batches that may be "
-    "best; training then takes the best.",
+    help="Time steps on --devices instead, of every way to use several, or of --parallel model "
+    "with every cut and number of micro-batches that may be best; training then takes the best.",
 )
 @click.option(
     "--picture",
     type=FILE,
-    help="With --measure: PNG of time against micro-batches; default: tuning.png.",
+    help="With --measure: PNG of the times; default: tuning.png.",
 )
 @offload_option
 @replicas_option
@@ -51,6 +56,7 @@ if TYPE_CHECKING:
     help="Memory of each GPU; default: as in this machine.",
 )
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
+@click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(
     *,
     dataset: Path | None,
@@ -68,6 +74,7 @@ def plan(
     replicas: int | None,
     device_memory: float | None,
     json_path: Path | None,
+    step_record: Path | None,
 ) -> None:
     """Predict the memory that training takes of each device, on DATASET or for --shape.
 
@@ -112,6 +119,11 @@ def plan(
         )
         network = plan_without_data(config)
         notes += [rounded] if (rounded := rounding(config, network)) else []
+    if step_record is not None:
+        from unet3d.planning.rank_step import measure_rank
+
+        measure_rank(config, network, step_record)
+        return
     if picture is not None:
         _measure(config, network, notes, picture, json_path)
     else:
@@ -159,13 +171,39 @@ def _measure(
     json_path: Path | None,
 ) -> None:
     """Measure every setting, show the times, and store the best ones for training to find."""
+    from unet3d.planning.mode_times import time_modes
     from unet3d.planning.tuning import Progress, tune
     from unet3d.planning.tuning_cache import remember_tuned
     from unet3d.reports.progress import duration
-    from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
+    from unet3d.reports.tuning import (
+        mode_lines,
+        mode_table,
+        tuning_lines,
+        tuning_table,
+        write_mode_picture,
+        write_tuning_picture,
+    )
 
     for note in notes:
         show_line(note)
+    if config.parallel.mode not in ("none", "model"):
+        with working("measuring one device") as show:
+            modes = time_modes(config, network, lambda name: show(f"measuring {name}"))
+        if modes is not None:
+            record = modes.to_dict()
+            show_line(mode_table(record))
+            if json_path is not None:
+                write_json(json_path, record)
+            if modes.fastest is None:
+                raise DoesNotFitError(TOO_LARGE)
+            folder = modes.remember()[0].parent
+            _draw(write_mode_picture, record, picture)
+            for line in (
+                *mode_lines(record),
+                f"Times: {picture}; in {folder} for --parallel auto.",
+            ):
+                show_line(line)
+            return
     with working("timing the blocks of the network") as show:
 
         def watch(progress: Progress) -> None:
@@ -181,15 +219,9 @@ def _measure(
     if json_path is not None:
         write_json(json_path, record)
     if tuning.fastest is None:
-        raise DoesNotFitError(
-            "every setting ran out of memory; use smaller patches (--shape), a smaller network "
-            "(model.base_channels) or more devices"
-        )
+        raise DoesNotFitError(TOO_LARGE)
     paths = [remember_tuned(key, choice) for key, choice in tuning.choices()]
-    try:
-        write_tuning_picture(record, picture)
-    except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error
+    _draw(write_tuning_picture, record, picture)
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
@@ -197,3 +229,12 @@ def _measure(
         "same network, patch, batch and devices, unless micro-batches, balance or cuts are set.",
     ):
         show_line(line)
+
+
+def _draw(
+    write: Callable[[Mapping[str, Any], Path], object], record: Mapping[str, Any], picture: Path
+) -> None:
+    try:
+        write(record, picture)
+    except OSError as error:
+        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error

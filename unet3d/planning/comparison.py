@@ -148,7 +148,7 @@ def compare(
                 )
             if dims == chosen and count == config.training.num_micro_batches:
                 asked_way = way
-            way.predict()
+            _ = way.shards  # predicted while it is being watched
             ways.append(way)
     return Comparison(
         ways=tuple(ways), asked=asked_way, choice=choice, device_bytes=memory, notes=tuple(notes)

@@ -67,8 +67,9 @@ NVLINK = Links(latency_seconds=11e-6, planes_per_second=175e9, sums_per_second=2
 1 MiB 19 and of 4 MiB 35; a gather or a sum of 640 floats 11 us; a sum of 125 MB 0.44 ms."""
 LAUNCHED_LATENCY_SECONDS = 65e-6
 """Of a message that is launched and not replayed: 32 to 100 us on the same two H200."""
-GLOO = Links(latency_seconds=200e-6, planes_per_second=1e9, sums_per_second=1e9)
-"""Gloo between processes of one machine. Orders of magnitude, not measured."""
+GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
+"""Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
+cores, a message took 1 to 4 ms."""
 BUCKETS_SECONDS = 1.0e-3
 """What the exchange of gradients by ``DistributedDataParallel`` takes longer than one sum of all:
 1.6 ms in all for 125 MB on two H200, where a step took 21.5 ms and one without replicas 19.9."""

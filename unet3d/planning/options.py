@@ -14,7 +14,7 @@ from unet3d.parallel import Layout, Machine, ParallelDims
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.experiment import NetworkPlan, check_stages
 from unet3d.planning.largest import largest_size
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_shards
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory, predict_shards
 from unet3d.planning.step_time import step_seconds
 
 CPU = torch.device("cpu")
@@ -41,18 +41,14 @@ class PlacementOption:
     """What its cut balances, where that is not the default."""
 
     @cached_property
-    def shards(self) -> tuple[MemoryEstimate, ...]:
-        """The memory of every shard of a replica; one where the volume is not divided."""
-        return predict_shards(self.step)
-
-    def predict(self) -> None:
-        """Predict the memory now."""
-        _ = self.shards
-
-    @property
     def prediction(self) -> MemoryEstimate:
-        """The memory of the fullest shard, or of all where the volume is not divided."""
-        return max(self.shards, key=lambda shard: shard.load(self.limits))
+        """The memory of the step; what allocators reserve for it is not counted."""
+        return predict_memory(self.step, counts_reserved=False)
+
+    @cached_property
+    def shards(self) -> tuple[MemoryEstimate, ...]:
+        """All that is predicted, for each shard of a replica, or for the one that it is."""
+        return predict_shards(self.step)
 
     @property
     def load(self) -> float:
@@ -70,7 +66,7 @@ class PlacementOption:
         Returns:
             Voxels of the whole patch; None where even the smallest does not fit.
         """
-        return largest_size(self.step, self.limits, self.shards[0])
+        return largest_size(self.step, self.limits, self.prediction)
 
 
 def make_option(
