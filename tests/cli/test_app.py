@@ -116,7 +116,7 @@ def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
         (("--devices", "foo"), "device 'foo' is unknown; write 0, cuda:0 or cpu"),
         (
             ("--parallel", "none", "--devices", "cpu,cpu"),
-            "add --parallel model or --parallel data, or name one",
+            "use --parallel auto, or name one",
         ),
         (("--parallel", "model", "--devices", "cpu"), "needs a device for each of two stages"),
         pytest.param(

@@ -181,9 +181,16 @@ def test_every_setting_can_say_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["parallel.replicas=2"], "parallel.replicas is 2 but parallel.mode none has no stages"),
+        (
+            ["parallel.replicas=2", "parallel.mode=none"],
+            "parallel.replicas is 2 but parallel.mode none has no groups of devices",
+        ),
         (["parallel.replicas=2", "parallel.mode=data"], "--parallel data with a replica on each"),
-        (["parallel.engine=dataparallel"], "parallel.mode is none; add --parallel data"),
+        (["parallel.engine=dataparallel"], "parallel.mode is auto; add --parallel data"),
+        (
+            ["parallel.engine=dataparallel", "parallel.mode=spatial"],
+            "parallel.mode is spatial; add --parallel data",
+        ),
         (
             ["parallel.engine=dataparallel", "parallel.mode=data", "training.micro_batches=2"],
             "dataparallel takes no micro-batches, but training.micro_batches is 2",
@@ -192,8 +199,19 @@ def test_every_setting_can_say_what_it_allows() -> None:
             ["parallel.output_device=1", "parallel.mode=data"],
             "parallel.output_device is 1 but only parallel.engine=dataparallel",
         ),
-        (["parallel.balance=time", "parallel.mode=data"], "parallel data is not cut"),
-        (["parallel.cuts=4", "parallel.mode=data"], "parallel data is not cut"),
+        (
+            ["parallel.balance=time", "parallel.mode=data"],
+            "parallel.balance is time but parallel.mode data does not cut the network",
+        ),
+        (
+            ["parallel.cuts=4,7", "parallel.mode=spatial"],
+            "parallel.cuts is 4,7 but parallel.mode spatial does not cut the network",
+        ),
+        (["parallel.balance=memory"], "parallel.mode auto does not cut the network; add --par"),
+        (
+            ["model.norm=batch", "parallel.mode=spatial"],
+            "model.norm is batch but parallel.mode spatial takes the statistics of each sample",
+        ),
         (["parallel.replicas=0"], "parallel.replicas is 0; give a whole number above 0"),
         (["parallel.engine=horovod"], "parallel.engine is 'horovod'; give ddp or dataparallel"),
         (["parallel.timeout_seconds=0"], "parallel.timeout_seconds is 0; give a number above 0"),
@@ -207,6 +225,8 @@ def test_replicas_that_do_not_suit_the_mode_are_refused(overrides: list[str], re
 
 def test_replicas_that_suit_the_mode_are_taken() -> None:
     load_config(None, ["parallel.mode=model", "parallel.replicas=2", "parallel.balance=memory"])
+    load_config(None, ["parallel.mode=spatial", "parallel.replicas=2", "training.micro_batches=2"])
+    load_config(None, ["parallel.replicas=2", "model.norm=batch"])  # auto: the devices decide
     threads = load_config(
         None,
         ["parallel.mode=data", "parallel.engine=dataparallel", "parallel.output_device=1"],

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from unet3d.config import ParallelSettings
+from unet3d.config import Config, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, Unet3dError
-from unet3d.parallel import Machine, ParallelDims
+from unet3d.parallel import Layout, Machine, ParallelDims
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]
@@ -77,13 +77,17 @@ def test_a_gpu_that_does_not_exist_says_what_there_is() -> None:
 
 def test_the_number_of_devices_suits_the_mode() -> None:
     message = refusal(2, "none", "0,1")
-    assert "devices 0,1 but parallel mode none uses one; add --parallel model" in message
+    assert message == (
+        "devices 0,1 but parallel mode none uses one; use --parallel auto, or name one device"
+    )
     assert "needs a device for each of two stages or more, got 0;" in refusal(2, "model", "0")
 
 
 def test_one_gpu_is_too_few_to_guess_a_second() -> None:
     message = refusal(1, "model", None)
     assert "cuda:0 (Model 0)" in message and "--devices 0,cpu" in message
+    message = refusal(1, "spatial", None)
+    assert "cuda:0 (Model 0)" in message and "use --parallel none" in message
 
 
 def test_the_machine_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,3 +298,138 @@ def test_replicas_in_processes_may_be_idle_and_say_so() -> None:
     assert (dims.num_processes, dims.num_replicas) == (3, 3)
     assert (dims.share_of(7), dims.check_batch(3)) == (3, None)
     assert "a batch of 2 leaves 1 of 3 replicas without work" in (dims.check_batch(2) or "")
+
+
+def spatial(devices: str | None, replicas: int = 1, ranks: Ranks | None = None) -> ParallelDims:
+    settings = ParallelSettings(mode="spatial", devices=devices, replicas=replicas)
+    return ParallelDims.resolve(settings, machine(4), ranks)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "devices", "num_replicas", "replicas"),
+    [
+        (4, None, 1, (tuple(GPUS),)),
+        (4, None, 2, (tuple(GPUS[:2]), tuple(GPUS[2:]))),
+        (4, "3,1", 1, ((GPUS[3], GPUS[1]),)),
+        (1, "cpu,cpu", 1, ((CPU, CPU),)),
+        (0, None, 1, ((CPU, CPU),)),
+        (0, None, 3, ((CPU, CPU),) * 3),
+        (0, "cpu,cpu,cpu", 1, ((CPU,) * 3,)),
+    ],
+)
+def test_each_shard_has_a_process_and_a_device(
+    num_gpus: int,
+    devices: str | None,
+    num_replicas: int,
+    replicas: tuple[tuple[torch.device, ...], ...],
+) -> None:
+    settings = ParallelSettings(mode="spatial", devices=devices, replicas=num_replicas)
+    dims = ParallelDims.resolve(settings, machine(num_gpus))
+    assert dims.mode == "spatial" and dims.replicas == replicas
+    assert (dims.num_replicas, dims.num_shards) == (num_replicas, len(replicas[0]))
+    assert dims.num_processes == num_replicas * dims.num_shards == len(dims.all_devices)
+    assert dims.devices == replicas[0][:1] and dims.num_stages == 1
+    assert dims.share_of(3) == -(-3 // num_replicas)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "num_replicas", "own", "group"),
+    [
+        # Two groups of two on one machine; one group over two machines; and groups of three on
+        # machines of two.
+        (Ranks(rank=3, world_size=4, local_rank=3, local_world_size=4), None, 2, GPUS[3], (1, 1)),
+        (Ranks(rank=4, world_size=8, local_rank=0, local_world_size=4), None, 1, GPUS[0], (0, 4)),
+        (Ranks(rank=3, world_size=6, local_rank=1, local_world_size=2), None, 2, GPUS[1], (1, 0)),
+        (Ranks(rank=2, world_size=6, local_rank=0, local_world_size=2), "3,1", 2, GPUS[3], (0, 2)),
+        (Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2), "cpu,cpu", 1, CPU, (0, 1)),
+    ],
+    ids=str,
+)
+def test_a_rank_has_one_slab_of_one_replica(
+    ranks: Ranks,
+    devices: str | None,
+    num_replicas: int,
+    own: torch.device,
+    group: tuple[int, int],
+) -> None:
+    dims = spatial(devices, num_replicas, ranks)
+    assert dims.devices == (own,)
+    assert (dims.num_replicas, dims.num_shards) == (num_replicas, ranks.world_size // num_replicas)
+    assert (dims.replica_of(ranks.rank), dims.shard_of(ranks.rank)) == group
+    assert dims.num_processes == ranks.local_world_size
+    layout = Layout.of(Config(), dims, "float32")
+    assert layout.devices == (own,)
+    assert (layout.num_replicas, layout.num_shards) == (num_replicas, dims.num_shards)
+    assert layout.shard == group[1]
+
+
+def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here() -> None:
+    ranks = Ranks(rank=2, world_size=6, local_rank=0, local_world_size=2)
+    assert spatial(None, 2, ranks).replicas == ((GPUS[0],), (GPUS[1],))
+    ranks = Ranks(rank=0, world_size=6, local_rank=0, local_world_size=2)
+    assert spatial(None, 2, ranks).replicas == ((GPUS[0], GPUS[1]),)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "reason"),
+    [
+        ("0", 1, "needs a device for each of two slabs or more, got 0; name two (cpu may be"),
+        ("cpu", 1, "needs a device for each of two slabs or more, got cpu;"),
+        ("0,0", 1, "put two slabs on one GPU, which NCCL refuses"),
+        ("0,cpu", 1, "cuda:0,cpu are of different kinds, which cannot share a volume"),
+        ("0,cpu,1,cpu", 2, "are of different kinds"),
+        ("0,1,2", 2, "do not divide by 2 replicas"),
+        ("0,1", 2, "give each of 2 replicas one, but parallel mode spatial needs"),
+        ("0,7", 1, "device '7' does not exist"),
+    ],
+)
+def test_devices_that_cannot_share_a_volume_are_refused(
+    devices: str, replicas: int, reason: str
+) -> None:
+    with pytest.raises(DeviceError) as caught:
+        spatial(devices, replicas)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "num_ranks", "reason"),
+    [
+        (None, 2, 3, "parallel.replicas is 2 but 3 ranks were started"),
+        (None, 2, 2, "groups of two slabs or more; start 4 ranks or a multiple"),
+        ("0,1,2,3", 1, 2, "needs one"),
+        ("0,1", 1, 3, "do not divide by 3 ranks of this machine"),
+        ("0,0", 1, 2, "on one GPU"),
+    ],
+)
+def test_ranks_that_cannot_share_a_volume_are_refused(
+    devices: str | None, replicas: int, num_ranks: int, reason: str
+) -> None:
+    ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
+    with pytest.raises(Unet3dError) as caught:
+        spatial(devices, replicas, ranks)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "mode"),
+    [
+        (None, 1, "none"),
+        ("1", 1, "none"),
+        ("0,1", 1, "spatial"),
+        ("cpu,cpu", 1, "spatial"),
+        ("0,1,2,3", 2, "spatial"),
+        ("0,cpu", 1, "model"),
+        ("1,1", 1, "model"),
+        ("0,cpu,1,cpu", 2, "model"),
+    ],
+)
+def test_auto_is_what_the_devices_can_run(devices: str | None, replicas: int, mode: str) -> None:
+    settings = ParallelSettings(devices=devices, replicas=replicas)
+    dims = ParallelDims.resolve(settings, machine(4))
+    explicit = settings.model_copy(update={"mode": mode})
+    assert dims == ParallelDims.resolve(explicit, machine(4)) and dims.mode == mode
+
+
+def test_one_device_has_no_groups() -> None:
+    with pytest.raises(ConfigError, match="parallel.replicas is 2, but there is one device, 0;"):
+        ParallelDims.resolve(ParallelSettings(replicas=2), machine(4))

@@ -137,9 +137,9 @@ def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "num_stages", "reason"),
     [
-        (("parallel.cuts=999",), 2, r"parallel.cuts \[999\] do not divide"),
-        (("parallel.cuts=3,4",), 2, r"parallel.cuts \[3, 4\] do not divide"),
-        (("parallel.cuts=3",), 1, "over 1 device.s.; leave them out"),
+        (("parallel.cuts=999", "parallel.mode=model"), 2, r"parallel.cuts \[999\] do not divide"),
+        (("parallel.cuts=3,4", "parallel.mode=model"), 2, r"parallel.cuts \[3, 4\] do not divide"),
+        (("parallel.cuts=3", "parallel.mode=model"), 1, "over 1 device.s.; leave them out"),
         ((), 99, "99 devices for a network of"),
         (("model.num_levels=8",), 1, "the model has 8 levels"),
     ],

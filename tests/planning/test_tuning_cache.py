@@ -274,7 +274,6 @@ def test_a_resumed_run_may_be_placed_in_another_way(
         ({"parallel.balance": "encoder-decoder"}, None),
         ({"parallel.balance": "time"}, None),
         ({"parallel.devices": ["cpu", "cpu", "cpu"]}, None),
-        ({"parallel.mode": "none", "parallel.devices": ["cpu"]}, None),
     ],
     ids=str,
 )

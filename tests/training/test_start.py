@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from tests.rank_threads import in_threads, place
-from unet3d.config import Config
+from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
-from unet3d.training.start import Run, RunRequest, choose_run
+from unet3d.training.start import Run, RunRequest, choose_mode, choose_run
 
 ALONE = Group(Ranks())
 CHANGES = (
@@ -82,6 +82,76 @@ def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path
     run = choose_run(request(changes=changes, output=here / "run", resume=True), ALONE)
     assert run.resume and run.folder.path == here / "run"
     assert run.config == started.config.with_values({"training.epochs": 7})
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_ranks", "mode"),
+    [
+        ((), 1, "none"),
+        (("parallel.devices=cpu,cpu",), 1, "data"),
+        (("parallel.devices=cpu,cpu", "training.batch_size=1"), 1, "spatial"),
+        # Each replica would have one patch for two micro-batches.
+        (("parallel.devices=cpu,cpu", "training.micro_batches=2"), 1, "spatial"),
+        (("parallel.devices=cpu,cpu,cpu", "training.batch_size=2"), 1, "spatial"),
+        (
+            ("parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2", "training.batch_size=4"),
+            1,
+            "spatial",
+        ),
+        (("parallel.devices=cpu,cpu", "model.norm=batch"), 1, "model"),
+        (("parallel.mode=model", "parallel.devices=cpu,cpu"), 1, "model"),
+        ((), 2, "data"),
+        (("parallel.mode=none",), 2, "data"),  # as one process has recorded it
+        (("training.batch_size=1",), 2, "spatial"),
+        (("parallel.mode=spatial",), 2, "spatial"),
+    ],
+    ids=str,
+)
+def test_auto_becomes_a_mode(changes: tuple[str, ...], num_ranks: int, mode: str) -> None:
+    config = load_config(None, changes)
+    names = config.parallel.devices or ("cpu",) * num_ranks
+    config = config.with_values({"parallel.devices": list(names)})
+    chosen = choose_mode(config, place(num_ranks - 1, num_ranks))
+    assert chosen == config.with_values({"parallel.mode": mode})
+
+
+def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> Config:
+    """Return the settings of a run that is continued with some changes."""
+    run = choose_run(request(changes=(*CHANGES, *started), output=here / "run"), ALONE)
+    run.folder.create()
+    run.folder.write_config(run.config)
+    run.folder.latest.touch()
+    return choose_run(request(changes=changes, output=here / "run", resume=True), ALONE).config
+
+
+@pytest.mark.parametrize(
+    ("started", "changes", "mode"),
+    [
+        ((), ("parallel.devices=cpu,cpu",), "data"),
+        (("parallel.devices=cpu,cpu",), ("parallel.devices=cpu",), "none"),
+        (
+            ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.cuts=3"),
+            ("parallel.devices=cpu",),
+            "none",
+        ),
+        (
+            ("parallel.mode=model", "parallel.devices=cpu,cpu"),
+            ("parallel.devices=cpu,cpu,cpu",),
+            "model",
+        ),
+        (
+            ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2"),
+            ("parallel.mode=data",),
+            "data",
+        ),
+        (("parallel.devices=cpu,cpu",), ("parallel.mode=spatial",), "spatial"),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_in_a_mode_that_suits_the_devices(
+    here: Path, started: tuple[str, ...], changes: tuple[str, ...], mode: str
+) -> None:
+    assert resumed(here, started, changes).parallel.mode == mode
 
 
 def test_torchrun_that_restarts_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:

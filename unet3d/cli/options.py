@@ -27,7 +27,14 @@ class _CheckpointPath(click.Path):
 CHECKPOINT = _CheckpointPath()
 
 
-PARALLEL_HELP = "model: encoder on one device, decoder on the next; data: a replica on each."
+PARALLEL_HELP = {
+    "none": "one device",
+    "data": "a replica on each",
+    "spatial": "a slab of each volume on each",
+    "model": "encoder on one device, decoder on the next",
+    "auto": "the fastest of them that fits, which is the default",
+}
+"""What each mode means on several devices."""
 
 
 def placement_options(*modes: str) -> Callable[[Function], Function]:
@@ -50,13 +57,12 @@ def _placement_options(modes: Sequence[str]) -> tuple[Callable[[Function], Funct
         click.option(
             "--devices",
             metavar="LIST",
-            help="For example 0,1 or cuda:0 or cpu,cpu or cpu,0; a stage of the network on each"
-            + (", or a replica." if "data" in modes else "."),
+            help="For example 0,1 or cuda:0 or cpu,cpu; --parallel says what is on each.",
         ),
         click.option(
             "--parallel",
             type=click.Choice(modes),
-            help=PARALLEL_HELP if "data" in modes else PARALLEL_HELP.partition(";")[0] + ".",
+            help="; ".join(f"{mode}: {PARALLEL_HELP[mode]}" for mode in modes) + ".",
         ),
     )
 
@@ -71,7 +77,7 @@ balance_option = click.option(
 replicas_option = click.option(
     "--replicas",
     type=click.IntRange(min=1),
-    help="Copies of a network on several devices, over which --devices are divided.",
+    help="Groups that --devices are divided into, each with a network on several of them.",
 )
 
 

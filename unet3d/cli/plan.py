@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @click.argument("dataset", type=FILE, required=False)
 @click.option("--shape", metavar="X,Y,Z", help="Voxels of a patch; default: as training chooses.")
 @config_options
-@placement_options("none", "model", "data")
+@placement_options("auto", "none", "data", "spatial", "model")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="Portions of a batch.")
 @balance_option

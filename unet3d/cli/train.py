@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("dataset", type=FILE, required=False)
 @config_options
-@placement_options("none", "model", "data")
+@placement_options("auto", "none", "data", "spatial", "model")
 @click.option("--batch-size", type=click.IntRange(min=1), help="Patches in a step.")
 @click.option(
     "--micro-batches",

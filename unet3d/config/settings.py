@@ -313,13 +313,16 @@ class TrainingSettings(Section):
 class ParallelSettings(Section):
     """How the network is spread over devices."""
 
-    mode: Literal["none", "model", "data"] = "none"
-    """none: one device; model: one network over the devices; data: a replica on each of them."""
+    mode: Literal["auto", "none", "data", "spatial", "model"] = "auto"
+    """none: one device; data: a replica on each device; spatial: each volume in slabs over them;
+    model: the layers of one network over them; auto: none on one device, else the fastest that
+    fits."""
     devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024)] | None = None
     """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
     Under torchrun: those of each machine, divided over its ranks."""
     replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
-    """Mode model: copies of the network, over which the devices are divided in their order."""
+    """Modes model and spatial: groups of devices with a network each, into which the devices are
+    divided in their order."""
     engine: Literal["ddp", "dataparallel"] = "ddp"
     """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
     for each, which is slower."""
@@ -434,17 +437,12 @@ class Config(Section):
                 f"training.micro_batches is {self.training.micro_batches} but a batch "
                 f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
             )
-        if self.parallel.mode == "none" and self.parallel.wanted_balance != "encoder-decoder":
-            raise ValueError(
-                f"parallel.balance is {self.parallel.balance} but parallel.mode none has one "
-                "device and nothing to balance; add --parallel model, or leave balance out"
-            )
         if self.memory.offload == "skips" and self.memory.recompute == "level":
             raise ValueError(
                 "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
                 "recomputed; use memory.offload=none, or memory.recompute=norm"
             )
-        self._check_replicas()
+        self._check_mode()
         if self.model.norm == "batch" and self.training.num_micro_batches > 1:
             raise ValueError(
                 "model.norm=batch with training.micro_batches "
@@ -453,19 +451,18 @@ class Config(Section):
             )
         return self
 
-    def _check_replicas(self) -> None:
-        parallel = self.parallel
-        if parallel.replicas > 1 and parallel.mode != "model":
+    def _check_mode(self) -> None:
+        parallel, mode = self.parallel, self.parallel.mode
+        if parallel.replicas > 1 and mode in ("none", "data"):
             raise ValueError(
-                f"parallel.replicas is {parallel.replicas} but parallel.mode {parallel.mode} has "
-                "no stages to copy; use --parallel model, or --parallel data with a replica on "
-                "each of --devices"
+                f"parallel.replicas is {parallel.replicas} but parallel.mode {mode} has no groups "
+                "of devices; use --parallel spatial or --parallel model, or --parallel data with "
+                "a replica on each of --devices"
             )
         threads = parallel.engine == "dataparallel"
-        if threads and parallel.mode != "data":
+        if threads and mode != "data":
             raise ValueError(
-                f"parallel.engine is dataparallel but parallel.mode is {parallel.mode}; "
-                "add --parallel data"
+                f"parallel.engine is dataparallel but parallel.mode is {mode}; add --parallel data"
             )
         if threads and self.training.num_micro_batches > 1:
             raise ValueError(
@@ -477,13 +474,26 @@ class Config(Section):
                 f"parallel.output_device is {parallel.output_device} but only "
                 "parallel.engine=dataparallel gathers what the replicas make; leave it out"
             )
-        if parallel.mode == "data" and (
-            parallel.wanted_balance != "encoder-decoder" or parallel.cuts is not None
-        ):
+        if mode == "spatial" and self.model.norm == "batch":
             raise ValueError(
-                "parallel.balance and parallel.cuts are for --parallel model: a replica of "
-                "--parallel data is not cut; leave them out"
+                "model.norm is batch but parallel.mode spatial takes the statistics of each sample "
+                "alone, over its slabs; use model.norm=instance, or --parallel model"
             )
+        if mode != "model":
+            self._check_uncut()
+
+    def _check_uncut(self) -> None:
+        """Refuse what says where a network is cut, in a mode that does not cut it."""
+        for key, value, is_set in (
+            ("balance", self.parallel.balance, self.parallel.wanted_balance != "encoder-decoder"),
+            ("cuts", self.parallel.cuts, self.parallel.cuts is not None),
+        ):
+            if is_set:
+                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(
+                    f"parallel.{key} is {shown} but parallel.mode {self.parallel.mode} does not "
+                    f"cut the network; add --parallel model, or leave {key} out"
+                )
 
     def with_values(self, values: Mapping[str, Any]) -> "Config":
         """Return a copy with some settings replaced.

@@ -1,12 +1,12 @@
 """Spreading one network over devices.
 
-``placement`` names devices and slots, ``precision`` gives their number type. ``partition`` cuts the
-block list into stages, ``schedule`` says when each micro-batch runs where,
-``stage_runner`` runs a stage, ``mail`` and ``transfer`` carry tensors between stages, ``offload``
-keeps skips in host memory, and ``pipeline`` drives them. ``step_capture`` decides when a step is
-captured on GPUs, ``captured_step`` replays it, with ``cuda_graphs`` and ``static_mail``.
-``replicas`` keeps the copies of a network equal; ``data_parallel`` is ``nn.DataParallel``.
-``balance`` finds cuts that balance time or memory.
+``placement`` names devices and slots, ``device_groups`` divides devices over processes,
+``precision`` gives their number type. ``partition`` cuts the block list into stages, ``schedule``
+says when each micro-batch runs where, ``stage_runner`` runs a stage, ``mail`` and ``transfer``
+carry tensors between stages, ``offload`` keeps skips in host memory, and ``pipeline`` drives them.
+``step_capture`` decides when a step is captured on GPUs, ``captured_step`` replays it, with
+``cuda_graphs`` and ``static_mail``. ``replicas`` keeps the copies of a network equal;
+``data_parallel`` is ``nn.DataParallel``. ``balance`` finds cuts that balance time or memory.
 """
 
 from functools import partial

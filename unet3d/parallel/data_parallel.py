@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from unet3d.errors import ConfigError
 from unet3d.model import BlockNetwork
+from unet3d.parallel.device_groups import check_thread_devices
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer, as_loss
 from unet3d.parallel.memory_format import memory_format
-from unet3d.parallel.placement import Slot, check_thread_devices
+from unet3d.parallel.placement import Slot
 from unet3d.parallel.precision import lowering
 
 

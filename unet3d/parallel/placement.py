@@ -1,7 +1,7 @@
-"""Where replicas and stages live: one validated statement of settings, machine and ranks."""
+"""Where replicas, stages and shards live: one statement of settings, machine and ranks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -9,10 +9,18 @@ import torch
 from unet3d.config import Config, CudaGraphs, Offload, ParallelSettings, Recompute
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.parallel.device_groups import (
+    Devices,
+    check_count,
+    check_groups,
+    check_shards,
+    check_thread_devices,
+    default_names,
+    divided,
+    names_of_ranks,
+)
 from unet3d.parallel.machine import Machine
 from unet3d.parallel.precision import autocast_dtype
-
-Devices = tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +59,11 @@ class Layout:
     cuda_graphs: CudaGraphs = "auto"
     """Whether steps on GPUs may be captured and replayed."""
     num_replicas: int = 1
-    """How many ranks each have a network on such devices, and share a batch."""
+    """How many networks there are on such devices, or groups of shards, which share a batch."""
+    num_shards: int = 1
+    """Slabs along X that each volume is divided into, over as many ranks with a device each."""
+    shard: int = 0
+    """Which of them this process has."""
 
     @classmethod
     def of(cls, config: Config, dims: "ParallelDims", precision: str) -> "Layout":
@@ -72,24 +84,30 @@ class Layout:
             offload=config.memory.offload,
             cuda_graphs=config.parallel.cuda_graphs,
             num_replicas=dims.num_replicas,
+            num_shards=dims.num_shards,
+            shard=dims.shard_of(dims.rank),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelDims:
-    """How a training or a prediction is spread: replicas, stages and the devices of each.
+    """How a training or a prediction is spread: replicas, stages or shards, and their devices.
 
     It is made by :meth:`resolve`, which refuses every conflict between settings, devices and ranks.
     """
 
-    mode: Literal["none", "model", "data"]
+    mode: Literal["none", "data", "spatial", "model"]
     """The parallel mode."""
     replicas: tuple[Devices, ...]
-    """The devices of each replica on this machine, one for each stage."""
+    """The devices of each replica on this machine, one for each stage or shard."""
     num_replicas: int
     """Number of replicas on all machines together."""
+    num_shards: int = 1
+    """Slabs that each volume is divided into; each has a process."""
     own: int = 0
-    """Which of this machine's replicas belongs to this process."""
+    """Which of this machine's processes this is: one for each replica, or for each shard."""
+    rank: int = 0
+    """Which of the processes of all machines this is."""
     uses_threads: bool = False
     """Whether one process drives all replicas, with ``nn.DataParallel``."""
     gather_device: torch.device | None = None
@@ -103,6 +121,9 @@ class ParallelDims:
         ranks: Ranks | None = None,
     ) -> "ParallelDims":
         """Resolve the settings on a machine, for one of several ranks.
+
+        Mode auto is none on one device; on several it is what can run on them, whatever the batch:
+        spatial on devices of one kind, else model. A training chooses its mode before.
 
         Args:
             settings: Mode, engine, devices and replicas.
@@ -118,15 +139,22 @@ class ParallelDims:
             return cls._of_ranks(settings, machine, ranks)
         names = settings.devices
         if names is None:
-            names = _default_names(settings, machine)
+            names = default_names(settings, machine)
         devices = tuple(machine.device(name) for name in names)
         if settings.engine == "dataparallel":
             return cls._of_threads(settings, machine, devices)
-        num_replicas = len(devices) if settings.mode == "data" else settings.replicas
-        _check_count(settings, names)
-        replicas = _divided(devices, num_replicas, "replicas")
-        _check_stages(settings, devices, replicas)
-        return cls(mode=settings.mode, replicas=replicas, num_replicas=num_replicas)
+        mode = _possible_mode(devices) if settings.mode == "auto" else settings.mode
+        check_count(mode, names)
+        num_replicas = len(devices) if mode == "data" else settings.replicas
+        if mode == "none" and num_replicas > 1:
+            raise ConfigError(
+                f"parallel.replicas is {num_replicas}, but there is one device, {names[0]}; name "
+                "more with --devices, or leave replicas out"
+            )
+        replicas = divided(devices, num_replicas, "replicas")
+        check_groups(mode, devices, num_replicas)
+        dims = cls(mode=mode, replicas=replicas, num_replicas=num_replicas)
+        return dims._sharded(len(replicas[0])) if mode == "spatial" else dims
 
     @classmethod
     def _of_threads(
@@ -136,7 +164,7 @@ class ParallelDims:
         gather = None if output is None else machine.device(output)
         check_thread_devices(devices, gather)
         return cls(
-            mode=settings.mode,
+            mode="data",
             replicas=tuple((device,) for device in devices),
             num_replicas=len(devices),
             uses_threads=True,
@@ -152,49 +180,86 @@ class ParallelDims:
                 f"parallel.engine dataparallel is one process, but there are {ranks.world_size}; "
                 "use parallel.engine=ddp under torchrun"
             )
+        mode = settings.mode
+        if mode == "auto" or mode == "none":  # which says nothing of several ranks
+            mode = "spatial"
+        names = settings.devices or names_of_ranks(mode, machine, ranks.local_world_size)
+        devices = tuple(machine.device(name) for name in names)
+        groups = divided(devices, ranks.local_world_size, "ranks of this machine")
+        own = groups[ranks.local_rank]
+        if (len(own) > 1) != (mode == "model"):
+            raise DeviceError(
+                f"rank {ranks.rank} has {len(own)} of the devices {','.join(names)}, but parallel "
+                f"mode {settings.mode} needs {'at least two' if mode == 'model' else 'one'}"
+            )
+        dims = cls(
+            mode=mode,
+            replicas=groups,
+            num_replicas=ranks.world_size,
+            own=ranks.local_rank,
+            rank=ranks.rank,
+        )
+        if mode == "spatial":
+            num_shards = _num_shards(settings, ranks)
+            return replace(dims, num_replicas=settings.replicas)._sharded(num_shards)
         if settings.replicas not in (1, ranks.world_size):
             raise ConfigError(
                 f"parallel.replicas is {settings.replicas} but {ranks.world_size} ranks were "
                 "started, each of which drives one replica; leave parallel.replicas out"
             )
-        num_ranks, names = ranks.local_world_size, settings.devices
-        # A rank that names no mode has one device, as with mode data.
-        has_stages = settings.mode == "model"
-        if names is None:
-            per_rank = max(2, machine.num_gpus // num_ranks) if has_stages else 1
-            count = num_ranks * per_rank
-            names = tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
-        devices = tuple(machine.device(name) for name in names)
-        replicas = _divided(devices, num_ranks, "ranks of this machine")
-        own = replicas[ranks.local_rank]
-        if (len(own) > 1) != has_stages:
-            raise DeviceError(
-                f"rank {ranks.rank} has {len(own)} of the devices {','.join(names)}, but parallel "
-                f"mode {settings.mode} needs {'at least two' if has_stages else 'one'}"
-            )
-        return cls(
-            mode="model" if has_stages else "data",
-            replicas=replicas,
-            num_replicas=ranks.world_size,
-            own=ranks.local_rank,
+        return dims
+
+    def _sharded(self, num_shards: int) -> "ParallelDims":
+        """Return these processes in groups that have a slab of each volume in every process."""
+        devices = self.all_devices
+        check_shards(devices)
+        first = self.rank - self.own
+        groups = groupby(range(len(devices)), lambda index: (first + index) // num_shards)
+        return replace(
+            self,
+            replicas=tuple(tuple(devices[index] for index in group) for _, group in groups),
+            num_shards=num_shards,
         )
 
     @property
+    def all_devices(self) -> Devices:
+        """The devices of this machine's processes, in order."""
+        return tuple(device for devices in self.replicas for device in devices)
+
+    @property
     def devices(self) -> Devices:
-        """The devices that this process drives: one for each of its stages, or for each thread."""
+        """The devices that this process drives: of its stages, of its shard, or of all threads."""
         if self.uses_threads:
-            return tuple(device for (device,) in self.replicas)
-        return self.replicas[self.own]
+            return self.all_devices
+        return (self.all_devices[self.own],) if self.num_shards > 1 else self.replicas[self.own]
 
     @property
     def num_stages(self) -> int:
-        """How many devices share one network."""
-        return len(self.replicas[self.own])
+        """How many stages the network is cut into."""
+        return 1 if self.uses_threads else len(self.devices)
 
     @property
     def num_processes(self) -> int:
-        """How many processes this machine runs, one for each replica that is not a thread."""
-        return 1 if self.uses_threads else len(self.replicas)
+        """How many processes this machine runs: one for each replica, shard, or for all threads."""
+        if self.uses_threads:
+            return 1
+        return len(self.all_devices) if self.num_shards > 1 else len(self.replicas)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that a process works for.
+
+        Args:
+            rank: Its number among those of all machines.
+        """
+        return rank // self.num_shards
+
+    def shard_of(self, rank: int) -> int:
+        """Return which slab of each volume a process has.
+
+        Args:
+            rank: Its number among those of all machines.
+        """
+        return rank % self.num_shards
 
     @property
     def predicts_memory(self) -> bool:
@@ -232,88 +297,22 @@ class ParallelDims:
         )
 
 
-def check_thread_devices(devices: Sequence[torch.device], gather: torch.device | None) -> None:
-    """Refuse devices that ``nn.DataParallel`` cannot use.
+def _possible_mode(devices: Devices) -> Literal["none", "spatial", "model"]:
+    """Return a mode that these devices can run in."""
+    if len(devices) == 1:
+        return "none"
+    gpus = [device for device in devices if device.type == "cuda"]
+    is_alike = len({device.type for device in devices}) == 1 and len(gpus) == len(set(gpus))
+    return "spatial" if is_alike else "model"
 
-    Args:
-        devices: The devices of the replicas.
-        gather: The device where logits are gathered; None: the first.
 
-    Raises:
-        DeviceError: The devices are not different GPUs, or ``gather`` is not one of them.
-    """
-    named = _listed(devices)
-    if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
-        raise DeviceError(
-            f"parallel.engine dataparallel copies the network to GPUs, each named once, not to "
-            f"{named}; use parallel.engine=ddp"
+def _num_shards(settings: ParallelSettings, ranks: Ranks) -> int:
+    """Return how many of the ranks share a volume."""
+    num_shards, rest = divmod(ranks.world_size, settings.replicas)
+    if rest or num_shards < 2:
+        raise ConfigError(
+            f"parallel.replicas is {settings.replicas} but {ranks.world_size} ranks were started, "
+            "which are not as many groups of two slabs or more; start "
+            f"{2 * settings.replicas} ranks or a multiple, or change parallel.replicas"
         )
-    if gather is not None and gather not in devices:
-        raise DeviceError(
-            f"parallel.output_device is {gather}, which is none of {named}; name one of them"
-        )
-
-
-def _check_count(settings: ParallelSettings, names: Sequence[str]) -> None:
-    listed = ",".join(names) or "none"
-    if settings.mode == "none" and len(names) != 1:
-        raise DeviceError(
-            f"devices {listed} but parallel mode none uses one; "
-            "add --parallel model or --parallel data, or name one device"
-        )
-    if settings.mode == "model" and len(names) < 2:
-        raise DeviceError(
-            f"parallel mode model needs a device for each of two stages or more, got {listed}; "
-            "name two (one device may be named twice)"
-        )
-
-
-def _check_stages(
-    settings: ParallelSettings, devices: Devices, replicas: Sequence[Devices]
-) -> None:
-    if settings.mode == "model" and len(replicas[0]) < 2:
-        raise DeviceError(
-            f"devices {_listed(devices)} give each of {settings.replicas} replicas one, but "
-            "parallel mode model needs a device for each of two stages or more; name more "
-            "devices, or fewer --replicas"
-        )
-
-
-def _divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
-    """Divide the devices in order; no GPU may be in two groups, because NCCL refuses that."""
-    size, rest = divmod(len(devices), num_groups)
-    named = _listed(devices)
-    if rest or not size:
-        raise DeviceError(f"devices {named} do not divide by {num_groups} {what}; name as many")
-    groups = tuple(devices[i * size : (i + 1) * size] for i in range(num_groups))
-    for stage in zip(*groups, strict=True):
-        if len({device.type for device in stage}) > 1:
-            raise DeviceError(
-                f"devices {named} make replicas that differ: {' and '.join(map(str, stage))} "
-                "cannot exchange gradients; name the same kinds in the same order for each"
-            )
-    gpus = [gpu for group in groups for gpu in set(group) if gpu.type == "cuda"]
-    if len(gpus) != len(set(gpus)):
-        raise DeviceError(
-            f"devices {named} put two replicas on one GPU, which NCCL refuses; name each GPU once"
-        )
-    return groups
-
-
-def _default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ...]:
-    count, mode = machine.num_gpus, settings.mode
-    if mode == "none":
-        return ("0",) if count else ("cpu",)
-    if mode == "data" and count:
-        return tuple(map(str, range(count)))
-    if count == 1:
-        raise DeviceError(
-            f"parallel mode {mode} spreads the network over devices, but this machine has "
-            f"{machine.description}; name the devices, such as --devices 0,cpu"
-        )
-    num_devices = 2 * settings.replicas
-    return tuple(map(str, range(num_devices))) if count else ("cpu",) * num_devices
-
-
-def _listed(devices: Sequence[torch.device]) -> str:
-    return ",".join(map(str, devices))
+    return num_shards

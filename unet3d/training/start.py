@@ -1,8 +1,8 @@
-"""Choosing and starting a run: new or continued, in this process or in one for each replica."""
+"""Choosing and starting a run: new or continued, in this process or in several."""
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
 from unet3d.training.job import for_ranks, train
 from unet3d.training.loop import TrainingResult
+
+logger = logging.getLogger(__name__)
 
 MAX_NAME_LETTERS = 50
 """Letters of a data set's name in that of a run; a file system allows 255 bytes in all."""
@@ -105,7 +107,8 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
     if folder is not None and request.config_path is None:
         with recorded_settings(folder) as path:
             recorded = load_config(path)
-            changes = [*forgotten_modes(recorded, request.changes), *request.changes]
+            changes = [*_mode_for_devices(recorded, request.changes), *request.changes]
+            changes = [*forgotten_modes(recorded, changes), *changes]
             config = without_stale_cuts(load_config(path, changes), recorded)
     else:
         config = load_settings(
@@ -113,6 +116,7 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             request.changes,
             lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
         )
+    config = choose_mode(config, group.ranks)
     config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
     if folder is not None:
         return Run(config=config, folder=folder, resume=True)
@@ -124,6 +128,43 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
     folder = make_run(run_name(config)) if request.output is None else RunFolder(request.output)
     resume = group.has_begun(str(folder.path)) and folder.latest.exists()
     return Run(config=config, folder=folder, resume=resume)
+
+
+def _mode_for_devices(recorded: Config, changes: Sequence[str]) -> list[str]:
+    """Return mode auto where devices are named that the mode of a resumed run does not suit."""
+    named = dict(change.split("=", 1) for change in changes if "=" in change)
+    devices = named.get("parallel.devices")
+    if devices is None or "parallel.mode" in named:
+        return []
+    return ["parallel.mode=auto"] if ("," in devices) == (recorded.parallel.mode == "none") else []
+
+
+def choose_mode(config: Config, ranks: Ranks) -> Config:
+    """Return the settings with a parallel mode in place of ``auto``.
+
+    Args:
+        config: As the user wrote it.
+        ranks: The place of this process. Where torchrun has started several, mode ``none`` is that
+            of a run which one process has trained, and counts as ``auto``.
+
+    Raises:
+        ConfigError: A setting is refused with the devices.
+        DeviceError: A device is unknown or absent.
+    """
+    parallel, has_ranks = config.parallel, ranks.world_size > 1
+    if parallel.mode != "auto" and not (has_ranks and parallel.mode == "none"):
+        return config
+    dims = ParallelDims.resolve(parallel, ranks=ranks)
+    mode: str = dims.mode
+    num_devices = dims.num_replicas * dims.num_shards * dims.num_stages
+    num_patches = config.training.batch_size // config.training.num_micro_batches
+    if mode == "spatial" and parallel.replicas == 1 and num_patches >= num_devices:
+        mode = "data"
+    if config.model.norm == "batch" and mode != "none" and not has_ranks:
+        mode = "model"  # which alone takes the statistics of the whole batch
+    if mode != "none":
+        logger.info("--parallel %s on %d devices", mode, num_devices)
+    return config.with_values({"parallel.mode": mode})
 
 
 def _folder_to_resume(request: RunRequest) -> RunFolder:

@@ -1,0 +1,170 @@
+"""Which devices settings name or imply, how groups share them, and what is refused of them."""
+
+from collections.abc import Sequence
+
+import torch
+
+from unet3d.config import ParallelSettings
+from unet3d.errors import DeviceError
+from unet3d.parallel.machine import Machine
+
+Devices = tuple[torch.device, ...]
+
+NEEDS = {
+    "model": "needs a device for each of two stages or more",
+    "spatial": "needs a device for each of two slabs or more",
+}
+"""What the modes that have groups of devices need."""
+
+
+def default_names(settings: ParallelSettings, machine: Machine) -> tuple[str, ...]:
+    """Return the devices that settings imply where they name none.
+
+    Args:
+        settings: Mode and replicas.
+        machine: What there is.
+
+    Raises:
+        DeviceError: The mode needs several, and there is no telling which.
+    """
+    count, mode = machine.num_gpus, settings.mode
+    if mode in ("auto", "none"):
+        return ("0",) if count else ("cpu",)
+    if count and (mode == "data" or (mode == "spatial" and count > 1)):
+        return tuple(map(str, range(count)))
+    if count == 1:
+        raise DeviceError(
+            f"parallel mode {mode} spreads the network over devices, but this machine has "
+            f"{machine.description}; "
+            + ("use --parallel none" if mode == "spatial" else "name the devices: --devices 0,cpu")
+        )
+    num_devices = 2 * settings.replicas
+    return tuple(map(str, range(num_devices))) if count else ("cpu",) * num_devices
+
+
+def names_of_ranks(mode: str, machine: Machine, num_ranks: int) -> tuple[str, ...]:
+    """Return the devices that the ranks of a machine have where none are named.
+
+    Args:
+        mode: The parallel mode.
+        machine: What there is.
+        num_ranks: Ranks of this machine.
+    """
+    per_rank = max(2, machine.num_gpus // num_ranks) if mode == "model" else 1
+    count = num_ranks * per_rank
+    return tuple(map(str, range(count))) if machine.num_gpus else ("cpu",) * count
+
+
+def check_count(mode: str, names: Sequence[str]) -> None:
+    """Refuse a number of devices that does not suit the mode, whatever they are.
+
+    Args:
+        mode: The parallel mode.
+        names: Of the devices.
+
+    Raises:
+        DeviceError: There are too many, or too few.
+    """
+    listed = ",".join(names)
+    if mode == "none" and len(names) != 1:
+        raise DeviceError(
+            f"devices {listed} but parallel mode none uses one; use --parallel auto, or name one "
+            "device"
+        )
+    if mode in NEEDS and len(names) < 2:
+        raise DeviceError(
+            f"parallel mode {mode} {NEEDS[mode]}, got {listed}; name two "
+            + ("(one device may be named twice)" if mode == "model" else "(cpu may be named twice)")
+        )
+
+
+def check_groups(mode: str, devices: Devices, num_groups: int) -> None:
+    """Refuse groups of one device in a mode that spreads a network over those of a group.
+
+    Args:
+        mode: The parallel mode.
+        devices: All of them.
+        num_groups: Groups into which they are divided.
+
+    Raises:
+        DeviceError: They have one device each.
+    """
+    if mode in NEEDS and len(devices) // num_groups < 2:
+        raise DeviceError(
+            f"devices {listed(devices)} give each of {num_groups} replicas one, but parallel mode "
+            f"{mode} {NEEDS[mode]}; name more devices, or fewer --replicas"
+        )
+
+
+def divided(devices: Devices, num_groups: int, what: str) -> tuple[Devices, ...]:
+    """Divide devices in their order over processes; no GPU may be of two, which NCCL refuses.
+
+    Args:
+        devices: All of them.
+        num_groups: Number of the processes.
+        what: What a process has, in plural.
+
+    Raises:
+        DeviceError: They do not divide, or the processes would not be alike.
+    """
+    size, rest = divmod(len(devices), num_groups)
+    named = listed(devices)
+    if rest or not size:
+        raise DeviceError(f"devices {named} do not divide by {num_groups} {what}; name as many")
+    groups = tuple(devices[i * size : (i + 1) * size] for i in range(num_groups))
+    for stage in zip(*groups, strict=True):
+        if len({device.type for device in stage}) > 1:
+            raise DeviceError(
+                f"devices {named} make {what} that differ: {' and '.join(map(str, stage))} "
+                "cannot exchange gradients; name the same kinds in the same order for each"
+            )
+    gpus = [gpu for group in groups for gpu in set(group) if gpu.type == "cuda"]
+    if len(gpus) != len(set(gpus)):
+        raise DeviceError(
+            f"devices {named} put two {what} on one GPU, which NCCL refuses; name each GPU once"
+        )
+    return groups
+
+
+def check_shards(devices: Devices) -> None:
+    """Refuse devices that cannot each hold a slab of a volume.
+
+    Args:
+        devices: One for each slab, of this machine.
+
+    Raises:
+        DeviceError: They are of several kinds, or a GPU is named twice.
+    """
+    if len({device.type for device in devices}) > 1:
+        raise DeviceError(
+            f"devices {listed(devices)} are of different kinds, which cannot share a volume with "
+            "--parallel spatial; name devices of one kind, or use --parallel model"
+        )
+    divided(devices, len(devices), "slabs")
+
+
+def check_thread_devices(devices: Sequence[torch.device], gather: torch.device | None) -> None:
+    """Refuse devices that ``nn.DataParallel`` cannot use.
+
+    Args:
+        devices: The devices of the replicas.
+        gather: The device where logits are gathered; None: the first.
+
+    Raises:
+        DeviceError: The devices are not different GPUs, or ``gather`` is not one of them.
+    """
+    named = listed(devices)
+    if any(device.type != "cuda" for device in devices) or len(set(devices)) != len(devices):
+        raise DeviceError(
+            f"parallel.engine dataparallel copies the network to GPUs, each named once, not to "
+            f"{named}; use parallel.engine=ddp"
+        )
+    if gather is not None and gather not in devices:
+        raise DeviceError(
+            f"parallel.output_device is {gather}, which is none of {named}; name one of them"
+        )
+
+
+def listed(devices: Sequence[torch.device]) -> str:
+    """Return devices as ``--devices`` takes them, such as ``cuda:0,cuda:1``."""
+    return ",".join(map(str, devices))
