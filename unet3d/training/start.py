@@ -1,5 +1,6 @@
 """Choosing and starting a run: new or continued, in this process or in several."""
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
