@@ -71,6 +71,7 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
         precision=precision,
         num_workers=num_workers,
         prediction=None,
+        dims=dims,
         group=Group(Ranks()),
     )
 

@@ -161,6 +161,29 @@ def test_what_cannot_be_trained_is_refused_before_a_voxel_is_read(
     assert read == []
 
 
+def test_a_patch_with_too_few_planes_is_refused_before_a_voxel_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write_msd(tmp_path / "data", modality="CT")
+    monkeypatch.setattr(preprocess, "_intensities", lambda *_, **__: pytest.fail("read"))
+    config = settings(tmp_path, root, "patches.size=16,16,16")
+    with pytest.raises(DeviceError, match="16x16x16 voxels has 16 planes .* use at most 16"):
+        plan_experiment(config, 0, num_shards=17)
+
+
+def test_a_whole_volume_with_too_few_planes_is_refused(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", num_cases=4, shape=(24, 16, 16))
+    write_msd(tmp_path / "thin", num_cases=1, shape=(8, 16, 16))
+    for kind in ("imagesTr", "labelsTr"):
+        thin = next(iter(sorted((tmp_path / "thin" / kind).iterdir())))
+        for path in sorted((root / kind).iterdir())[:2]:
+            path.write_bytes(thin.read_bytes())
+    config = settings(tmp_path, root, "patches.size=whole")
+    assert len(plan_experiment(config, 0, num_shards=8).training) > 0
+    with pytest.raises(DeviceError, match="8x16x16 voxels has 8 planes .* use at most 8"):
+        plan_experiment(config, 0, num_shards=9)
+
+
 def test_a_patch_that_is_rounded_up_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

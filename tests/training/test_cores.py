@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
+from unet3d.parallel import ParallelDims
 from unet3d.training import cores
 from unet3d.training.cores import (
     augmentation_line,
@@ -104,29 +106,39 @@ def test_processes_that_the_settings_name(machine: Callable[..., None]) -> None:
     assert loading_processes(config, (CPU,), 1) == 5
 
 
+def dims_of(device: torch.device, mode: Any) -> ParallelDims:
+    replicas = {"none": ((device,),), "data": ((device,),) * 2, "spatial": ((device,) * 2,)}[mode]
+    num_shards = 2 if mode == "spatial" else 1
+    return ParallelDims(
+        mode=mode, replicas=replicas, num_replicas=len(replicas), num_shards=num_shards
+    )
+
+
 @pytest.mark.parametrize(
-    ("changes", "device", "num_processes", "num_replicas", "expected"),
+    ("changes", "device", "num_processes", "mode", "expected"),
     [
-        ({}, GPU, 8, 1, "patches are augmented on cuda:0"),
-        ({}, GPU, 8, 2, "patches are augmented on the first GPU of each replica"),
-        ({"device": "cpu"}, GPU, 8, 1, "patches are augmented in 8 processes"),
-        ({}, CPU, 0, 1, "patches are augmented in the training process"),
-        ({}, CPU, 1, 2, "patches are augmented in 1 process of each replica"),
-        ({"enabled": False}, GPU, 8, 1, "patches are not augmented"),
+        ({}, GPU, 8, "none", "patches are augmented on cuda:0"),
+        ({}, GPU, 8, "data", "patches are augmented on the first GPU of each replica"),
+        ({}, GPU, 8, "spatial", "patches are augmented on each GPU, a slab"),
+        ({"device": "cpu"}, GPU, 8, "none", "patches are augmented in 8 processes"),
+        ({}, CPU, 0, "none", "patches are augmented in the training process"),
+        ({}, CPU, 1, "data", "patches are augmented in 1 process of each replica"),
+        ({}, CPU, 0, "spatial", "patches are augmented in the training process of each shard"),
+        ({"enabled": False}, GPU, 8, "none", "patches are not augmented"),
     ],
 )
 def test_where_patches_are_augmented_is_said(
     changes: dict[str, object],
     device: torch.device,
     num_processes: int,
-    num_replicas: int,
+    mode: str,
     expected: str,
 ) -> None:
     config = AUTO.with_values({f"patches.augmentation.{k}": v for k, v in changes.items()})
-    assert augmentation_line(config, device, num_processes, num_replicas) == expected
+    assert augmentation_line(config, dims_of(device, mode), num_processes) == expected
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     config = AUTO.with_values({"patches.augmentation.device": "gpu"})
     with pytest.raises(DeviceError, match="the network begins on cpu; use auto"):
-        augmentation_line(config, CPU, 0, 1)
+        augmentation_line(config, dims_of(CPU, "none"), 0)

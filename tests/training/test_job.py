@@ -38,6 +38,15 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("mode", ["data", "spatial"])
+def test_ranks_that_nobody_has_started_are_missed(mode: str, cache: Path, tmp_path: Path) -> None:
+    config = settings(cache, f"parallel.mode={mode}", "parallel.devices=cpu,cpu")
+    words = f"parallel.mode {mode} on 2 devices is 2 processes, but this is 1; start them with "
+    with pytest.raises(ConfigError, match=words):
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
     assert names == {

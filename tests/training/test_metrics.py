@@ -1,7 +1,9 @@
 from pathlib import Path
 
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from unet3d.parallel import ParallelDims
 from unet3d.training.metrics import ScalarFile, epoch_metrics, run_summary
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
@@ -56,7 +58,10 @@ def test_the_summary_tells_the_best_validation_from_the_last() -> None:
     state.seconds, state.waited_seconds = 10.0, 4.0
     state = state.next_epoch({"a": 0.5, "b": 0.25}, 2.0)
     state.note_dice(0.375)
-    summary = run_summary(state, parallel="none", replicas=1, devices=["cpu"], precision="float32")
+    cpu = torch.device("cpu")
+    dims = ParallelDims(mode="spatial", replicas=((cpu,) * 3,) * 2, num_replicas=2, num_shards=3)
+    summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32")
+    assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 3]
     assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
     assert summary["dice"] == {"a": 0.75, "b": 0.25}
     assert summary["last_dice"] == {"a": 0.5, "b": 0.25}

@@ -11,11 +11,13 @@ from tests.rank_threads import in_threads
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.parallel import ParallelDims
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
 from unet3d.training.recording import RunRecorder
 from unet3d.training.state import TrainingState
 
+CPU = torch.device("cpu")
 METRICS = {
     "epoch": 1,
     "loss": 0.5,
@@ -48,6 +50,7 @@ def recorder(group: Group, folder: Path) -> RunRecorder:
         executor=executor,
         folder=RunFolder(folder),
         precision="float32",
+        dims=ParallelDims(mode="data", replicas=((CPU,),) * group.size, num_replicas=group.size),
         group=group,
     )
 

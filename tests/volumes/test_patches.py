@@ -10,7 +10,7 @@ from scipy import ndimage
 
 from tests.volumes.known_cases import PLAIN, known_volume, make_cases
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
-from unet3d.volumes.augment import Region
+from unet3d.volumes.augment import Slab
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.packed_label import pack_label
 from unet3d.volumes.patches import CutBatch, PatchSampler
@@ -221,7 +221,7 @@ def test_a_cut_takes_no_more_than_its_region_needs(tmp_path: Path) -> None:
     sampler = PatchSampler(
         cases=cases, settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
     )
-    slab = sampler.cut(0, 0, Region(start=(4, 0, 0), stop=(8, 16, 16)))
+    slab = sampler.cut(0, 0, Slab(planes=range(4, 8), num_planes=16))
     assert slab.image.shape == (1, 4, 16, 16) and slab.size == (16, 16, 16)
     whole = sampler.cut(0, 0)
     assert torch.equal(slab.image, whole.image[:, 4:8])

@@ -136,11 +136,14 @@ class Group:
             return self.ranks.restart_count > 0
         return self._channels.stores.lasting.check([f"begun/{run}"])
 
-    def new_group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return a group of all ranks that moves tensors of a kind of device.
+    def new_group(
+        self, device: torch.device, ranks: Sequence[int] | None = None
+    ) -> dist.ProcessGroup:
+        """Return a group of ranks that moves tensors of a kind of device; all ranks call it.
 
         Args:
             device: Where this rank's tensors are.
+            ranks: Those in the group; None: all.
 
         Raises:
             RuntimeError: This is the only rank.
@@ -148,12 +151,30 @@ class Group:
         if self._channels is None:
             raise RuntimeError("a single rank has no other to form a group with")
         timeout = self._channels.watch.timeout
+        members = None if ranks is None else list(ranks)
         if device.type == "cuda":
             # The messages of every step notice a lost rank first, and can name it.
-            group = dist.new_group(backend="nccl", timeout=2 * timeout + timedelta(minutes=1))
+            longer = 2 * timeout + timedelta(minutes=1)
+            group = dist.new_group(members, backend="nccl", timeout=longer)
         else:
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(members, backend="gloo", timeout=timeout)
         return group  # type: ignore[no-any-return]
+
+    def new_subgroup(self, device: torch.device, size: int) -> dist.ProcessGroup:
+        """Return a group of this rank and its neighbours; all ranks call it.
+
+        Args:
+            device: Where this rank's tensors are.
+            size: Ranks of a group, the first ones in the first; it divides the number of ranks.
+
+        Raises:
+            RuntimeError: This is the only rank.
+        """
+        groups = [
+            self.new_group(device, range(first, first + size))
+            for first in range(0, self.size, size)
+        ]
+        return groups[self.ranks.rank // size]
 
     def close(self) -> None:
         """Leave the others, after the last message has come."""

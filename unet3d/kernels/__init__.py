@@ -2,9 +2,16 @@
 
 from unet3d.kernels.affine.api import sample_affine
 from unet3d.kernels.classes import strongest_class
-from unet3d.kernels.conv.api import conv1x1x1, conv3x3x3, strided_conv3x3x3, upsampled_conv3x3x3
+from unet3d.kernels.conv.api import (
+    conv1x1x1,
+    conv3x3x3,
+    strided_conv3x3x3,
+    upsample,
+    upsampled_conv3x3x3,
+)
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
+from unet3d.kernels.halo import own_planes, with_halo
 from unet3d.kernels.norm.api import instance_norm, sum_of
 from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
@@ -21,10 +28,13 @@ __all__ = [
     "instance_norm_head",
     "kept_for",
     "dice_ce_sums",
+    "own_planes",
     "recomputed_in_backward",
     "sample_affine",
     "strided_conv3x3x3",
     "strongest_class",
     "sum_of",
+    "upsample",
     "upsampled_conv3x3x3",
+    "with_halo",
 ]

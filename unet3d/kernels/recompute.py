@@ -121,7 +121,7 @@ def recomputing(tensor: Tensor) -> Recompute:
     Args:
         tensor: A tensor that another one is recomputed from.
     """
-    offered = (_known.get() or {}).get(storage_key(tensor))
+    offered = _offer_of_whole(tensor)
     held = tensor.detach()
     return offered.recompute if offered is not None else lambda: held
 
@@ -132,8 +132,14 @@ def kept_for(tensor: Tensor) -> Tensor:
     Args:
         tensor: A tensor that was computed in this context.
     """
-    offered = (_known.get() or {}).get(storage_key(tensor))
+    offered = _offer_of_whole(tensor)
     return tensor if offered is None or offered.source is None else offered.source
+
+
+def _offer_of_whole(tensor: Tensor) -> _Offer | None:
+    """Return the offer of a tensor that is not a part of another."""
+    offered = (_known.get() or {}).get(storage_key(tensor))
+    return None if offered is None or tensor.shape != offered.shape else offered
 
 
 def forget_source(tensor: Tensor) -> None:

@@ -1,4 +1,8 @@
-"""The modules that a U-Net is made of."""
+"""The modules that a U-Net is made of.
+
+Where maps are slabs of a volume (:mod:`unet3d.kernels.sharding`), what a unit takes and returns has
+its halo; what is within a unit, added or made into logits has not.
+"""
 
 from typing import Literal
 
@@ -14,10 +18,13 @@ from unet3d.kernels import (
     convolve,
     instance_norm,
     instance_norm_head,
+    own_planes,
     strided_conv3x3x3,
     sum_of,
     upsampled_conv3x3x3,
+    with_halo,
 )
+from unet3d.kernels.sharding import current_shard, sum_over_shards
 
 Norm = Literal["instance", "group", "batch"]
 
@@ -29,19 +36,14 @@ NEGATIVE_SLOPE = 0.01
 class InstanceNorm(nn.Module):
     """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
 
-    def __init__(self, channels: int, negative_slope: float, feeds_convolution: bool) -> None:
-        """Start as the plain normalisation.
-
-        Args:
-            channels: Channels of the feature map.
-            negative_slope: Slope of LeakyReLU; 1 leaves the activation out.
-            feeds_convolution: Whether a 3x3x3 convolution reads the result.
-        """
+    def __init__(self, channels: int, activated: bool, feeds_convolution: bool) -> None:
+        """Start as the plain normalisation; see :func:`make_norm`."""
         super().__init__()
+        self.activated = activated
         self.feeds_convolution = feeds_convolution
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
-        self.negative_slope = negative_slope
+        self.negative_slope = NEGATIVE_SLOPE if activated else 1.0
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape.
@@ -58,16 +60,43 @@ class InstanceNorm(nn.Module):
             self.negative_slope,
             added=added,
             pads_output=self.feeds_convolution,
+            has_halo=self.activated,
         )
+
+
+class GroupNorm(nn.GroupNorm):
+    """Group normalisation, also of slabs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (N, C, X, Y, Z) to the same shape."""
+        shard = current_shard()
+        if shard is None:
+            return super().forward(x)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        groups = x.to(exact, memory_format=torch.contiguous_format)
+        groups = groups.view(len(x), self.num_groups, -1)
+        number = shard.of_volume(groups.shape[2])
+        mean = sum_over_shards(groups.sum(2, keepdim=True), shard) / number
+        away = groups - mean
+        variance = sum_over_shards(away.square().sum(2, keepdim=True), shard) / number
+        normal = (away * (variance + self.eps).rsqrt()).view(x.shape)
+        weight, bias = (value.view(-1, 1, 1, 1).to(exact) for value in (self.weight, self.bias))
+        return (normal * weight + bias).to(memory_format=torch.channels_last_3d)
 
 
 class OtherNorm(nn.Sequential):
     """A normalisation of PyTorch's, and LeakyReLU where it follows."""
 
+    def __init__(self, norm: nn.Module, activated: bool) -> None:
+        """Put the activation behind a normalisation, or nothing."""
+        follows = [nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)] if activated else []
+        super().__init__(norm, *follows)
+        self.activated = activated
+
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
         out: Tensor = super().forward(x if added is None else sum_of(x, added))  # type: ignore[no-untyped-call]
-        return out
+        return with_halo(out) if self.activated else out
 
 
 def make_norm(
@@ -78,19 +107,15 @@ def make_norm(
     Args:
         norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
         channels: Channels of the feature map.
-        activated: Whether LeakyReLU follows.
+        activated: Whether LeakyReLU follows and then the unit ends.
         feeds_convolution: Whether a 3x3x3 convolution reads the result.
     """
     if norm == "instance":
-        return InstanceNorm(channels, NEGATIVE_SLOPE if activated else 1.0, feeds_convolution)
+        return InstanceNorm(channels, activated, feeds_convolution)
     if norm == "group":
         num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
-        layers: list[nn.Module] = [nn.GroupNorm(num_groups, channels, eps=NORM_EPS)]
-    else:
-        layers = [nn.BatchNorm3d(channels, eps=NORM_EPS)]
-    if activated:
-        layers.append(nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True))
-    return OtherNorm(*layers)
+        return OtherNorm(GroupNorm(num_groups, channels, eps=NORM_EPS), activated)
+    return OtherNorm(nn.BatchNorm3d(channels, eps=NORM_EPS), activated)
 
 
 class Conv3x3x3(nn.Conv3d):
@@ -152,6 +177,7 @@ class ConvUnit(nn.Module):
                 NORM_EPS,
                 norm.negative_slope,
                 pads_output=norm.feeds_convolution,
+                has_halo=norm.activated,
             )
         out: Tensor = norm(*self.convolved(x))
         return out
@@ -198,8 +224,8 @@ class ResidualUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
-        out: Tensor = self.activation(self.norm(self.conv(self.first(x))) + self.shortcut(x))
-        return out
+        features, skipped = self.norm(self.conv(self.first(x))), self.shortcut(own_planes(x))
+        return with_halo(self.activation(features + skipped))
 
 
 class Upsample(nn.ConvTranspose3d):
@@ -257,7 +283,7 @@ class Head(nn.Conv3d):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, num_classes, X, Y, Z)."""
         assert self.bias is not None  # it was asked for
-        return conv1x1x1(x, self.weight, self.bias)
+        return conv1x1x1(own_planes(x), self.weight, self.bias)
 
 
 class HeadUnit(nn.Module):

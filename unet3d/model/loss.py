@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from unet3d.kernels import dice_ce_sums
+from unet3d.kernels.sharding import sum_of_losses
 
 SMOOTH = 1e-5
 
@@ -49,7 +50,8 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
     """Return the sums over voxels that the loss is made of.
 
     Sums of parts of a volume add up to those of the volume, and sums of other samples are joined to
-    these along N. So sums can be exchanged before :func:`loss_from_sums`; its ratios cannot.
+    these along N. Where the logits are a slab, the sums are those of the volume
+    (:mod:`unet3d.kernels.sharding`).
 
     Args:
         logits: (N, K, X, Y, Z).
@@ -61,7 +63,7 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
         the softmax of the logits: the sum of -log p over the voxels of each class, that of p over
         them, that of p over all voxels, and their number.
     """
-    return dice_ce_sums(logits, _coarser(target, logits))
+    return sum_of_losses(dice_ce_sums(logits, _coarser(target, logits)))
 
 
 def loss_from_sums(sums: Tensor) -> LossTerms:

@@ -7,12 +7,14 @@ carry tensors between stages, ``offload`` keeps skips in host memory, and ``pipe
 ``step_capture`` decides when a step is captured on GPUs, ``captured_step`` replays it, with
 ``cuda_graphs`` and ``static_mail``. ``replicas`` keeps the copies of a network equal;
 ``data_parallel`` is ``nn.DataParallel``. ``balance`` finds cuts that balance time or memory.
+``spatial`` divides volumes instead of the network.
 """
 
 from functools import partial
 
 from unet3d.distributed.group import Group
-from unet3d.model import BlockNetwork
+from unet3d.errors import ConfigError
+from unet3d.model import BlockNetwork, UNet3d
 from unet3d.parallel.balance.cuts import choose_cuts
 from unet3d.parallel.data_parallel import DataParallelExecutor
 from unet3d.parallel.executor import Executor, Loss, LossFunction
@@ -23,6 +25,7 @@ from unet3d.parallel.placement import Layout, ParallelDims, Slot
 from unet3d.parallel.precision import autocast_dtype, image_dtype, resolve_precision
 from unet3d.parallel.replicas import ReducerExchange
 from unet3d.parallel.schedule import SCHEDULES
+from unet3d.parallel.spatial.executor import SpatialExecutor
 
 __all__ = [
     "DataParallelExecutor",
@@ -54,6 +57,10 @@ def parallelize(network: BlockNetwork, layout: Layout, group: Group | None = Non
         DeviceError: There are more devices than blocks, or the cuts do not fit them.
         ConfigError: The network cannot be trained in this layout.
     """
+    if layout.num_shards > 1:
+        if not isinstance(network, UNet3d):
+            raise ConfigError("parallel mode spatial knows slabs of a UNet3d only")
+        return SpatialExecutor(network, layout, group)
     cuts = default_cuts(network, len(layout.devices)) if layout.cuts is None else layout.cuts
     stages = make_stages(network.blocks(), layout.devices, cuts, network.outputs())
     has_others = group is not None and group.size > 1

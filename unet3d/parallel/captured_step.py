@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Sequence[StageRunner], StaticMail], Any]
 """Walks the schedule of a step."""
 
+MemoryFor = Callable[[Tensor], Tensor]
+"""Returns where the gradient of a parameter is added up."""
+
 
 class CapturedStep:
     """A step of one shape that can be replayed."""
@@ -52,6 +55,7 @@ class CapturedStep:
         routes: Routes,
         images: Sequence[Tensor],
         targets: Sequence[Tensor],
+        memory_for: MemoryFor = torch.zeros_like,
         make_pool: MakePool | None = None,
     ) -> None:
         """Capture a step; nothing is computed.
@@ -62,6 +66,7 @@ class CapturedStep:
             routes: The routes between them.
             images: Image of each micro-batch; only their shapes matter.
             targets: Target of each micro-batch; only their shapes matter.
+            memory_for: Returns where the gradient of a parameter is added up.
             make_pool: Creates the pool of graphs of a device; None: the one of the device's type.
 
         Raises:
@@ -82,7 +87,7 @@ class CapturedStep:
         try:
             with ExitStack() as aliases:
                 for runner in stages:
-                    own = aliases.enter_context(aliased(runner.stage))
+                    own = aliases.enter_context(aliased(runner.stage, memory_for))
                     self.gradients.append((runner.stage, own))
                 run(self._stages, self._mail)
         finally:
@@ -210,7 +215,9 @@ class _CapturedStage:
 
 
 @contextmanager
-def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
+def aliased(
+    stage: Stage, memory_for: MemoryFor = torch.zeros_like
+) -> Iterator[dict[Tensor, Tensor]]:
     """Replace a stage's parameters by aliases, and yield the tensors that hold the gradients.
 
     So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
@@ -218,6 +225,7 @@ def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
 
     Args:
         stage: The stage. Its parameters are restored after the context.
+        memory_for: Returns where the gradient of a parameter is added up.
     """
     gradients: dict[Tensor, Tensor] = {}
     owned = [
@@ -231,7 +239,7 @@ def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
         if parameter not in aliases:
             alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
             if parameter.requires_grad:
-                alias.grad = gradients[parameter] = torch.zeros_like(parameter)
+                alias.grad = gradients[parameter] = memory_for(parameter)
             aliases[parameter] = alias
         setattr(module, name, aliases[parameter])
     try:

@@ -67,7 +67,13 @@ class DataParallelExecutor:
         )
 
     def forward_backward(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        *,
+        planes: int | None = None,
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol."""
         self.module.check_shape(image)

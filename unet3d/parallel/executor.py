@@ -140,7 +140,13 @@ class Executor(Protocol):
     """Receives every action of :meth:`forward_backward` that is launched."""
 
     def forward_backward(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        *,
+        planes: int | None = None,
     ) -> Any:
         """Add the gradients of one batch to the module's.
 
@@ -149,6 +155,9 @@ class Executor(Protocol):
             target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
             loss_fn: A mean over samples; called where the logits are.
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
+            planes: Planes along X of the whole volume, where image and target are the slab of it
+                that belongs to this process; None: they are whole. Others than
+                :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` take no slabs.
 
         Returns:
             The batch's :class:`Loss`, detached, on the output device: a plain scalar is its

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from unet3d.parallel.partition import Stage
@@ -18,6 +19,22 @@ class GradientExchange(Protocol):
 
     def before_last_backward(self, stage: Stage) -> None:
         """Note that the gradients of a stage are about to be complete."""
+        ...
+
+    def all_agree(self, wish: bool) -> bool:
+        """Return whether all processes whose messages are part of a step wish to capture it.
+
+        Args:
+            wish: This one's wish.
+        """
+        ...
+
+    def memory_for(self, parameter: Tensor) -> Tensor:
+        """Return where a captured step adds up the gradient of a parameter.
+
+        Args:
+            parameter: Of a stage.
+        """
         ...
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
@@ -39,6 +56,14 @@ class NoExchange:
 
     def before_last_backward(self, stage: Stage) -> None:
         """Do nothing."""
+
+    def all_agree(self, wish: bool) -> bool:
+        """Return the wish: nobody else takes part in the step."""
+        return wish
+
+    def memory_for(self, parameter: Tensor) -> Tensor:
+        """Return memory of its own; see :class:`GradientExchange`."""
+        return torch.zeros_like(parameter)
 
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients to the parameters' own; see :class:`GradientExchange`.

@@ -105,10 +105,18 @@ class PipelineExecutor:
         self.exchange = NoExchange() if exchange is None else exchange(module, self.stages)
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
         may_capture = cuda_graphs == "auto" and offload is None
-        self._capture = StepCapture(self._eager, self._routes) if may_capture else None
+        self._capture = (
+            StepCapture(self._eager, self._routes, self.exchange) if may_capture else None
+        )
 
     def forward_backward(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float = 1.0
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        *,
+        planes: int | None = None,
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol.
 
@@ -158,6 +166,7 @@ class PipelineExecutor:
             routes=self._routes,
             images=images,
             targets=targets,
+            memory_for=self.exchange.memory_for,
             make_pool=make_pool,
         )
 

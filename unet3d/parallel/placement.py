@@ -239,6 +239,11 @@ class ParallelDims:
         return 1 if self.uses_threads else len(self.devices)
 
     @property
+    def world_size(self) -> int:
+        """How many processes all machines run together."""
+        return 1 if self.uses_threads else self.num_replicas * self.num_shards
+
+    @property
     def num_processes(self) -> int:
         """How many processes this machine runs: one for each replica, shard, or for all threads."""
         if self.uses_threads:

@@ -51,13 +51,7 @@ class ReducerExchange:
                 f"batch normalisation with {group.size} replicas would take its statistics from "
                 "portions of the batch; use model.norm=instance"
             )
-        kinds = group.exchange([stage.slot.device.type for stage in stages])
-        if any(kind != kinds[0] for kind in kinds):
-            described = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
-            raise DeviceError(
-                f"the ranks' stages are on different kinds of devices ({described}); give every "
-                "machine the same kinds"
-            )
+        check_kinds(stages, group)
         if any(stage.slot.device.type == "cuda" for stage in stages):
             use_plain_strides(module)
         self._group = group
@@ -88,6 +82,14 @@ class ReducerExchange:
         """Have the stage's gradients exchanged as they come; see :class:`GradientExchange`."""
         self._prepare_reducer(stage)
 
+    def all_agree(self, wish: bool) -> bool:
+        """Return the wish: the same messages go out whether a step is captured or not."""
+        return wish
+
+    def memory_for(self, parameter: Tensor) -> Tensor:
+        """Return memory of its own; see :class:`GradientExchange`."""
+        return torch.zeros_like(parameter)
+
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients through autograd, because the reducers wait for its hooks.
 
@@ -99,6 +101,25 @@ class ReducerExchange:
 
     def _prepare_reducer(self, stage: Stage) -> None:
         self._wrapped[stage.slot.index].reducer.prepare_for_backward([])
+
+
+def check_kinds(stages: Sequence[Stage], group: Group) -> None:
+    """Refuse ranks that could not exchange gradients; all of them call it.
+
+    Args:
+        stages: Of this rank.
+        group: The ranks.
+
+    Raises:
+        DeviceError: The ranks' devices are of different kinds.
+    """
+    kinds = group.exchange([stage.slot.device.type for stage in stages])
+    if any(kind != kinds[0] for kind in kinds):
+        described = "; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise DeviceError(
+            f"the ranks' stages are on different kinds of devices ({described}); give every "
+            "machine the same kinds"
+        )
 
 
 def use_plain_strides(module: BlockNetwork) -> None:

@@ -137,14 +137,8 @@ class EagerStage:
         self._blocks = in_running_order(stage.blocks)
         self._parts = recomputed_parts(self._blocks, num_alive) if recompute == "level" else ()
         self._alive: dict[int, _Alive] = {}
-        device = stage.slot.device
-        self.autocast = lowered_on(device, autocast)
-        parameters = [value for block in stage.blocks for value in block.module.parameters()]
-        # A stage may have no parameters, such as one that pools: it accepts any type.
-        self._dtype = parameters[0].dtype if parameters else None
-        computed_in = self.autocast or self._dtype or torch.float32
-        for block in stage.blocks:
-            block.module.to(device, memory_format=memory_format(device, computed_in))  # type: ignore[call-overload]
+        self.autocast = lowered_on(stage.slot.device, autocast)
+        self._dtype = place(stage, self.autocast)
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks; see :class:`StageRunner`."""
@@ -246,6 +240,25 @@ class EagerStage:
     def _lowered(self) -> AbstractContextManager[None]:
         # Weights are lowered once per micro-batch and stage.
         return lowering(self.stage.slot.device, self.autocast)
+
+
+def place(stage: Stage, autocast: torch.dtype | None) -> torch.dtype | None:
+    """Move a stage's parameters to its device, and return their type.
+
+    Args:
+        stage: Slot and blocks; the parameters are all of one precision.
+        autocast: Lower precision that its operations have, or None.
+
+    Returns:
+        None where there are no parameters, as in a stage that pools: it accepts any type.
+    """
+    parameters = [value for block in stage.blocks for value in block.module.parameters()]
+    dtype = parameters[0].dtype if parameters else None
+    device = stage.slot.device
+    layout = memory_format(device, autocast or dtype or torch.float32)
+    for block in stage.blocks:
+        block.module.to(device, memory_format=layout)  # type: ignore[call-overload]
+    return dtype
 
 
 class _Sending:

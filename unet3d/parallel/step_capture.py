@@ -9,6 +9,7 @@ from torch import Tensor
 
 from unet3d.parallel.captured_step import CapturedStep, Run
 from unet3d.parallel.cuda_graphs import POOLS
+from unet3d.parallel.gradient_exchange import GradientExchange
 from unet3d.parallel.mail import Routes
 from unet3d.parallel.stage_runner import EagerStage, Objective
 
@@ -41,13 +42,17 @@ def is_small(images: Sequence[Tensor]) -> bool:
 class StepCapture:
     """Decides when a step is captured, and keeps the one that was captured last."""
 
-    def __init__(self, stages: Sequence[EagerStage], routes: Routes) -> None:
+    def __init__(
+        self, stages: Sequence[EagerStage], routes: Routes, exchange: GradientExchange
+    ) -> None:
         """Begin with nothing captured.
 
         Args:
             stages: The stages to capture.
             routes: The routes between them.
+            exchange: Says where gradients are added up.
         """
+        self._exchange = exchange
         self._stages = tuple(stages)
         self._routes = routes
         self._devices = dict.fromkeys(runner.stage.slot.device for runner in stages)
@@ -61,6 +66,7 @@ class StepCapture:
         self._captured_key: Any = None
         self._last_key: Any = None
         self._num_in_a_row = 0
+        self._refused_key: Any = None
         self._has_failed = False
 
     def step(
@@ -87,16 +93,21 @@ class StepCapture:
             return self._captured
         self._num_in_a_row = self._num_in_a_row + 1 if key == self._last_key else 1
         self._last_key = key
-        if self._num_in_a_row <= NUM_WARM_UP_STEPS or not self._has_room():
+        if self._num_in_a_row <= NUM_WARM_UP_STEPS or key == self._refused_key:
+            return None
+        if not self._exchange.all_agree(self._has_room()):
+            self._refused_key = key
             return None
         self._captured = None  # frees the memory of another shape
+        captured = None
         try:
-            self._captured = CapturedStep(
+            captured = CapturedStep(
                 run=run,
                 stages=self._stages,
                 routes=self._routes,
                 images=images,
                 targets=targets,
+                memory_for=self._exchange.memory_for,
             )
         except torch.OutOfMemoryError:
             self._has_failed = True
@@ -108,7 +119,10 @@ class StepCapture:
                 "parallel.cuda_graphs=off does not try",
                 " ".join(str(error).split())[:200],
             )
-        self._captured_key = key
+        if self._exchange.all_agree(captured is not None):
+            self._captured, self._captured_key = captured, key
+        else:
+            self._has_failed = True
         return self._captured
 
     def _network_state(self) -> list[tuple[Any, ...]]:

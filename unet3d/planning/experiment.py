@@ -11,6 +11,7 @@ from unet3d.config import AugmentationSettings, Config, Shape, Spacing
 from unet3d.errors import ConfigError, DatasetError
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.augment import DeviceAugmentation
 from unet3d.volumes.cache import Cache, PreparedCase
@@ -51,15 +52,15 @@ class Experiment:
 
     def largest_patch(self) -> Shape:
         """Return the size of the largest patch of the training, padded to the strides."""
+        return max(self.patch_sizes(), key=math.prod)
+
+    def patch_sizes(self) -> list[Shape]:
+        """Return the sizes that patches of the training have, padded to the strides."""
         if self.patch_size is not None:
-            return self.patch_size
-        return max(
-            (
-                padded_shape((x, y, z), self.topology.total_stride)
-                for x, y, z in (case.label().shape for case in self.training)
-            ),
-            key=math.prod,
-        )
+            return [self.patch_size]
+        stride = self.topology.total_stride
+        shapes = [case.label().shape for case in self.training]
+        return [padded_shape((x, y, z), stride) for x, y, z in shapes]
 
     def augmentation(self, device: torch.device) -> DeviceAugmentation | None:
         """Return what makes batches on a device; None where they are made on the host.
@@ -130,6 +131,7 @@ def plan_experiment(
     config: Config,
     num_workers: int,
     num_stages: int = 1,
+    num_shards: int = 1,
 ) -> Experiment:
     """Check and prepare the data, and choose patch size and network.
 
@@ -137,13 +139,14 @@ def plan_experiment(
         config: The configuration as the user wrote it.
         num_workers: Number of processes that prepare cases; 0: this process.
         num_stages: How many devices share the network.
+        num_shards: How many devices share each volume.
 
     Raises:
         DatasetError: The data set has faults that would break training.
         CacheError: The cache folder cannot be written to.
         VolumeError: A volume cannot be used.
         ConfigError: The settings do not suit the data.
-        DeviceError: The network cannot be cut as the settings say.
+        DeviceError: The network cannot be cut as the settings say, or a patch has too few planes.
     """
     dataset = open_dataset(config)
     training, validation = fold_cases(
@@ -153,13 +156,15 @@ def plan_experiment(
     # From headers alone, so that what cannot be trained is refused before a voxel is read.
     network = _network_of(dataset, config)
     check_stages(config, network, num_stages)
+    rule = SlabRule(topology=network.topology, num_shards=num_shards)
+    rule.divide(network.size)
     rounded = rounding(config, network)
     if rounded is not None:
         logger.info(rounded)
     preprocessing, _ = plan_preprocessing(dataset, config.data, num_workers)
     topology = network.topology
     patch_size = None if config.patches.size == "whole" else network.size
-    return Experiment(
+    experiment = Experiment(
         config=config.with_values(
             {
                 "data.spacing_mm": preprocessing.spacing_mm or "native",
@@ -174,6 +179,9 @@ def plan_experiment(
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
         split=CaseSplit.of(training, validation, config.data.cache),
     )
+    for size in experiment.patch_sizes():
+        rule.divide(size)
+    return experiment
 
 
 def plan_without_data(config: Config) -> NetworkPlan:

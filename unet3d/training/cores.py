@@ -11,6 +11,7 @@ import torch
 
 from unet3d.config import Config
 from unet3d.distributed.ranks import num_cores
+from unet3d.parallel import ParallelDims
 from unet3d.volumes.augment import augments_on_device
 
 MAX_PROCESSES = 16
@@ -74,29 +75,29 @@ def loading_processes(config: Config, devices: Sequence[torch.device], num_ranks
     return min(wanted, max(0, cores - torch.get_num_threads())) if _are_threads_set() else wanted
 
 
-def augmentation_line(
-    config: Config, device: torch.device, num_processes: int, num_replicas: int
-) -> str:
+def augmentation_line(config: Config, dims: ParallelDims, num_processes: int) -> str:
     """Return what to say of where patches are augmented.
 
     Args:
         config: The settings.
-        device: Where the network begins.
-        num_processes: Processes that cut patches, of each replica.
-        num_replicas: How many replicas there are.
+        dims: Devices, replicas and shards.
+        num_processes: Processes that cut patches, of each replica or shard.
 
     Raises:
         DeviceError: A GPU is asked for, and the network begins on a CPU.
     """
+    device = dims.devices[0]
     on_device = augments_on_device(config.patches.augmentation, device)
+    each = "shard" if dims.num_shards > 1 else "replica" if dims.num_replicas > 1 else None
     if not config.patches.augmentation.enabled:
         return "patches are not augmented"
     if on_device:
-        where = f"on {device}" if num_replicas == 1 else "on the first GPU of each replica"
+        on_each = {None: f"on {device}", "shard": "on each GPU, a slab"}
+        where = on_each.get(each, "on the first GPU of each replica")
     else:
         counted = {0: "in the training process", 1: "in 1 process"}
         where = counted.get(num_processes, f"in {num_processes} processes")
-        where += " of each replica" if num_replicas > 1 else ""
+        where += f" of each {each}" if each is not None else ""
     return f"patches are augmented {where}"
 
 

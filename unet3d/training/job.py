@@ -12,7 +12,7 @@ from rich.console import Console
 from unet3d.config import Config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import DoesNotFitError
+from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
 from unet3d.model.optimizer import (
@@ -58,8 +58,8 @@ def for_ranks(config: Config, dims: ParallelDims) -> Config:
 
     Args:
         config: As the user wrote it.
-        dims: What they mean here. Ranks that name no mode have one device each, as with mode data;
-            a batch size that was not set is large enough to give each replica its micro-batches.
+        dims: What they mean here. A batch size that was not set is large enough to give each
+            replica its micro-batches.
     """
     values: dict[str, object] = {}
     if config.parallel.mode != dims.mode:
@@ -96,6 +96,13 @@ def train(
     """
     group = group or Group(Ranks())
     dims = ParallelDims.resolve(config.parallel, ranks=group.ranks)
+    if group.size != dims.world_size:
+        raise ConfigError(
+            f"parallel.mode {dims.mode} on {len(dims.all_devices)} devices is "
+            f"{dims.world_size} processes, but this is {group.size}; start them with unet3d train, "
+            "or with torchrun"
+        )
+    config = for_ranks(config, dims)
     warning = dims.check_batch(config.training.batch_size)
     if warning is not None and group.is_first:
         logger.warning(warning)
@@ -132,7 +139,7 @@ def _train(
     num_ranks = group.ranks.local_world_size
     num_preparing = preparing_processes(config, dims.devices, num_ranks)
     num_workers = loading_processes(config, dims.devices, num_ranks)
-    augmentation = augmentation_line(config, dims.devices[0], num_workers, dims.num_replicas)
+    augmentation = augmentation_line(config, dims, num_workers)
     past: Past | None = None
     if group.is_first:
         past = _open_folder(config, folder, resume)
@@ -141,7 +148,9 @@ def _train(
         return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
     if group.is_first:
         group.begin(str(folder.path))
-    experiment = group.in_turn(lambda: plan_experiment(config, num_preparing, dims.num_stages))
+    experiment = group.in_turn(
+        lambda: plan_experiment(config, num_preparing, dims.num_stages, dims.num_shards)
+    )
     if past is not None:
         past.check_experiment(experiment)
     best_dice = group.from_first(lambda: _best_if_finished(past, config, is_checked=True))
@@ -193,6 +202,7 @@ def _train(
         precision=precision,
         num_workers=num_workers,
         prediction=prediction,
+        dims=dims,
         group=group,
     )
     if resume:

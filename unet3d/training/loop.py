@@ -19,8 +19,9 @@ from unet3d.errors import Unet3dError
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor
+from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
@@ -62,6 +63,7 @@ class TrainingLoop:
         precision: str,
         num_workers: int,
         prediction: MemoryEstimate | None,
+        dims: ParallelDims,
         group: Group,
     ) -> None:
         """Prepare the first step.
@@ -74,6 +76,7 @@ class TrainingLoop:
             num_workers: Processes that cut patches; 0: this one.
             prediction: What its memory should be, to stand beside what is measured; None: there
                 is none.
+            dims: Which replica and which slab of its volumes are this rank's.
             group: The ranks that train together; the first writes and shows.
         """
         self.group = group
@@ -86,6 +89,12 @@ class TrainingLoop:
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=group.size > 1
         )
+        shard = dims.shard_of(dims.rank)
+        # All shards of a replica return its loss.
+        self._adds_loss = shard == 0
+        rule = None
+        if dims.num_shards > 1:
+            rule = SlabRule(topology=experiment.topology, num_shards=dims.num_shards)
         on_device = augments_on_device(self.config.patches.augmentation, executor.input_device)
         self.loader = PatchLoader(
             cases=experiment.training,
@@ -97,8 +106,9 @@ class TrainingLoop:
             num_workers=num_workers,
             device=executor.input_device,
             augments_on_device=on_device,
-            rank=group.ranks.rank,
-            num_ranks=group.size,
+            rank=dims.replica_of(dims.rank),
+            num_ranks=dims.num_replicas,
+            slab=None if rule is None else partial(rule.slab, shard),
         )
         self.validator = Validator(experiment, executor, group)
         self.saver = CheckpointSaver(
@@ -113,6 +123,7 @@ class TrainingLoop:
             executor=executor,
             folder=folder,
             precision=precision,
+            dims=dims,
             group=group,
         )
         self.memory: dict[str, Any] | None = None
@@ -193,7 +204,8 @@ class TrainingLoop:
         losses: list[StepLoss] = []
         for batch in self._clock.timed(self.loader.epoch(state.epoch, first_step=state.step)):
             terms = self._step(batch)
-            losses.append(StepLoss(num_samples=batch.num_samples, terms=terms, cases=batch.names))
+            num_samples = batch.num_samples if self._adds_loss else 0
+            losses.append(StepLoss(num_samples=num_samples, terms=terms, cases=batch.names))
             # Reading the loss of the last step would leave a GPU with nothing to do after it.
             shown = losses[-2:][0].terms
             state.step += 1
@@ -227,7 +239,9 @@ class TrainingLoop:
         to_gpu = executor.output_device.type == "cuda"
         target = batch.target.to(executor.output_device, non_blocking=to_gpu)
         scale = self.optimization.scale * batch.weight
-        terms: LossTerms = executor.forward_backward(image, target, dice_cross_entropy, scale)
+        terms: LossTerms = executor.forward_backward(
+            image, target, dice_cross_entropy, scale, planes=batch.planes
+        )
         self.optimization.step(self._learning_rate(done))
         return terms
 

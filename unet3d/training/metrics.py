@@ -15,6 +15,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from unet3d import __version__
 from unet3d.atomic import append
+from unet3d.parallel import ParallelDims
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -102,7 +103,7 @@ class ScalarFile:
 
 
 def run_summary(
-    state: TrainingState, *, parallel: str, replicas: int, devices: Sequence[str], precision: str
+    state: TrainingState, *, dims: ParallelDims, devices: Sequence[str], precision: str
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds.
 
@@ -113,8 +114,7 @@ def run_summary(
 
     Args:
         state: At the end of the training.
-        parallel: The mode.
-        replicas: How many ranks trained.
+        dims: Mode, replicas and shards.
         devices: Names of the devices of all ranks.
         precision: What the network computed in.
     """
@@ -128,8 +128,9 @@ def run_summary(
         "training_seconds": state.total_seconds,
         "validation_seconds": state.validation_seconds,
         "waited_seconds": state.total_waited_seconds,
-        "parallel": parallel,
-        "replicas": replicas,
+        "parallel": dims.mode,
+        "replicas": dims.num_replicas,
+        "shards": dims.num_shards,
         "devices": list(devices),
         "precision": precision,
         "versions": {

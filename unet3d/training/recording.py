@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unet3d.distributed.group import Group
-from unet3d.parallel import Executor
+from unet3d.parallel import Executor, ParallelDims
 from unet3d.planning.experiment import Experiment
 from unet3d.reports.curves import write_progress_picture
 from unet3d.runs.run_folder import RunFolder, writing
@@ -23,6 +23,7 @@ class RunRecorder:
         executor: Executor,
         folder: RunFolder,
         precision: str,
+        dims: ParallelDims,
         group: Group,
     ) -> None:
         """Write nothing yet.
@@ -32,6 +33,7 @@ class RunRecorder:
             executor: The placed network.
             folder: Where the files go.
             precision: What the network computes in.
+            dims: Replicas and shards.
             group: The ranks; all of them call this.
         """
         self.resumed_epoch: int | None = None
@@ -39,6 +41,7 @@ class RunRecorder:
         self._experiment = experiment
         self._folder = folder
         self._precision = precision
+        self._dims = dims
         self._group = group
         own_devices = [device_name(slot.device) for slot in executor.slots]
         self._devices = [name for names in group.exchange(own_devices) for name in names]
@@ -86,8 +89,7 @@ class RunRecorder:
             return
         summary = run_summary(
             state,
-            parallel=self._experiment.config.parallel.mode,
-            replicas=self._group.size,
+            dims=self._dims,
             devices=self._devices,
             precision=self._precision,
         )

@@ -5,6 +5,10 @@ for them on the GPU alone. Two buffers take turns::
 
     copies, augmentation   A1   B2   A3 ...      A is free again when step 1 has been taken
     steps                       A1   B2   A3 ...
+
+Where several GPUs make slabs of a batch, messages between them are queued on the stream of the
+steps, because those of two streams might run in another order on another GPU, and all would wait
+for ever. So the part of the augmentation behind the first message runs between two steps.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,20 +17,23 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from unet3d.volumes.augment import augment
+from unet3d.volumes.augment import Gather
 from unet3d.volumes.patches import Batch, CutBatch
 
 
 class DeviceBatches:
     """Makes batches on one GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, gather: Gather | None = None) -> None:
         """Begin with empty buffers.
 
         Args:
             device: The GPU.
+            gather: Gathers statistics of the slabs of a patch; it is called on the stream that
+                steps are queued on. None: batches are whole, or need no statistics.
         """
         self._device = device
+        self._gather = gather
         self._stream = _stream(device)
         self._buffers = (_Buffer(), _Buffer())
         self._number = 0
@@ -54,10 +61,25 @@ class DeviceBatches:
                 self._stream.wait_event(buffer.is_read)
             image, target = buffer.tensors(batch, self._device)
             # One cut at a time, so that only one is on the GPU.
-            augment((cut.to(self._device) for cut in batch.cuts), image, target)
+            cuts = (cut.to(self._device) for cut in batch.cuts)
+            made = batch.made(cuts, image, target, self._gather and self._between(steps))
             is_made = self._stream.record_event()
         steps.wait_event(is_made)
-        return Batch(image=image, target=target, names=batch.names, weight=batch.weight)
+        return made
+
+    def _between(self, steps: torch.cuda.Stream) -> Gather:
+        """Return what gathers the numbers of the stream of augmentation on the stream of steps."""
+
+        def gathered(numbers: Tensor) -> Tensor:
+            assert self._gather is not None
+            steps.wait_stream(self._stream)
+            with torch.cuda.stream(steps):
+                result = self._gather(numbers)
+            # What follows on the steps' stream waits for what reads the result.
+            self._stream.wait_stream(steps)
+            return result
+
+        return gathered
 
 
 @cache
@@ -81,8 +103,8 @@ class _Buffer:
 
     def tensors(self, batch: CutBatch, device: torch.device) -> tuple[Tensor, Tensor]:
         first = batch.cuts[0]
-        target_shape = (len(batch.cuts), *batch.shape)
-        image_shape = (len(batch.cuts), len(first.image), *batch.shape)
+        target_shape = (len(batch.cuts), *batch.made_shape)
+        image_shape = (len(batch.cuts), len(first.image), *batch.made_shape)
         self._image = _at_least(self._image, image_shape, torch.float32, device)
         self._target = _at_least(self._target, target_shape, first.label.dtype, device)
         return _view(self._image, image_shape), _view(self._target, target_shape)

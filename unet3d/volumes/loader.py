@@ -1,14 +1,15 @@
 """Batches of patches, cut in this process or in worker processes, and augmented there or on a GPU.
 
 Every worker can cut any patch of any epoch, so the main process sends it nothing but the number of
-a batch. Several ranks each take a share of the same batch.
+a batch. Several replicas each take a share of the same batch; several shards of a replica each make
+a slab of that.
 """
 
 import itertools
 import math
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from unet3d.config import PatchSettings, Shape
 from unet3d.distributed.processes import die_with_parent, shielded_children
 from unet3d.errors import DatasetError, Unet3dError
+from unet3d.volumes.augment import Gather, Slab
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.device_batches import DeviceBatches
 from unet3d.volumes.patches import Batch, CutBatch, PatchSampler
@@ -49,6 +51,8 @@ class PatchLoader:
         augments_on_device: bool,
         rank: int = 0,
         num_ranks: int = 1,
+        slab: Callable[[Shape], range] | None = None,
+        gather: Gather | None = None,
     ) -> None:
         """Set up the loader; workers start with the first epoch.
 
@@ -63,8 +67,13 @@ class PatchLoader:
             device: Where images are needed. For a GPU batches lie in page-locked memory.
             augments_on_device: Whether they are made there; it must be a GPU. If not, they are made
                 where they are cut.
-            rank: The rank whose shares of the batches are yielded.
-            num_ranks: Number of ranks that share each batch.
+            rank: The replica whose shares of the batches are yielded.
+            num_ranks: Number of replicas that share each batch.
+            slab: Returns the planes along X that are yielded of a batch of this many voxels along
+                X, Y, Z; it must be picklable. None: all.
+            gather: Gathers statistics of the slabs of a patch from all shards of the replica, where
+                they are made on the device; it is called between two steps, on their stream. None:
+                a patch that needs them is made whole by every shard.
 
         Raises:
             ConfigError: ``size`` is not a multiple of ``stride``.
@@ -73,7 +82,7 @@ class PatchLoader:
         sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=stride, seed=seed)
         self.num_steps = math.ceil(sampler.num_patches / batch_size)
         self._steps = _Steps(self.num_steps)
-        self._on_device = DeviceBatches(device) if augments_on_device else None
+        self._on_device = DeviceBatches(device, gather) if augments_on_device else None
         context = None
         if num_workers:
             # A fork of a process that uses CUDA or threads can hang; a fork of this server cannot,
@@ -82,7 +91,15 @@ class PatchLoader:
             context.set_forkserver_preload([_FIRST_IN_SERVER, __name__])
             _start_fork_server()
         self._loader: DataLoader[_Loaded] = DataLoader(
-            _Batches(sampler, batch_size, rank, num_ranks, augments=not augments_on_device),
+            _Batches(
+                sampler=sampler,
+                batch_size=batch_size,
+                rank=rank,
+                num_ranks=num_ranks,
+                slab=slab,
+                augments=not augments_on_device,
+                gathers=augments_on_device and gather is not None,
+            ),
             batch_size=None,
             sampler=self._steps,
             num_workers=num_workers,
@@ -189,13 +206,23 @@ class _Batches(Dataset["_Loaded"]):
     """The batches, or why one cannot be made: an error that is raised gets a worker's traceback."""
 
     def __init__(
-        self, sampler: PatchSampler, batch_size: int, rank: int, num_ranks: int, *, augments: bool
+        self,
+        *,
+        sampler: PatchSampler,
+        batch_size: int,
+        rank: int,
+        num_ranks: int,
+        slab: Callable[[Shape], range] | None,
+        augments: bool,
+        gathers: bool,
     ) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.rank = rank
         self.num_ranks = num_ranks
+        self.slab = slab
         self.augments = augments
+        self.gathers = gathers
 
     def __getitem__(self, step: Step) -> "_Loaded":
         try:
@@ -209,14 +236,13 @@ class _Batches(Dataset["_Loaded"]):
         batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
-        # A rank without a share repeats a patch with no weight: all ranks take part in a step.
+        # A replica without a share repeats a patch with no weight: all take part in a step.
         mine = mine or batch[:1]
-        cuts = tuple(self.sampler.cut(epoch, index) for index in mine)
-        sizes = [cut.size for cut in cuts]
-        if self.num_ranks > 1:
-            sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
+        sizes = [self.sampler.patch_shape(epoch, index) for index in batch]
         x, y, z = (max(of_axis) for of_axis in zip(*sizes, strict=True))
-        return CutBatch(cuts=cuts, shape=(x, y, z), weight=weight)
+        slab = self.slab and Slab(planes=self.slab((x, y, z)), num_planes=x)
+        cuts = tuple(self.sampler.cut(epoch, index, slab, gathers=self.gathers) for index in mine)
+        return CutBatch(cuts=cuts, shape=(x, y, z), slab=slab, weight=weight)
 
 
 def share_of(items: range, rank: int, num_ranks: int) -> range:

@@ -10,7 +10,7 @@ The position of a patch along one axis::
                      last that can be drawn                 centred, zeros around it
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,15 @@ import torch
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
-from unet3d.volumes.augment import AugmentationDraw, Cut, DrawnChannel, Region, augment
+from unet3d.volumes.augment import (
+    AugmentationDraw,
+    Cut,
+    DrawnChannel,
+    Gather,
+    Region,
+    Slab,
+    augment,
+)
 from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
@@ -30,7 +38,7 @@ from unet3d.volumes.packed_label import PackedLabel
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Patches of one shape."""
+    """Patches of one shape, or a slab of each."""
 
     image: torch.Tensor
     """float32 (N, C, X, Y, Z)."""
@@ -39,8 +47,11 @@ class Batch:
     names: tuple[str, ...]
     """The case of each patch."""
     weight: float = 1.0
-    """Factor of the mean loss of this rank's share that makes the mean over all ranks the mean over
-    the whole batch; 0 for a rank that has no share and repeats another's patch."""
+    """Factor of the mean loss of this replica's share that makes the mean over all replicas the
+    mean over the whole batch; 0 for a replica that has no share and repeats another's patch."""
+    planes: int | None = None
+    """Planes along X of the whole batch, where image and target are a slab of it; None: they are
+    whole."""
 
     @property
     def num_samples(self) -> int:
@@ -54,12 +65,15 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class CutBatch:
-    """What a batch will be made from."""
+    """What a batch, or a slab of it, will be made from."""
 
     cuts: tuple[Cut, ...]
     """One for each patch."""
     shape: Shape
-    """Voxels of the batch along X, Y, Z; a smaller patch lies in the middle, with zeros around."""
+    """Voxels of the whole batch along X, Y, Z; a smaller patch lies in the middle, with zeros
+    around."""
+    slab: Slab | None = None
+    """What will be made of it; None: all."""
     weight: float = 1.0
     """As that of a :class:`Batch`."""
 
@@ -75,14 +89,42 @@ class CutBatch:
     def augmented(self) -> Batch:
         """Return the batch, made where the cuts are."""
         first = self.cuts[0]
-        image = torch.empty(
-            (len(self.cuts), len(first.image), *self.shape),
-            dtype=torch.float32,
-            device=first.image.device,
+        shape = self.made_shape
+        image = first.image.new_empty(
+            (len(self.cuts), len(first.image), *shape), dtype=torch.float32
         )
-        target = first.label.new_empty((len(self.cuts), *self.shape))
-        augment(self.cuts, image, target)
-        return Batch(image=image, target=target, names=self.names, weight=self.weight)
+        target = first.label.new_empty((len(self.cuts), *shape))
+        return self.made(self.cuts, image, target)
+
+    @property
+    def made_shape(self) -> Shape:
+        """Voxels along X, Y, Z that will be made."""
+        x, y, z = self.shape
+        return (x if self.slab is None else len(self.slab.planes), y, z)
+
+    def made(
+        self,
+        cuts: Iterable[Cut],
+        image: torch.Tensor,
+        target: torch.Tensor,
+        gather: Gather | None = None,
+    ) -> Batch:
+        """Return the batch, made in given memory; see :func:`augment`.
+
+        Args:
+            cuts: Those of the batch, on the device of the memory.
+            image: float32 (N, C, X, Y, Z) of :attr:`made_shape`, contiguous.
+            target: (N, X, Y, Z) of the type of the cuts' labels.
+            gather: Gathers statistics of the slabs of a patch.
+        """
+        augment(cuts, image, target, self.slab, gather)
+        return Batch(
+            image=image,
+            target=target,
+            names=self.names,
+            weight=self.weight,
+            planes=None if self.slab is None else self.slab.num_planes,
+        )
 
 
 class PatchSampler:
@@ -146,13 +188,17 @@ class PatchSampler:
         rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
         return rng.permutation(self.num_patches) % len(self.cases)
 
-    def cut(self, epoch: int, index: int, region: Region | None = None) -> Cut:
+    def cut(
+        self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
+    ) -> Cut:
         """Draw one patch, and cut out what it is made from.
 
         Args:
             epoch: From 0.
             index: From 0 to ``num_patches`` - 1.
-            region: The voxels of the patch that will be made; None: all.
+            slab: What will be made of the batch that the patch is in; None: all.
+            gathers: Whether statistics of the patch will be gathered from all slabs. If not, a
+                patch that needs them will be made whole.
 
         Raises:
             CacheError: The prepared case is gone.
@@ -168,9 +214,15 @@ class PatchSampler:
             matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
             channels = self.augmentation.channels(rng, len(image), case.spacing_mm)
         placement = Placement.centred(matrix, start, size)
-        region = region or Region(start=(0, 0, 0), stop=size)
         filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
-        box = placement.box(with_margin(region, filters, size), shape)
+        whole = Region(start=(0, 0, 0), stop=size)
+        region = whole if slab is None else slab.region(size)
+        made = with_margin(region, filters, size)
+        if not gathers and any(channel.is_measured for channel in channels):
+            made = whole
+        if region.is_empty:
+            made = region
+        box = placement.box(made, shape)
         classes = _cut(label, box)
         return Cut(
             image=torch.from_numpy(_cut(image, box)),
@@ -181,6 +233,8 @@ class PatchSampler:
             channels=channels,
             filters=filters,
             size=size,
+            region=region,
+            made=made,
             name=case.name,
         )
 

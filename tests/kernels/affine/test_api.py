@@ -168,6 +168,23 @@ def test_outputs_may_be_samples_of_a_batch() -> None:
         assert (images[other] == 7).all() and (labels[other] == 7).all()
 
 
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
+def test_a_part_is_as_in_the_whole(matrix: Array) -> None:
+    """To the bit, however blocks divide either; else labels of almost equal shares differ."""
+    box, size = (150, 40, 45), (131, 33, 38)
+    image, label = case(box, 2, num_classes=9)
+    offset = centred(matrix, box, size) + SHIFT
+    whole = sampled(image, label, matrix, offset, size)
+    for start, stop in [((0, 0, 0), (30, 33, 38)), ((30, 3, 0), (131, 30, 38)), ((7, 7, 7),) * 2]:
+        shape = tuple(last - first for first, last in zip(start, stop, strict=True))
+        outputs = torch.full((2, *shape), 7.0), torch.full(shape, 7, dtype=torch.uint8)
+        given = {"matrix": matrix.tolist(), "offset": tuple(offset), "start": start}
+        sample_affine(image, label, **given, image_out=outputs[0], label_out=outputs[1])
+        x, y, z = (slice(first, last) for first, last in zip(start, stop, strict=True))
+        assert torch.equal(outputs[0], whole[0][:, x, y, z])
+        assert torch.equal(outputs[1], whole[1][x, y, z])
+
+
 def test_wrong_arguments_are_refused() -> None:
     image, label = case((4, 5, 6), 2)
     outputs = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)

@@ -1,7 +1,7 @@
 import io
 import pickle
 import threading
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.gpu_waits import refused_waits
 from unet3d.config import AugmentationSettings, Shape, Spacing
-from unet3d.volumes.augment import AugmentationDraw, Cut, Merge, Region, augment
+from unet3d.volumes.augment import AugmentationDraw, Cut, Gather, Region, Slab, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.filters import ChannelFilters
 
@@ -47,7 +47,7 @@ def cut_of(
     part = region or Region(start=(0, 0, 0), stop=size)
     x, y, z = label.shape
     filters = tuple(ChannelFilters.of(channel, size) for channel in channels)
-    box = placement.box(with_margin(part, filters, size), (x, y, z))
+    box = placement.box(made := with_margin(part, filters, size), (x, y, z))
     inside = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
     return Cut(
         image=image[:, *inside].contiguous(),
@@ -56,18 +56,20 @@ def cut_of(
         channels=channels,
         filters=filters,
         size=size,
+        region=part,
+        made=made,
         name="case",
     )
 
 
 def made(
-    cuts: list[Cut], shape: Shape, region: Region | None = None, merge: Merge | None = None
+    cuts: list[Cut], shape: Shape, slab: Slab | None = None, gather: Gather | None = None
 ) -> tuple[Tensor, Tensor]:
     image = torch.full((len(cuts), len(cuts[0].image), *shape), torch.nan)
     target = cuts[0].label.new_full((len(cuts), *shape), 77)
     if cuts[0].image.is_cuda:
         image = image.cuda()
-    augment(cuts, image, target, region, merge)
+    augment(cuts, image, target, slab, gather)
     return image, target
 
 
@@ -147,45 +149,87 @@ def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:
     assert images[1, :, :3].abs().max() == 0 and targets[1, :, :, 0].max() == 0
 
 
-class Parts:
-    """Merges what threads hand in, as ranks of one volume would."""
+class Shards:
+    """Threads that gather numbers from each other, as the ranks of one volume do."""
 
     def __init__(self, number: int) -> None:
         self._barrier = threading.Barrier(number)
         self._handed: dict[int, Tensor] = {}
 
-    def merge(self, numbers: Tensor, how: Literal["sum", "max"]) -> Tensor:
-        self._handed[threading.get_ident()] = numbers
-        self._barrier.wait(timeout=30)
-        stacked = torch.stack([self._handed[key] for key in sorted(self._handed)])
-        self._barrier.wait(timeout=30)
-        return stacked.sum(dim=0) if how == "sum" else stacked.amax(dim=0)
+    def run(self, work: Callable[[int, Gather], None]) -> None:
+        threads = [
+            threading.Thread(target=work, args=(shard, self._gather_of(shard)))
+            for shard in range(self._barrier.parties)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _gather_of(self, shard: int) -> Gather:
+        def gather(numbers: Tensor) -> Tensor:
+            self._handed[shard] = numbers
+            self._barrier.wait(timeout=30)
+            stacked = torch.stack([self._handed[key] for key in sorted(self._handed)])
+            self._barrier.wait(timeout=30)
+            return stacked
+
+        return gather
 
 
+def slabs_of(cut: Callable[[Region | None], Cut], shape: Shape, bounds: list[int]) -> list[Tensor]:
+    """Return image and target of a batch, each slab made from a cut of its own."""
+    results: list[tuple[Tensor, Tensor] | None] = [None] * (len(bounds) - 1)
+
+    def work(shard: int, gather: Gather) -> None:
+        slab = Slab(planes=range(*bounds[shard : shard + 2]), num_planes=shape[0])
+        own = cut(slab.region(cut(None).size))
+        results[shard] = made([own], (len(slab.planes), *shape[1:]), slab, gather)
+
+    Shards(len(results)).run(work)
+    found = [result for result in results if result is not None]
+    assert len(found) == len(results)
+    images, targets = zip(*found, strict=True)
+    return [torch.cat(images, dim=2), torch.cat(targets, dim=1)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "bounds"),
+    [((40, 20, 22), [0, 13, 20, 40]), ((40, 20, 22), [0, 1, 39, 40]), ((60, 23, 22), [0, 31, 60])],
+    ids=str,
+)
 @pytest.mark.parametrize("seed", range(4))
-def test_slabs_are_those_of_the_whole_patch(seed: int) -> None:
+def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(
+    seed: int, shape: Shape, bounds: list[int]
+) -> None:
     """Each is made from a cut of its own, as a rank makes its part of a large patch."""
     image, label = volume(2, (60, 28, 26))
     size = (40, 20, 22)
-    whole = made([cut_of(image, label, size, (8, 4, 2), seed)], size)
-    bounds = [(0, 13), (13, 20), (20, 40)]
-    parts = Parts(len(bounds))
-    results: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def work(first: int, last: int) -> None:
-        region = Region(start=(first, 0, 0), stop=(last, 20, 22))
-        cut = cut_of(image, label, size, (8, 4, 2), seed, region)
-        results[first] = made([cut], (last - first, 20, 22), region, parts.merge)
+    def cut(region: Region | None) -> Cut:
+        return cut_of(image, label, size, (8, 4, 2), seed, region)
 
-    threads = [threading.Thread(target=work, args=bound) for bound in bounds]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for first, last in bounds:
-        slab_image, slab_target = results[first]
-        torch.testing.assert_close(slab_image, whole[0][:, :, first:last], rtol=0, atol=2e-5)
-        assert (slab_target != whole[1][:, first:last]).float().mean() < 1e-3  # ties by rounding
+    whole = made([cut(None)], shape)
+    slabs = slabs_of(cut, shape, bounds)
+    # A power of almost nothing tells rounding apart, so the darkest voxels differ more.
+    torch.testing.assert_close(slabs[0], whole[0], rtol=0, atol=2e-5)
+    assert (slabs[0] - whole[0]).abs().quantile(0.999) <= 2e-6
+    assert torch.equal(slabs[1], whole[1])
+
+
+@pytest.mark.parametrize("bounds", [[0, 10, 30, 50, 60], [0, 55, 60], [0, 3, 6, 60]], ids=str)
+def test_a_slab_may_have_nothing_of_a_patch(bounds: list[int]) -> None:
+    """It is zero, and takes part in messages about the patch."""
+    image, label = volume(2, (60, 28, 26))
+    size, shape = (20, 20, 22), (60, 20, 24)
+
+    def cut(region: Region | None) -> Cut:
+        return cut_of(image, label, size, (8, 4, 2), 0, region)
+
+    whole = made([cut(None)], shape)
+    slabs = slabs_of(cut, shape, bounds)
+    torch.testing.assert_close(slabs[0], whole[0], rtol=0, atol=2e-5)
+    assert torch.equal(slabs[1], whole[1])
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])
@@ -226,6 +270,8 @@ def test_a_gpu_makes_what_a_cpu_makes(name: str, size: Shape, spacing: Spacing) 
             channels=channels,
             filters=tuple(ChannelFilters.of(channel, size) for channel in channels),
             size=size,
+            region=(whole := Region(start=(0, 0, 0), stop=size)),
+            made=whole,
             name="case",
         )
         on_cpu = made([cut], size)

@@ -54,14 +54,6 @@ def test_the_box_holds_every_sampled_point_and_little_more(seed: int) -> None:
         assert (points.max(axis=1) > np.array(box.stop) - 2).all()
 
 
-def test_the_placement_of_a_region_is_that_of_its_voxels() -> None:
-    matrix = LIVELY.matrix(np.random.default_rng(3), (9, 9, 9), (1, 1, 1))
-    placement = Placement.centred(matrix, (10, 20, 30), (9, 9, 9))
-    at = placement.at((2, 3, 4))
-    expected = np.array(placement.matrix) @ [3, 3, 8] + np.array(placement.offset)
-    np.testing.assert_allclose(np.array(at.matrix) @ [1, 0, 4] + np.array(at.offset), expected)
-
-
 def test_a_region_outside_the_case_has_a_voxel() -> None:
     placement = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
     box = placement.box(Region(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
@@ -93,6 +85,8 @@ def test_cuts_are_copied_with_what_was_drawn() -> None:
         channels=(drawn,),
         filters=(ChannelFilters.of(drawn, (2, 3, 4)),),
         size=(2, 3, 4),
+        region=Region(start=ZERO, stop=(2, 3, 4)),
+        made=Region(start=ZERO, stop=(2, 3, 4)),
         name="a",
     )
     moved = cut.to(torch.device("meta"))

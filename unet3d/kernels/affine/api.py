@@ -6,11 +6,13 @@ linear interpolation of each class, then argmax, gives: small objects keep their
 with the nearest label (F. Isensee et al., nnU-Net, do the same where they resample labels).
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from unet3d.kernels.affine import flips, plain
-from unet3d.kernels.affine.geometry import Matrix, Offset
+from unet3d.kernels.affine.geometry import Matrix, Offset, Voxel
 from unet3d.kernels.triton_support import triton_available
 
 IMAGE_TYPES = (torch.float16, torch.float32, torch.float64)
@@ -25,13 +27,15 @@ def sample_affine(
     offset: Offset,
     image_out: Tensor,
     label_out: Tensor,
+    start: Voxel = (0, 0, 0),
 ) -> None:
     """Sample an image linearly, and its labels by the largest share, into given memory.
 
-    Voxel o of the outputs, counted from 0 along X, Y and Z, is sampled at ``matrix @ o + offset``
-    in voxels of the box, whose centres are at integers. Around the box the image is 0 and the class
-    is 0; between a voxel at its border and the outside is interpolated as between two voxels. Where
-    the matrix mirrors or changes nothing and the offset is whole, voxels are copied as they are.
+    Voxel o of the outputs, counted from ``start`` along X, Y and Z, is sampled at ``matrix @ o +
+    offset`` in voxels of the box, whose centres are at integers. Around the box the image is 0 and
+    the class is 0; between a voxel at its border and the outside is interpolated as between two
+    voxels. Where the matrix mirrors or changes nothing and the offset is whole, voxels are copied
+    as they are.
 
     With Triton nothing waits for a GPU. Its results differ from a CPU's by rounding only.
 
@@ -43,6 +47,8 @@ def sample_affine(
         image_out: (C, *size), contiguous, of any size; float64 if the image is, else float32.
         label_out: (*size), contiguous, of the label's type: of the eight voxels around the position
             the class with the largest sum of linear weights, of equal ones the smallest.
+        start: The first voxel of the outputs, where they are a part of larger ones; the part is as
+            it would be in these.
 
     Raises:
         ValueError: Shapes, types, devices or layouts are not as stated.
@@ -50,16 +56,27 @@ def sample_affine(
     _check(image, label, image_out, label_out)
     if label_out.numel() == 0:
         return
+    first = _position(matrix, offset, start)
     if triton_available(image):
         from unet3d.kernels.affine import kernel
 
-        kernel.sample(image, label, matrix, offset, image_out=image_out, label_out=label_out)
-    elif (signs := flips.signs_of(matrix, offset)) is not None:
-        whole = (round(offset[0]), round(offset[1]), round(offset[2]))
+        kernel.sample(image, label, matrix, first, image_out=image_out, label_out=label_out)
+    elif (signs := flips.signs_of(matrix, first)) is not None:
+        whole = (round(first[0]), round(first[1]), round(first[2]))
         for box, out in ((image, image_out), (label, label_out)):
             flips.copy(box, signs, whole, out)
     else:
-        plain.sample(image, label, matrix, offset, image_out=image_out, label_out=label_out)
+        outputs = {"image_out": image_out, "label_out": label_out}
+        plain.sample(image, label, matrix, offset, **outputs, start=start)
+
+
+def _position(matrix: Matrix, offset: Offset, voxel: Voxel) -> Offset:
+    """Return where a voxel of the outputs lies in the box."""
+    x, y, z = (
+        math.fsum([first, *(factor * at for factor, at in zip(row, voxel, strict=True))])
+        for row, first in zip(matrix, offset, strict=True)
+    )
+    return (x, y, z)
 
 
 def _check(image: Tensor, label: Tensor, image_out: Tensor, label_out: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Where the voxels of an output lie in a box: block by block, as cells and weights.
 
 Positions are integers, a voxel being a power of two: their sums are exact, and cell and weight of
-a position are its upper and lower bits.
+a position are its upper and lower bits. They depend neither on the block nor on which part of a
+larger output is made, so a part is as in the whole.
 """
 
 import itertools
@@ -13,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from unet3d.kernels.affine.geometry import Matrix, Offset
+from unet3d.kernels.affine.geometry import Matrix, Offset, Voxel
 
 Region = tuple[slice, slice, slice]
 
@@ -22,7 +23,9 @@ BLOCK_EDGE = 64
 MAX_REACH = 2**20
 """Most voxels of the box around the positions of a block that could be smaller."""
 FRACTION_BITS = 24
-"""As many bits as a float32 has; fewer where a block reaches over more than 127 voxels."""
+"""As many bits as a float32 has."""
+MAX_REACH_ALONG_AXIS = 127
+"""Most voxels that a block reads along an axis, so that positions in it fit into an int32."""
 
 
 class Cells(Protocol):
@@ -58,20 +61,17 @@ class Block:
 class ScatteredCells:
     """Cells of any positions."""
 
-    def __init__(
-        self, positions: list[Tensor], reach: list[int], bits: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, positions: list[Tensor], reach: list[int], dtype: torch.dtype) -> None:
         """Divide positions into cells and weights.
 
         Args:
             positions: Along X, Y and Z, each int32 of the block's shape.
             reach: Voxels that are read along each axis.
-            bits: The lower bits, which are a position's fraction.
             dtype: Of the weights.
         """
-        x, y, z = (position >> bits for position in positions)
+        x, y, z = (position >> FRACTION_BITS for position in positions)
         self._first = x.mul_(reach[1]).add_(y).mul_(reach[2]).add_(z).long().view(-1)
-        self._weights = [_fraction(position, bits, dtype).view(-1) for position in positions]
+        self._weights = [_fraction(position, dtype).view(-1) for position in positions]
 
     def taken(self, read: Tensor) -> Tensor:
         """Return the first voxel of each cell (V)."""
@@ -100,20 +100,17 @@ class ScatteredCells:
 class LatticeCells:
     """Cells of positions that lie on a lattice along X, Y and Z: the block is only scaled."""
 
-    def __init__(
-        self, positions: list[Tensor], reach: list[int], bits: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, positions: list[Tensor], reach: list[int], dtype: torch.dtype) -> None:
         """Divide positions into cells and weights.
 
         Args:
             positions: Along X, Y and Z, each int32 (L) of the block's length.
             reach: Voxels that are read along each axis.
-            bits: The lower bits, which are a position's fraction.
             dtype: Of the weights.
         """
         self._reach = reach
-        self._cells = [(position >> bits).long() for position in positions]
-        self._weights = [_fraction(position, bits, dtype) for position in positions]
+        self._cells = [(position >> FRACTION_BITS).long() for position in positions]
+        self._weights = [_fraction(position, dtype) for position in positions]
         x, y, z = self._cells
         lines = torch.arange(len(x) * len(y), device=z.device).mul_(reach[2])
         self._along_z = (lines[:, None] + z).view(-1)
@@ -146,50 +143,51 @@ class LatticeCells:
         return _between(first.view(-1, len(z)), second.view(-1, len(z)), along_z).view(-1)
 
 
-def blocks(matrix: Matrix, offset: Offset, out: Tensor) -> Iterator[Block]:
+def blocks(matrix: Matrix, offset: Offset, start: Voxel, out: Tensor) -> Iterator[Block]:
     """Yield the blocks of an output.
 
     Args:
-        matrix: 3 rows of 3 numbers: voxel o of the output lies at ``matrix @ o + offset``.
+        matrix: 3 rows of 3 numbers: voxel o lies at ``matrix @ o + offset``.
         offset: 3 numbers, in voxels of the box.
+        start: The output's first voxel.
         out: The image's output (C, X, Y, Z); cells and weights are made on its device.
     """
     size = out.shape[1:]
     edges = _edges(matrix, size)
-    bits = min(FRACTION_BITS, 31 - max(_reach(row, edges) for row in matrix).bit_length())
     is_lattice = not any(matrix[i][j] for i, j in itertools.permutations(range(3), 2))
-    # What a step along each axis of the output adds along each axis of the box.
-    steps = [
-        [_steps(factor, edge, bits) for factor, edge in zip(row, edges, strict=True)]
-        for row in matrix
+    # What a voxel's place along each axis of the output adds along each axis of the box.
+    places = [
+        [_places(*of_axis) for of_axis in zip(row, start, size, strict=True)] for row in matrix
     ]
     ranges = (range(0, voxels, edge) for voxels, edge in zip(size, edges, strict=True))
-    for start in itertools.product(*ranges):
-        lengths = [min(edge, n - i) for i, edge, n in zip(start, edges, size, strict=True)]
-        x, y, z = (slice(i, i + length) for i, length in zip(start, lengths, strict=True))
+    for corner in itertools.product(*ranges):
+        x, y, z = region = tuple(
+            slice(i, min(i + edge, n)) for i, edge, n in zip(corner, edges, size, strict=True)
+        )
         origin: list[int] = []
         reach: list[int] = []
         positions = []
-        for axis, row in enumerate(matrix):
-            first = math.fsum([offset[axis], *(a * i for a, i in zip(row, start, strict=True))])
-            added = [step[:length] for step, length in zip(steps[axis], lengths, strict=True)]
-            begin = round(math.ldexp(first, bits))
+        for axis, first in enumerate(offset):
+            parts = [place[along] for place, along in zip(places[axis], region, strict=True)]
+            begin = round(math.ldexp(first, FRACTION_BITS)) + sum(int(part[0]) for part in parts)
+            added = [(part - part[0]).int() for part in parts]
             ends = [(0, int(step[-1])) for step in added]
-            origin.append((begin + sum(map(min, ends))) >> bits)
-            begin -= origin[-1] << bits
-            reach.append(((begin + sum(map(max, ends))) >> bits) + 2)
+            origin.append((begin + sum(map(min, ends))) >> FRACTION_BITS)
+            begin -= origin[-1] << FRACTION_BITS
+            reach.append(((begin + sum(map(max, ends))) >> FRACTION_BITS) + 2)
             if is_lattice:
                 positions.append((added[axis] + begin).to(out.device))
             else:
                 in_plane = added[0][:, None] + (added[1] + begin)
                 positions.append(in_plane.to(out.device)[:, :, None] + added[2].to(out.device))
         kind = LatticeCells if is_lattice else ScatteredCells
-        cells = kind(positions, reach, bits, out.dtype)
+        cells = kind(positions, reach, out.dtype)
         yield Block(region=(x, y, z), origin=origin, reach=reach, cells=cells)
 
 
-def _fraction(position: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    return (position & ((1 << bits) - 1)).to(dtype).mul_(math.ldexp(1, -bits))
+def _fraction(position: Tensor, dtype: torch.dtype) -> Tensor:
+    fraction = position & ((1 << FRACTION_BITS) - 1)
+    return fraction.to(dtype).mul_(math.ldexp(1, -FRACTION_BITS))
 
 
 def _between(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
@@ -197,21 +195,25 @@ def _between(first: Tensor, second: Tensor, weight: Tensor) -> Tensor:
     return first.add_(second.sub_(first).mul_(weight))
 
 
-def _steps(factor: float, count: int, bits: int) -> Tensor:
-    steps = torch.arange(count, dtype=torch.float64) * math.ldexp(factor, bits)
-    return steps.round_().int()
+def _places(factor: float, start: int, count: int) -> Tensor:
+    voxels = torch.arange(start, start + count, dtype=torch.float64)
+    return voxels.mul_(math.ldexp(factor, FRACTION_BITS)).round_().long()
 
 
 def _edges(matrix: Matrix, size: torch.Size) -> list[int]:
     """Return the sides of a block, smaller along the axes along which it reaches far."""
     edges = [min(BLOCK_EDGE, voxels) for voxels in size]
-    while math.prod(_reach(row, edges) for row in matrix) > MAX_REACH and max(edges) > 1:
+    while _reaches_too_far([_reach(row, edges) for row in matrix]) and max(edges) > 1:
         lengths = [
             (edge - 1) * max(abs(row[axis]) for row in matrix) for axis, edge in enumerate(edges)
         ]
         longest = lengths.index(max(lengths))
         edges[longest] = (edges[longest] + 1) // 2
     return edges
+
+
+def _reaches_too_far(reach: list[int]) -> bool:
+    return max(reach) > MAX_REACH_ALONG_AXIS or math.prod(reach) > MAX_REACH
 
 
 def _reach(row: tuple[float, float, float], edges: list[int]) -> int:

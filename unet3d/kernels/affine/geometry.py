@@ -4,6 +4,7 @@ import itertools
 
 Matrix = tuple[tuple[float, float, float], tuple[float, float, float], tuple[float, float, float]]
 Offset = tuple[float, float, float]
+Voxel = tuple[int, int, int]
 
 CORNERS = tuple(itertools.product((0, 1), repeat=3))
 """The voxels of a cell, along X, Y and Z from its first."""

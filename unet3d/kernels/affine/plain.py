@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.affine.cells import Block, Region, blocks
-from unet3d.kernels.affine.geometry import CORNERS, Matrix, Offset
+from unet3d.kernels.affine.geometry import CORNERS, Matrix, Offset, Voxel
 from unet3d.kernels.affine.voting import corner_weights, largest_share
 
 
@@ -20,9 +20,10 @@ def sample(
     *,
     image_out: Tensor,
     label_out: Tensor,
+    start: Voxel = (0, 0, 0),
 ) -> None:
     """Sample a box into memory; see :func:`unet3d.kernels.affine.api.sample_affine`."""
-    for block in blocks(matrix, offset, image_out):
+    for block in blocks(matrix, offset, start, image_out):
         inside = _inside(block, label.shape)
         if inside is None:
             image_out[:, *block.region] = 0

@@ -7,7 +7,8 @@ Each function here picks the fastest way for its arguments: two voxels computed 
 the same but for rounding.
 
 Where the map is a part of a volume, a slab along X, ``x_padding`` says how many planes of zeros
-there are before and behind it: none on a side where it holds its neighbour's planes.
+there are before and behind it: none on a side where it holds its neighbour's planes. By default a
+map is whole or has both (:mod:`unet3d.kernels.sharding`).
 """
 
 import math
@@ -27,6 +28,7 @@ from unet3d.kernels.conv.folded import (
 )
 from unet3d.kernels.padding import MAX_CHANNELS, can_fold, is_padded, mark_folded
 from unet3d.kernels.recompute import kept_for, offer, recomputing
+from unet3d.kernels.sharding import x_padding as padding_of_maps
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -45,25 +47,26 @@ MAX_STEM_CHANNELS = 64
 
 _PLAIN = (1, 1, 1)
 _NONE = (0, 0, 0)
-_BOTH_SIDES = (1, 1)
 
 
 def conv3x3x3(
     x: Tensor,
     weight: Tensor,
     *,
-    x_padding: tuple[int, int] = _BOTH_SIDES,
+    x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
     """Convolve with stride 1 and zero padding, so that the size of a whole volume stays.
 
     Args:
         x: (N, I, X, Y, Z).
         weight: (O, I, 3, 3, 3); autocast may lower it.
-        x_padding: Planes of zeros before and behind X.
+        x_padding: Planes of zeros before and behind X; None: 1, where the map is a slab with its
+            halo 0.
 
     Returns:
         (N, O, X', Y, Z), where X' is X + the sum of x_padding - 2.
     """
+    x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_stem(x, weight):
         x = x.to(slabs.lowered(x))
         y: Tensor = torch.ops.unet3d.stem(x, weight.to(x.dtype), *x_padding)
@@ -79,7 +82,7 @@ def strided_conv3x3x3(
     weight: Tensor,
     stride: Sequence[int],
     *,
-    x_padding: tuple[int, int] = _BOTH_SIDES,
+    x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
     """Convolve with strides and zero padding.
 
@@ -87,11 +90,13 @@ def strided_conv3x3x3(
         x: (N, I, X, Y, Z).
         weight: (O, I, 3, 3, 3); autocast may lower it.
         stride: Along X, Y, Z.
-        x_padding: Planes of zeros before and behind X.
+        x_padding: Planes of zeros before and behind X; None: 1, where the map is a slab with its
+            halo 0.
 
     Returns:
         (N, O, X', Y', Z').
     """
+    x_padding = padding_of_maps() if x_padding is None else x_padding
     if is_padded(x):
         given = (x, weight.to(x.dtype), tuple(stride), x_padding)
         y: Tensor = PaddedStridedConvolution.apply(*given)  # type: ignore[no-untyped-call]
@@ -105,7 +110,7 @@ def upsampled_conv3x3x3(
     weight: Tensor,
     stride: Sequence[int],
     *,
-    x_padding: tuple[int, int] = _BOTH_SIDES,
+    x_padding: tuple[int, int] | None = None,
 ) -> Tensor:
     """Make each voxel a small block, then convolve with stride 1 and zero padding.
 
@@ -119,11 +124,13 @@ def upsampled_conv3x3x3(
         weight: (O, C, 3, 3, 3); autocast may lower it.
         stride: Voxels of a block along X, Y, Z.
         x_padding: Planes of zeros before and behind X of the upsampled map: 1, or on a side where x
-            begins or ends with its neighbour's plane, which is read but not upsampled, 0.
+            begins or ends with its neighbour's plane, which is read but not upsampled, 0; None: as
+            in :func:`conv3x3x3`.
 
     Returns:
         (N, O, X', Y', Z'). It may be stored with room around Z (:mod:`unet3d.kernels.padding`).
     """
+    x_padding = padding_of_maps() if x_padding is None else x_padding
     if _composes(x, up, weight):
         x = x.to(slabs.lowered(x))
         kernel = composed_kernel(up, weight).to(x.dtype)

@@ -8,6 +8,8 @@ exchange (:mod:`unet3d.kernels.norm.stages`). :func:`stages_for` picks Triton's 
 CUDA tensors of at most 32 bits, and the reference, PyTorch's own operations, for everything else.
 Both give the same values and gradients. Where a volume that is whole takes the reference, several
 stages are one operation (:mod:`unet3d.kernels.norm.rows`, :mod:`unet3d.kernels.norm.columns`).
+Where a map is a slab of a volume (:mod:`unet3d.kernels.sharding`), the slabs exchange moments and
+sums, so that each is normalised as a part of the whole.
 """
 
 from types import ModuleType
@@ -17,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from unet3d.kernels.halo import empty_with_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import can_fold, has_room, is_channels_last, mark_padded, was_folded
 from unet3d.kernels.recompute import offer
+from unet3d.kernels.sharding import Shard, current_shard, voxels_of_volume
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -39,6 +43,7 @@ def instance_norm(
     *,
     added: Tensor | None = None,
     pads_output: bool = False,
+    has_halo: bool = False,
 ) -> Tensor:
     """Normalise each channel of each sample over its voxels, then apply LeakyReLU.
 
@@ -55,25 +60,29 @@ def instance_norm(
             one, x must be a convolution's result that nobody else reads: it may be overwritten.
         pads_output: Store the result with zeros around Z, for a folded convolution that reads it.
             The gradient of x is stored so where a folded convolution made x.
+        has_halo: Return the halo too where x is a slab.
 
     Returns:
-        (N, C, X, Y, Z), of x's type.
+        (N, C, X, Y, Z), of x's type; with its halo (N, C, X + 2, Y, Z).
     """
+    shard = current_shard()
     stages = stages_for(x)
     if stages is reference and added is not None:
         x, added = sum_of(x, added), None
     folds = stages is not reference and can_fold(x, x.shape[1])
     options = _Options(
         stages=stages,
-        whole=_whole_for(x) if stages is reference else None,
+        whole=_whole_for(x) if stages is reference and shard is None else None,
         eps=eps,
         slope=negative_slope,
         pads_output=pads_output and folds,
         pads_gradient=folds and was_folded(x),
+        shard=shard,
+        has_halo=has_halo and shard is not None,
     )
     if stages is not reference:
         x, added = laid_out(x), None if added is None else channels_last(added)
-    y, mean, rstd = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
+    y, mean, rstd, halo = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
     if options.pads_output:
         mark_padded(y)
     x, weight, bias = (value.detach() for value in (x, weight, bias))
@@ -84,7 +93,7 @@ def instance_norm(
         given = (x, weight, bias, mean, rstd)
         if options.whole is columns:
             return columns.normalize(*given, slope=negative_slope)
-        return _normalized(*given, options=options, pads=False)
+        return normalized_again(*given, stages=stages, slope=negative_slope, halo=halo)
 
     offer(y, recompute, x)
     return y  # type: ignore[no-any-return]
@@ -102,13 +111,16 @@ def sum_of(x: Tensor, added: Tensor) -> Tensor:
 
 
 def stages_for(x: Tensor, channels: int | None = None) -> Stages:
-    """Return the version of the stages that suits a map.
+    """Return the version of the stages that suits a map, the same for all slabs of a volume.
 
     Args:
         x: (N, C, X, Y, Z); for Triton's version it must be channels-last where a stage takes it.
         channels: Of the map, where x is only of its size; None: those of x.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
+    shard = current_shard()
+    if shard is not None:  # what they exchange differs in size
+        elements = shard.of_largest(elements)
     if elements >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
         return op
     return reference
@@ -129,6 +141,8 @@ class _Options(NamedTuple):
     slope: float
     pads_output: bool
     pads_gradient: bool
+    shard: Shard | None
+    has_halo: bool
 
 
 class _InstanceNorm(torch.autograd.Function):
@@ -142,19 +156,25 @@ class _InstanceNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        stages, halo = options.stages, None
         if options.whole is not None:
             y, mean, rstd = options.whole.forward(x, weight, bias, options.eps, options.slope)
         else:
-            stages = options.stages
             parts = stages.moments(x) if added is None else stages.sum_moments(x, added)
-            mean, rstd, _ = stages.merge(parts, num_voxels(x), options.eps)
-            y = _normalized(x, weight, bias, mean, rstd, options=options, pads=options.pads_output)
+            mean, rstd = merged(stages, parts, x, options.eps, options.shard)
+            y, halo = normalized(
+                *(x, weight, bias, mean, rstd),
+                stages=stages,
+                slope=options.slope,
+                pads=options.pads_output,
+                shard=options.shard if options.has_halo else None,
+            )
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.options, ctx.adds = options, added is not None
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)  # mean and rstd have none, and zeros would be launches
-        return y, mean, rstd
+        ctx.mark_non_differentiable(mean, rstd, *(() if halo is None else (halo,)))
+        ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
+        return y, mean, rstd, halo
 
     @staticmethod
     @once_differentiable
@@ -163,29 +183,83 @@ class _InstanceNorm(torch.autograd.Function):
             return None, None, None, None, None
         x, *affine = ctx.saved_tensors
         options: _Options = ctx.options
-        stages, slope = options.stages, options.slope
+        stages, slope, shard = options.stages, options.slope, options.shard
         if options.whole is not None:
             dx, *others = options.whole.backward(dy, x, *affine, slope=slope)
             return dx, None, *others, None
+        if options.has_halo and shard is not None:
+            dy = gradient_of_own(dy, shard)
         dy = channels_last(dy)
-        total = stages.total(stages.sums(dy, x, *affine, slope=slope))
+        own = stages.total(stages.sums(dy, x, *affine, slope=slope))
         dx = stages.gradient(
             dy,
             x,
             *affine,
-            total=total,
-            voxels=num_voxels(x),
+            total=own if shard is None else shard.sum(own),
+            voxels=num_voxels(x, shard),
             slope=slope,
             pads=options.pads_gradient,
         )
         weight, bias = affine[:2]
-        dweight, dbias = total[1].sum(0).to(weight.dtype), total[0].sum(0).to(bias.dtype)
+        dweight, dbias = own[1].sum(0).to(weight.dtype), own[0].sum(0).to(bias.dtype)
         dx = mark_padded(dx) if options.pads_gradient else dx
         return dx, dx if ctx.adds else None, dweight, dbias, None
 
 
-def _normalized(x: Tensor, *affine: Tensor, options: _Options, pads: bool) -> Tensor:
-    return options.stages.normalize(x, *affine, slope=options.slope, pads=pads)
+def merged(
+    stages: Stages, parts: Tensor, x: Tensor, eps: float, shard: Shard | None
+) -> tuple[Tensor, Tensor]:
+    """Return the mean (N, C, M) and 1 / deviation (N, C) of a volume.
+
+    Args:
+        stages: What made the moments.
+        parts: The moments of the parts of a map.
+        x: The map, (N, C, X, Y, Z).
+        eps: Added to the variance.
+        shard: The slab that it is; None: it is whole.
+    """
+    mean, rstd, own = stages.merge(parts, num_voxels(x), eps)
+    if shard is not None:
+        of_all = shard.gather(own.squeeze(0))
+        mean, rstd, _ = stages.merge(of_all, num_voxels(x, shard), eps)
+    return mean, rstd
+
+
+def normalized(
+    x: Tensor, *affine: Tensor, stages: Stages, slope: float, pads: bool, shard: Shard | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return a normalised map, and its halo where it has one.
+
+    Args:
+        x: (N, C, X, Y, Z).
+        affine: As :class:`~unet3d.kernels.norm.stages.Stages` takes them.
+        stages: What normalises.
+        slope: Negative slope of LeakyReLU.
+        pads: Whether the result is stored with zeros around Z.
+        shard: The slab whose halo belongs to the result; None: it has none.
+
+    Returns:
+        The map, and (2, N, C, Y, Z), the planes of the neighbours.
+    """
+    if shard is None:
+        return stages.normalize(x, *affine, slope=slope, pads=pads), None
+    y = empty_with_halo(x, pads)
+    stages.normalize_into(inner(y), x, *affine, slope=slope, pads=pads)
+    halo = shard.exchange(y[:, :, 1], y[:, :, -2])
+    put_halo(y, halo, pads)
+    return y, halo
+
+
+def normalized_again(
+    x: Tensor, *affine: Tensor, stages: Stages, slope: float, halo: Tensor | None
+) -> Tensor:
+    """Return what :func:`normalized` did, without zeros around Z, and without asking anyone."""
+    if halo is None:
+        return stages.normalize(x, *affine, slope=slope, pads=False)
+    y = empty_with_halo(x)
+    stages.normalize_into(inner(y), x, *affine, slope=slope, pads=False)
+    put_halo(y, halo)
+    return y
 
 
 def laid_out(x: Tensor) -> Tensor:
@@ -198,6 +272,6 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def num_voxels(x: Tensor) -> int:
-    """Return the voxels of a sample of a map (N, C, X, Y, Z)."""
-    return x.shape[2] * x.shape[3] * x.shape[4]
+def num_voxels(x: Tensor, shard: Shard | None = None) -> int:
+    """Return the voxels of a sample of a map (N, C, X, Y, Z), or of the volume it is a slab of."""
+    return voxels_of_volume(x.shape[2] * x.shape[3] * x.shape[4], shard)

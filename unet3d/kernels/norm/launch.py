@@ -60,13 +60,44 @@ def normalize(
     pads: bool,
 ) -> Tensor:
     """Return the normalised map, with zeros around Z or not."""
-    grid, *size = matrix_of(x)
     y = empty_map(x, pads)
+    _normalize(y, x, weight, bias, mean, rstd, slope=slope, pads=pads)
+    return y
+
+
+def normalize_into(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+    pads: bool,
+) -> None:
+    """Write the normalised map to planes of a larger one, with zeros around Z or not."""
+    for at in range(len(x)):  # between two samples lie planes that are not written
+        own_y, own_x, own_mean, own_rstd = (v.narrow(0, at, 1) for v in (y, x, mean, rstd))
+        _normalize(own_y, own_x, weight, bias, own_mean, own_rstd, slope=slope, pads=pads)
+
+
+def _normalize(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    *,
+    slope: float,
+    pads: bool,
+) -> None:
+    grid, *size = matrix_of(x)
     start, room = start_of_memory(x)
     given = (weight, bias, mean, rstd, *size, slope, row_of(x, room or pads), room, pads)
     with torch.cuda.device(x.device):
         kernel.normalize[grid.over_blocks](start, memory_of(y, pads), *given, **block_of(grid))
-    return y
 
 
 def sums(

@@ -22,6 +22,7 @@ for _name, _signature in {
     "norm_sum_moments": "(Tensor(a!) x, Tensor added) -> Tensor",
     "norm_merge": "(Tensor moments, int voxels, float eps) -> (Tensor, Tensor, Tensor)",
     "norm_normalize": f"({_MAPS}, *, float slope, bool pads) -> Tensor",
+    "norm_normalize_into": f"(Tensor(a!) y, {_MAPS}, *, float slope, bool pads) -> ()",
     "norm_sums": f"(Tensor dy, {_MAPS}, *, float slope) -> Tensor",
     "norm_total": "(Tensor sums) -> Tensor",
     "norm_gradient": f"(Tensor dy, {_MAPS}, *, Tensor total, int voxels, float slope, bool pads)"
@@ -33,6 +34,7 @@ moments = torch.ops.unet3d.norm_moments.default
 sum_moments = torch.ops.unet3d.norm_sum_moments.default
 merge = torch.ops.unet3d.norm_merge.default
 normalize = torch.ops.unet3d.norm_normalize.default
+normalize_into = torch.ops.unet3d.norm_normalize_into.default
 sums = torch.ops.unet3d.norm_sums.default
 total = torch.ops.unet3d.norm_total.default
 gradient = torch.ops.unet3d.norm_gradient.default
@@ -87,6 +89,18 @@ def _(x: Tensor, *affine: Tensor, **options: Any) -> Tensor:
 @torch.library.register_fake("unet3d::norm_normalize")  # type: ignore[untyped-decorator]
 def _(x: Tensor, *affine: Tensor, slope: float, pads: bool) -> Tensor:
     return empty_map(x, pads)
+
+
+@torch.library.impl("unet3d::norm_normalize_into", "cuda")
+def _(y: Tensor, x: Tensor, *affine: Tensor, **options: Any) -> None:
+    from unet3d.kernels.norm import launch
+
+    launch.normalize_into(y, x, *affine, **options)
+
+
+@torch.library.register_fake("unet3d::norm_normalize_into")  # type: ignore[untyped-decorator]
+def _(y: Tensor, x: Tensor, *affine: Tensor, **options: Any) -> None:
+    return None
 
 
 @torch.library.impl("unet3d::norm_sums", "cuda")

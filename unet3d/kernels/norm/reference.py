@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import with_padding
 
 _ALONG_CHANNELS = (1, -1, 1, 1, 1)
 
@@ -75,6 +76,13 @@ def normalize(
     given = (scale, shift, nothing, one, False, 0.0, 0.0)
     y = _activated(torch.native_batch_norm(_rows(x), *given)[0], slope).reshape(x.shape)
     return padded_copy(y) if pads else y
+
+
+def normalize_into(y: Tensor, x: Tensor, *affine: Tensor, slope: float, pads: bool) -> None:
+    """Write the normalised map to memory that is there."""
+    if pads:
+        with_padding(y).zero_()
+    y.copy_(normalize(x, *affine, slope=slope))
 
 
 def sums(

@@ -84,6 +84,34 @@ class Stages(Protocol):
         """
         ...
 
+    def normalize_into(
+        self,
+        y: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        /,
+        *,
+        slope: float,
+        pads: bool,
+    ) -> None:
+        """Normalise a map into memory that is there.
+
+        Args:
+            y: (N, C, X, Y, Z), written; planes of a larger map whose memory is channels-last. With
+                ``pads`` there is room around Z, which becomes zeros.
+            x: As in :meth:`normalize`, as are the others.
+            weight: (C,).
+            bias: (C,).
+            mean: (N, C, M).
+            rstd: (N, C).
+            slope: Negative slope of LeakyReLU.
+            pads: Whether y is stored with room around Z.
+        """
+        ...
+
     def sums(
         self,
         dy: Tensor,

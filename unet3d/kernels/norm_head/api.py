@@ -19,12 +19,14 @@ from unet3d.kernels.norm.api import (
     channels_last,
     instance_norm,
     laid_out,
+    merged,
     num_voxels,
     stages_for,
 )
 from unet3d.kernels.norm.grid import MAX_BLOCK_CHANNELS
 from unet3d.kernels.norm_head import op
 from unet3d.kernels.padding import can_fold, mark_padded, was_folded
+from unet3d.kernels.sharding import Shard, current_shard
 
 MAX_CLASSES = 16
 """With more classes the sums leave a program too few registers."""
@@ -63,7 +65,8 @@ def instance_norm_head(
         y = instance_norm(x, weight, bias, eps, negative_slope, added=added)
         return conv1x1x1(y, head_weight, head_bias)
     pads_gradient = can_fold(x, channels) and was_folded(x)
-    options = _Options(eps=eps, slope=negative_slope, pads_gradient=pads_gradient)
+    shard = current_shard()
+    options = _Options(eps=eps, slope=negative_slope, pads_gradient=pads_gradient, shard=shard)
     x, added = laid_out(x), None if added is None else channels_last(added)
     given = (x, added, weight, bias, head_weight.flatten(1), head_bias, options)
     logits: Tensor = _InstanceNormHead.apply(*given)  # type: ignore[no-untyped-call]
@@ -76,6 +79,7 @@ class _Options(NamedTuple):
     eps: float
     slope: float
     pads_gradient: bool
+    shard: Shard | None
 
 
 class _InstanceNormHead(torch.autograd.Function):
@@ -93,7 +97,7 @@ class _InstanceNormHead(torch.autograd.Function):
         options: _Options,
     ) -> Tensor:
         parts = norm.moments(x) if added is None else norm.sum_moments(x, added)
-        mean, rstd, _ = norm.merge(parts, num_voxels(x), options.eps)
+        mean, rstd = merged(norm, parts, x, options.eps, options.shard)
         affine = (weight, bias, mean, rstd, head)
         y: Tensor = op.logits(x, *affine, head_bias, slope=options.slope)
         ctx.save_for_backward(x, *affine)
@@ -105,6 +109,7 @@ class _InstanceNormHead(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd, head = ctx.saved_tensors
         options: _Options = ctx.options
+        shard = options.shard
         affine = (weight, bias, mean, rstd, head)
         dy = channels_last(dy.to(x.dtype))
         sums, ends = op.sums(dy, x, *affine, slope=options.slope)
@@ -113,8 +118,8 @@ class _InstanceNormHead(torch.autograd.Function):
             dy,
             x,
             *affine,
-            total=total,
-            voxels=num_voxels(x),
+            total=total if shard is None else shard.sum(total[:2]),
+            voxels=num_voxels(x, shard),
             slope=options.slope,
             pads=options.pads_gradient,
         )

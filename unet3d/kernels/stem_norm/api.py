@@ -12,13 +12,21 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
+from unet3d.kernels.halo import gradient_of_own
 from unet3d.kernels.norm import op as norm
-from unet3d.kernels.norm.api import channels_last, instance_norm, num_voxels, stages_for
+from unet3d.kernels.norm.api import (
+    channels_last,
+    instance_norm,
+    merged,
+    normalized,
+    normalized_again,
+    num_voxels,
+    stages_for,
+)
 from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.recompute import offer
+from unet3d.kernels.sharding import Shard, current_shard, x_padding
 from unet3d.kernels.stem_norm import op
-
-_BOTH_SIDES = (1, 1)
 
 
 def conv3x3x3_instance_norm(
@@ -30,32 +38,45 @@ def conv3x3x3_instance_norm(
     negative_slope: float,
     *,
     pads_output: bool = False,
+    has_halo: bool = False,
 ) -> Tensor:
     """Convolve with stride 1 and zero padding, normalise each channel, and apply LeakyReLU.
 
     Args:
-        x: (N, I, X, Y, Z).
+        x: (N, I, X, Y, Z); a slab with its halo.
         kernel: (O, I, 3, 3, 3); autocast may lower it.
         weight: (O,).
         bias: (O,).
         eps: Added to the variance.
         negative_slope: Negative slope of LeakyReLU; 1 leaves the activation out.
         pads_output: Store the result with zeros around Z, for a folded convolution that reads it.
+        has_halo: Return the halo too where x is a slab.
 
     Returns:
-        (N, O, X, Y, Z).
+        (N, O, X, Y, Z), of a slab its own planes, or those with their halo.
     """
     if not (is_stem(x, kernel) and stages_for(x, kernel.shape[0]) is norm):
         y = conv3x3x3(x, kernel)
-        return instance_norm(y, weight, bias, eps, negative_slope, pads_output=pads_output)
+        return instance_norm(
+            *(y, weight, bias, eps, negative_slope), pads_output=pads_output, has_halo=has_halo
+        )
     x = channels_last(x.to(slabs.lowered(x)))
-    options = _Options(eps=eps, slope=negative_slope, pads=pads_output)
+    shard = current_shard()
+    options = _Options(
+        eps=eps,
+        slope=negative_slope,
+        pads=pads_output,
+        x_padding=x_padding(),
+        shard=shard,
+        has_halo=has_halo and shard is not None,
+    )
     given = (x, kernel.to(x.dtype), weight, bias, options)
-    made, y, mean, rstd, padded = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
+    made, y, mean, rstd, halo, padded = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
     if padded:
         mark_padded(made)
-    affine = (weight.detach(), bias.detach(), mean, rstd)
-    offer(made, lambda: norm.normalize(y, *affine, slope=negative_slope, pads=False), y)
+    again = (y, weight.detach(), bias.detach(), mean, rstd)
+    how = {"stages": norm, "slope": negative_slope, "halo": halo}
+    offer(made, lambda: normalized_again(*again, **how), y)
     return made  # type: ignore[no-any-return]
 
 
@@ -65,6 +86,9 @@ class _Options(NamedTuple):
     eps: float
     slope: float
     pads: bool
+    x_padding: tuple[int, int]
+    shard: Shard | None
+    has_halo: bool
 
 
 class _StemNorm(torch.autograd.Function):
@@ -73,17 +97,23 @@ class _StemNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        y = torch.ops.unet3d.stem.default(x, kernel, *_BOTH_SIDES)
-        mean, rstd, _ = norm.merge(norm.moments(y), num_voxels(y), options.eps)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool]:
+        y = torch.ops.unet3d.stem.default(x, kernel, *options.x_padding)
+        mean, rstd = merged(norm, norm.moments(y), y, options.eps, options.shard)
         pads = options.pads and can_fold(y, y.shape[1])
         affine = (weight, bias, mean, rstd)
-        made = norm.normalize(y, *affine, slope=options.slope, pads=pads)
+        made, halo = normalized(
+            *(y, *affine),
+            stages=norm,
+            slope=options.slope,
+            pads=pads,
+            shard=options.shard if options.has_halo else None,
+        )
         ctx.save_for_backward(x, kernel, y, *affine)
-        ctx.slope = options.slope
-        ctx.mark_non_differentiable(y, mean, rstd)
+        ctx.options = options
+        ctx.mark_non_differentiable(y, mean, rstd, *(() if halo is None else (halo,)))
         ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
-        return made, y, mean, rstd, pads
+        return made, y, mean, rstd, halo, pads
 
     @staticmethod
     @once_differentiable
@@ -91,18 +121,23 @@ class _StemNorm(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         x, kernel, y, *affine = ctx.saved_tensors
+        options: _Options = ctx.options
+        slope, shard = options.slope, options.shard
+        if options.has_halo and shard is not None:
+            dy = gradient_of_own(dy, shard)
         dy = channels_last(dy)
-        total = norm.total(norm.sums(dy, y, *affine, slope=ctx.slope))
+        own = norm.total(norm.sums(dy, y, *affine, slope=slope))
         dkernel = op.weight_gradient(
             dy,
             x,
             y,
             *affine,
-            total=total,
+            total=own if shard is None else shard.sum(own),
+            voxels=num_voxels(y, shard),
             kernel=kernel,
-            before=_BOTH_SIDES[0],
-            slope=ctx.slope,
+            before=options.x_padding[0],
+            slope=slope,
         )
         weight, bias = affine[:2]
-        dbias, dweight = total.sum(1)
+        dbias, dweight = own.sum(1)
         return None, dkernel, dweight.to(weight.dtype), dbias.to(bias.dtype), None

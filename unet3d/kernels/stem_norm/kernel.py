@@ -17,7 +17,8 @@ from unet3d.kernels.norm.blocks import gradient_factors, load_affine
 
 @triton.jit
 def _weights(
-    x, y, dy, partial, weight, bias, means, rstds, totals, BEFORE, X, Y, Z, V, CO, RUN, S, slope,
+    x, y, dy, partial, weight, bias, means, rstds, totals, COUNT, BEFORE, X, Y, Z, V, CO, RUN, S,
+    slope,
     CI: tl.constexpr, K: tl.constexpr, BV: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0)
@@ -29,7 +30,7 @@ def _weights(
     affine = load_affine(weight, bias, means, rstds, sample, o, known, CO)
     mean, scale, shift, rest, rstd = affine
     column, line = sample * CO + o, tl.num_programs(1) * CO
-    slant, level = gradient_factors(totals, column, known, rest, rstd, scale, V, line)
+    slant, level = gradient_factors(totals, column, known, rest, rstd, scale, COUNT, line)
     x += sample * X * Y * Z * CI
     total = tl.zeros((K, BO), tl.float32)
     first = run * RUN
@@ -60,13 +61,14 @@ def weight_gradient(
     rstd: Tensor,
     *,
     total: Tensor,
+    voxels: int,
     kernel: Tensor,
     before: int,
     slope: float,
 ) -> Tensor:
     """Return the gradient of the convolution's weights; all maps are channels-last."""
     runs, partial, sizes = parts_of_weights(dy, x)
-    given = (weight, bias, mean, rstd, total, before, *x.shape[2:], *runs, slope)
+    given = (weight, bias, mean, rstd, total, voxels, before, *x.shape[2:], *runs, slope)
     with torch.cuda.device(x.device):
         _weights[(runs[-1], len(x))](x, y, dy, partial, *given, **sizes)
     return sum_of_parts(partial, kernel)

@@ -8,7 +8,7 @@ from torch import Tensor
 torch.library.define(
     "unet3d::stem_norm_weights",
     "(Tensor dy, Tensor x, Tensor y, Tensor weight, Tensor bias, Tensor mean, Tensor rstd, *,"
-    " Tensor total, Tensor kernel, int before, float slope) -> Tensor",
+    " Tensor total, int voxels, Tensor kernel, int before, float slope) -> Tensor",
 )
 
 weight_gradient = torch.ops.unet3d.stem_norm_weights.default

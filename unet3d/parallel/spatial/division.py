@@ -75,16 +75,16 @@ class SlabRule:
 
         Raises:
             DeviceError: It has fewer planes than there are shards, at full resolution or at the
-                lowest level that has a head.
+                lowest level with a head.
         """
         steps = _steps(self.topology)
         num_divided = self._num_supervised()
-        if size[0] // steps[num_divided - 1] < self.num_shards:
+        most = self.most_shards(size)
+        if most < self.num_shards:
             heads = " at the lowest level with a head" if num_divided > 1 else ""
             raise DeviceError(
-                f"a volume of {'x'.join(map(str, size))} voxels has {size[0] // steps[num_divided - 1]} planes "
-                f"along X{heads}, too few for {self.num_shards} shards; use at most "
-                f"{self.most_shards(size)}"
+                f"a volume of {'x'.join(map(str, size))} voxels has {most} planes along X{heads}, "
+                f"too few for {self.num_shards} devices of one replica; use at most {most}"
             )
         while num_divided < self.topology.num_levels and self._is_worth_it(num_divided, size):
             num_divided += 1

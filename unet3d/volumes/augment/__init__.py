@@ -1,18 +1,19 @@
 """Augmentation: drawn on the host, from the patch's own generator; applied on any device."""
 
 from unet3d.volumes.augment.apply import augment
-from unet3d.volumes.augment.cut import Cut, Region
+from unet3d.volumes.augment.cut import Cut, Region, Slab
 from unet3d.volumes.augment.device import DeviceAugmentation, augments_on_device
 from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.volumes.augment.intensity import Merge
+from unet3d.volumes.augment.intensity import Gather
 
 __all__ = [
     "AugmentationDraw",
     "Cut",
     "DeviceAugmentation",
     "DrawnChannel",
-    "Merge",
+    "Gather",
     "Region",
+    "Slab",
     "augment",
     "augments_on_device",
 ]

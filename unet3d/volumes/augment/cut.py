@@ -35,6 +35,70 @@ class Region:
         x, y, z = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
         return (x, y, z)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no voxel."""
+        return min(self.shape) == 0
+
+    def inside(self, outer: "Region") -> tuple[slice, slice, slice]:
+        """Return where it lies in a larger region.
+
+        Args:
+            outer: The larger one.
+        """
+        x, y, z = (
+            slice(first - outer_first, last - outer_first)
+            for first, last, outer_first in zip(self.start, self.stop, outer.start, strict=True)
+        )
+        return (x, y, z)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """Some planes along X of a batch; a patch that is smaller than the batch lies in its middle."""
+
+    planes: range
+    """The planes."""
+    num_planes: int
+    """Those of the whole batch."""
+
+    def region(self, size: Shape) -> Region:
+        """Return what of a patch lies in the slab; it may be nothing.
+
+        Args:
+            size: Voxels of the patch along X, Y, Z.
+        """
+        before = middle(self.num_planes, size[0])
+        first, last = (
+            min(max(plane - before, 0), size[0]) for plane in (self.planes.start, self.planes.stop)
+        )
+        return Region(start=(first, 0, 0), stop=(last, size[1], size[2]))
+
+    def place(self, cut: "Cut", shape: Sequence[int]) -> tuple[slice, slice, slice]:
+        """Return where what is made of a cut lies in the slab.
+
+        Args:
+            cut: Of :meth:`region`.
+            shape: Voxels of the slab along X, Y, Z.
+        """
+        first_x = middle(self.num_planes, cut.size[0]) + cut.region.start[0] - self.planes.start
+        starts = (first_x, middle(shape[1], cut.size[1]), middle(shape[2], cut.size[2]))
+        x, y, z = (
+            slice(first, first + voxels)
+            for first, voxels in zip(starts, cut.region.shape, strict=True)
+        )
+        return (x, y, z)
+
+
+def middle(available: int, voxels: int) -> int:
+    """Return where voxels begin that lie in the middle of others.
+
+    Args:
+        available: How many there are.
+        voxels: How many lie there.
+    """
+    return (available - voxels) // 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -69,23 +133,16 @@ class Placement:
         x, y, z = (at - first for at, first in zip(self.offset, by, strict=True))
         return replace(self, offset=(x, y, z))
 
-    def at(self, start: Sequence[int]) -> "Placement":
-        """Return the placement of a region of the patch.
-
-        Args:
-            start: The first voxel of the region in the patch.
-        """
-        x, y, z = (np.array(self.offset) + np.array(self.matrix) @ np.array(start)).tolist()
-        return replace(self, offset=(x, y, z))
-
     def box(self, region: Region, available: Shape) -> Region:
         """Return the voxels of a case that a region of the patch is interpolated from.
 
         Args:
             region: Of the patch.
             available: Voxels of the case; what lies outside is not in the box, but at least one
-                voxel is, where the region lies outside altogether.
+                voxel is, where the region lies outside altogether or is empty.
         """
+        if region.is_empty:
+            return Region(start=(0, 0, 0), stop=(1, 1, 1))
         first, last = np.array(region.start), np.array(region.stop) - 1
         matrix = np.array(self.matrix)
         middle = matrix @ ((first + last) / 2) + np.array(self.offset)
@@ -115,6 +172,10 @@ class Cut:
     """What blurs each channel and takes its resolution."""
     size: Shape
     """Voxels of the whole patch along X, Y, Z."""
+    region: Region
+    """The voxels of the patch that are wanted."""
+    made: Region
+    """The voxels that are made for that, :attr:`region` and what it depends on."""
     name: str
     """The case."""
 

@@ -52,6 +52,11 @@ class DrawnChannel:
     gamma: float = 1.0
     """Exponent of a gamma curve over the intensities."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether what happens depends on the intensities of the whole patch."""
+        return (self.contrast, self.inverted_gamma, self.gamma) != (1, 1, 1)
+
 
 class AugmentationDraw:
     """Draws what the settings ask for."""

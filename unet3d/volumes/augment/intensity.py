@@ -1,12 +1,13 @@
 """Changes of the intensities of one channel, in place, each as in nnU-Net.
 
 Whatever depends on the whole patch, such as its mean, is a sum or an extreme over its voxels, taken
-on the device and never read by the host. Where several devices make parts of one patch, they merge
+on the device and never read by the host. Where several devices make slabs of one patch, they gather
 these numbers.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,67 +18,77 @@ CHUNK_VOXELS = 2**21
 SMALL = 1e-7
 """Spans and deviations below this count as it, so that a constant channel stays finite."""
 
-Merge = Callable[[Tensor, Literal["sum", "max"]], Tensor]
-"""Returns the sums, or the largest, of the numbers of all parts of a patch."""
+Gather = Callable[[Tensor], Tensor]
+"""Takes numbers (K) of a slab, and returns those of all slabs of the patch (slabs, K), in one order
+everywhere. The holders of all slabs call it equally often, whatever they hold."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Levels:
+    """Numbers over all voxels of a channel of a patch, tensors without axes."""
+
+    mean: Tensor
+    """The mean intensity."""
+    deviation: Tensor
+    """The standard deviation."""
+    low: Tensor
+    """The smallest intensity."""
+    high: Tensor
+    """The largest one."""
 
 
 class Statistics:
-    """Numbers over all voxels of a patch."""
+    """Measures channels, of which boxes may be elsewhere."""
 
-    def __init__(self, inner: Sequence[slice] | None, num_voxels: int, merge: Merge | None) -> None:
+    def __init__(
+        self, inner: Sequence[slice] | None, num_voxels: int, gather: Gather | None
+    ) -> None:
         """Say which voxels count.
 
         Args:
-            inner: Part of a box that is this one's to count, because the rest is other parts' as
+            inner: Part of a box that is this one's to count, because the rest is other boxes' as
                 well; None: all.
             num_voxels: Voxels of the whole patch.
-            merge: Merges the numbers of the parts; None: the part is the whole patch.
+            gather: Gathers the numbers of all boxes; None: the box is the whole patch.
         """
         self._inner = None if inner is None else tuple(inner)
         self._num_voxels = num_voxels
-        self._merge = merge
+        self._gather = gather
 
-    def mean(self, channel: Tensor) -> Tensor:
-        """Return the mean, a tensor without axes.
-
-        Args:
-            channel: A box of the patch, (X, Y, Z).
-        """
-        return self._total(self._counted(channel).sum()) / self._num_voxels
-
-    def deviation(self, channel: Tensor, mean: Tensor) -> Tensor:
-        """Return the standard deviation, a tensor without axes.
+    def levels(self, channel: Tensor) -> Levels:
+        """Measure a channel.
 
         Args:
-            channel: A box of the patch, (X, Y, Z).
-            mean: Its mean.
+            channel: A box of the patch, (X, Y, Z); without voxels where they are all elsewhere.
         """
-        inner = self._counted(channel)
-        planes = max(1, CHUNK_VOXELS // inner[0].numel())
-        squares = [
-            (inner[first : first + planes] - mean).square_().sum()
-            for first in range(0, len(inner), planes)
-        ]
+        counted = channel if self._inner is None else channel[self._inner]
+        if counted.numel() == 0:
+            mean, squares = channel.new_zeros(2).unbind()
+            low, high = mean + math.inf, mean - math.inf
+        else:
+            mean = counted.sum() / counted.numel()
+            squares = _sum_of_squares(counted, mean)
+            low, high = torch.aminmax(counted)
+        if self._gather is not None:
+            own = torch.stack((torch.full_like(mean, counted.numel()), mean, squares, low, high))
+            counts, means, parts, lows, highs = self._gather(own.double()).unbind(1)
+            # Merged as by Chan, Golub and LeVeque (The American Statistician 1983).
+            total = (counts * means).sum() / self._num_voxels
+            squares = (parts + counts * (means - total).square()).sum().float()
+            mean, low, high = total.float(), lows.amin().float(), highs.amax().float()
         # A patch of one voxel has no deviation; nnU-Net divides by one voxel less, too.
-        return (self._total(sum(squares[1:], squares[0])) / max(1, self._num_voxels - 1)).sqrt()
+        deviation = (squares / max(1, self._num_voxels - 1)).sqrt()
+        return Levels(mean=mean, deviation=deviation, low=low, high=high)
 
-    def extremes(self, channel: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest intensity, tensors without axes.
 
-        Args:
-            channel: A box of the patch, (X, Y, Z).
-        """
-        low, high = torch.aminmax(self._counted(channel))
-        if self._merge is None:
-            return low, high
-        negative_low, high = self._merge(torch.stack((-low, high)), "max").unbind()
-        return -negative_low, high
-
-    def _counted(self, channel: Tensor) -> Tensor:
-        return channel if self._inner is None else channel[self._inner]
-
-    def _total(self, part: Tensor) -> Tensor:
-        return part if self._merge is None else self._merge(part, "sum")
+def _sum_of_squares(channel: Tensor, mean: Tensor) -> Tensor:
+    """Return the sum of squared distances from the mean."""
+    planes = max(1, CHUNK_VOXELS // channel[0].numel())
+    squares = [
+        (channel[first : first + planes] - mean).square_().sum()
+        for first in range(0, len(channel), planes)
+    ]
+    return sum(squares[1:], squares[0])
 
 
 def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> None:
@@ -88,10 +99,9 @@ def change_contrast(channel: Tensor, factor: float, statistics: Statistics) -> N
         factor: Of the distance from the mean.
         statistics: Of the patch.
     """
-    mean = statistics.mean(channel)
-    low, high = statistics.extremes(channel)
-    channel.sub_(mean).mul_(factor).add_(mean)
-    torch.clamp(channel, low, high, out=channel)
+    levels = statistics.levels(channel)
+    channel.sub_(levels.mean).mul_(factor).add_(levels.mean)
+    torch.clamp(channel, levels.low, levels.high, out=channel)
 
 
 def change_gamma(
@@ -105,19 +115,17 @@ def change_gamma(
         is_inverted: Whether the inverted intensities are bent.
         statistics: Of the patch.
     """
-    mean = statistics.mean(channel)
-    deviation = statistics.deviation(channel, mean)
-    low, high = statistics.extremes(channel)
-    span = (high - low).clamp(min=SMALL)
+    levels = statistics.levels(channel)
+    span = (levels.high - levels.low).clamp(min=SMALL)
     if is_inverted:
-        torch.sub(high, channel, out=channel)
+        torch.sub(levels.high, channel, out=channel)
     else:
-        channel.sub_(low)
+        channel.sub_(levels.low)
     # Where parts are made of several boxes, voxels that count elsewhere may lie outside.
     channel.div_(span).clamp_(min=0).pow_(exponent)
     # Mean and deviation are restored, so that scale and offset of the curve make no difference.
     if is_inverted:
         channel.neg_()
-    bent_mean = statistics.mean(channel)
-    bent_deviation = statistics.deviation(channel, bent_mean).clamp(min=SMALL)
-    channel.sub_(bent_mean).mul_(deviation / bent_deviation).add_(mean)
+    bent = statistics.levels(channel)
+    factor = levels.deviation / bent.deviation.clamp(min=SMALL)
+    channel.sub_(bent.mean).mul_(factor).add_(levels.mean)

@@ -1,0 +1,79 @@
+"""Shards of a volume in threads of one process, which tell one another tensors."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+Result = TypeVar("Result")
+
+_LONGEST_SECONDS = 60
+
+
+class _Room:
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=_LONGEST_SECONDS)
+        self.values: list[list[Tensor]] = [[]] * count
+
+
+class ThreadMessages:
+    """What a thread tells the others; see :class:`unet3d.parallel.spatial.shard.Messages`."""
+
+    def __init__(self, room: _Room, index: int) -> None:
+        self._room = room
+        self._index = index
+        self.log: list[tuple[str, int]] = []
+        """Kind and bytes of each message."""
+
+    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
+        self.log.append(("swap", sent.numel()))
+        parts = self._tell(list(sent.split(counts)))
+        received.copy_(torch.cat([part[self._index] for part in parts]))
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        self.log.append(("gather", sent.numel()))
+        received.copy_(torch.cat([part[0] for part in self._tell([sent])]))
+
+    def sum(self, values: Tensor) -> None:
+        self.log.append(("sum", values.numel()))
+        values.copy_(torch.stack([part[0] for part in self._tell([values])]).sum(0))
+
+    def _tell(self, values: list[Tensor]) -> list[list[Tensor]]:
+        room = self._room
+        room.values[self._index] = [value.detach().clone() for value in values]
+        room.barrier.wait()
+        told = list(room.values)
+        room.barrier.wait()
+        return told
+
+
+def run_shards(count: int, work: Callable[[int, ThreadMessages], Result]) -> list[Result]:
+    """Run one thread for each shard, and return what they return.
+
+    Args:
+        count: Number of shards.
+        work: Gets the shard's number and its messages to the others.
+    """
+    room = _Room(count)
+    results: list[Result | None] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = work(index, ThreadMessages(room, index))
+        except threading.BrokenBarrierError:
+            pass  # another one has failed
+        except BaseException as error:
+            errors.append(error)
+            room.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [result for result in results if result is not None]

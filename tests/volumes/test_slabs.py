@@ -1,0 +1,174 @@
+"""Slabs of batches, laid beside each other, are what the undivided loader yields."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.config import AugmentationSettings, PatchSettings, Shape, Spacing
+from unet3d.errors import DeviceError
+from unet3d.volumes.augment import Slab
+from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch, PatchSampler
+
+MOVING = ("rotation", "scaling")
+LINEAR = ("noise", "blur", "brightness", "low_resolution")
+MEASURED = ("contrast", "inverted_gamma", "gamma")
+
+
+def drawn(*names: str, probability: float = 1.0) -> AugmentationSettings:
+    """Return settings with which some changes are drawn, and no others."""
+    values = {
+        f"{name}_probability": probability if name in names else 0.0
+        for name in (*MOVING, *LINEAR, *MEASURED)
+    }
+    return AugmentationSettings.model_validate({**values, "mirror_axes": ["x", "y", "z"]})
+
+
+SETTINGS = {
+    "off": AugmentationSettings(enabled=False),
+    "mirrored": drawn(),
+    "moved": drawn(*MOVING),
+    "linear": drawn(*MOVING, *LINEAR),
+    "everything": drawn(*MOVING, *LINEAR, *MEASURED),
+    "sometimes": drawn(*MOVING, *LINEAR, *MEASURED, probability=0.4),
+    "default": AugmentationSettings(),
+}
+SHAPES: tuple[Shape, ...] = ((33, 30, 29), (26, 34, 20), (17, 21, 40), (40, 24, 31))
+
+
+def real_cases(
+    folder: Path, shapes: Sequence[Shape] = SHAPES, spacing_mm: Spacing = (1.0, 1.1, 0.9)
+) -> list[PreparedCase]:
+    store = Cache(folder)
+    rng = np.random.default_rng(0)
+    cases = []
+    for number, shape in enumerate(shapes):
+        image = rng.normal(size=(2, *shape)).astype(np.float32)
+        label = rng.integers(0, 4, shape).astype(np.uint8)
+        store.save_case(f"real{number}", image, label, spacing_mm, 4)
+        case = store.load_case(f"real{number}", f"case_{number}")
+        assert case is not None
+        cases.append(case)
+    return cases
+
+
+def slab_of(fractions: tuple[float, float], shape: Shape) -> range:
+    """Return planes, as a rank would be told; uneven, and of any number."""
+    first, last = (round(fraction * shape[0]) for fraction in fractions)
+    return range(first, last)
+
+
+def slabs(*fractions: float) -> list[Callable[[Shape], range]]:
+    ends = zip((0.0, *fractions), (*fractions, 1.0), strict=True)
+    return [partial(slab_of, both) for both in ends]
+
+
+def loader(
+    cases: Sequence[PreparedCase],
+    augmentation: AugmentationSettings,
+    size: Shape | None = (20, 18, 21),
+    stride: Shape = (1, 1, 1),
+    batch_size: int = 2,
+    num_workers: int = 0,
+    **settings: Any,
+) -> PatchLoader:
+    return PatchLoader(
+        cases=cases,
+        settings=PatchSettings(per_case=2, augmentation=augmentation),
+        size=size,
+        stride=stride,
+        batch_size=batch_size,
+        seed=3,
+        num_workers=num_workers,
+        device=torch.device("cpu"),
+        augments_on_device=False,
+        **settings,
+    )
+
+
+def check(whole: Sequence[Batch], shards: Sequence[Sequence[Batch]]) -> None:
+    for batch, *parts in zip(whole, *shards, strict=True):
+        assert {part.planes for part in parts} == {batch.image.shape[2]}
+        assert {(part.names, part.weight) for part in parts} == {(batch.names, batch.weight)}
+        image = torch.cat([part.image for part in parts], dim=2)
+        torch.testing.assert_close(image, batch.image, rtol=0, atol=1e-6)
+        target = torch.cat([part.target for part in parts], dim=1)
+        assert torch.equal(target, batch.target)
+        assert batch.planes is None
+
+
+@pytest.mark.parametrize("size", [(20, 18, 21), (45, 18, 35), None], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_slabs_are_those_of_the_whole_batch(tmp_path: Path, name: str, size: Shape | None) -> None:
+    """Patches in cases, patches larger than cases, and whole cases of several shapes."""
+    cases = real_cases(tmp_path)
+    for stride in ((1, 1, 1), (4, 2, 2)) if size is None else ((1, 1, 1),):
+        whole = list(loader(cases, SETTINGS[name], size, stride).epoch(1))
+        shards = [
+            list(loader(cases, SETTINGS[name], size, stride, slab=slab).epoch(1))
+            for slab in slabs(0.15, 0.2, 0.7)
+        ]
+        check(whole, shards)
+
+
+@pytest.mark.parametrize("spacing_mm", [(0.7, 0.7, 4.0), (4.0, 0.8, 0.7), (1.0, 5.0, 25.0)])
+def test_thick_slices_are_divided(tmp_path: Path, spacing_mm: Spacing) -> None:
+    cases = real_cases(tmp_path, spacing_mm=spacing_mm)
+    for name in ("linear", "sometimes"):
+        whole = list(loader(cases, SETTINGS[name]).epoch(0))
+        shards = [list(loader(cases, SETTINGS[name], slab=slab).epoch(0)) for slab in slabs(0.35)]
+        check(whole, shards)
+
+
+@pytest.mark.parametrize("size", [(20, 18, 21), None], ids=str)
+def test_replicas_share_batches_and_shards_their_patches(
+    tmp_path: Path, size: Shape | None
+) -> None:
+    """In workers, where a batch has fewer patches than there are replicas, and after a resume."""
+    cases = real_cases(tmp_path)
+    given: dict[str, Any] = {"size": size, "batch_size": 3}
+    for replica in range(2):
+        own = {**given, "rank": replica, "num_ranks": 2}
+        whole = list(loader(cases, SETTINGS["sometimes"], **own).epoch(2))
+        assert min(batch.num_samples for batch in whole) == (1 if size or not replica else 0)
+        shards = []
+        for slab in slabs(0.6):
+            batches = loader(cases, SETTINGS["sometimes"], **own, slab=slab, num_workers=2)
+            shards.append(list(batches.epoch(2, 1)))
+            batches.close()
+        check(whole[1:], shards)
+
+
+def test_a_slab_that_cannot_be_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="too few planes"):
+        next(loader(real_cases(tmp_path), SETTINGS["off"], slab=no_slab).epoch(0))
+
+
+def no_slab(shape: Shape) -> range:
+    raise DeviceError(f"{shape[0]}: too few planes")
+
+
+def test_only_what_a_slab_needs_is_read(tmp_path: Path) -> None:
+    """The whole patch only where its intensities are measured and the numbers not gathered."""
+    cases = real_cases(tmp_path, [(60, 40, 40)])
+    size: Shape = (40, 20, 20)
+    slab = Slab(planes=range(10), num_planes=40)
+
+    def planes(name: str, gathers: bool) -> tuple[int, int]:
+        settings = PatchSettings(per_case=1, augmentation=SETTINGS[name])
+        sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=(1, 1, 1), seed=0)
+        cut = sampler.cut(0, 0, slab, gathers=gathers)
+        assert cut.region.shape == (10, 20, 20) and cut.label.shape == cut.image.shape[1:]
+        return len(cut.label), cut.made.shape[0]
+
+    assert planes("off", False) == planes("mirrored", False) == (10, 10)
+    assert 10 < planes("linear", False)[1] <= 10 + 4 + 4
+    assert planes("linear", False)[0] < 30
+    assert planes("everything", False)[1] == 40
+    assert planes("everything", True) == planes("linear", True)

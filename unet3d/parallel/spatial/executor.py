@@ -1,0 +1,203 @@
+"""One volume over several devices: each has the whole network and a slab of every map.
+
+Memory and time both go by the number of devices, where stages of a network divide neither: the
+peak is at full resolution, and a batch of one cannot be pipelined. A process drives one device, so
+it works on several machines, with replicas, and each replays its own CUDA graphs, with the messages
+in them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unet3d.distributed.group import Group
+from unet3d.errors import ConfigError
+from unet3d.kernels.sharding import sharded
+from unet3d.model import UNet3d
+from unet3d.parallel.captured_step import CapturedStep
+from unet3d.parallel.cuda_graphs import MakePool
+from unet3d.parallel.executor import Loss, LossFunction, NoObserver, Observer
+from unet3d.parallel.partition import make_stages
+from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.parallel.placement import Layout, Slot
+from unet3d.parallel.precision import lowered_on
+from unet3d.parallel.replicas import check_kinds, use_plain_strides
+from unet3d.parallel.schedule import SCHEDULES
+from unet3d.parallel.spatial.division import Division, SlabRule
+from unet3d.parallel.spatial.flat_exchange import FlatExchange
+from unet3d.parallel.spatial.network import SlabNetwork
+from unet3d.parallel.spatial.shard import GroupMessages, Messages, NoMessages, VolumeShard
+from unet3d.parallel.stage_runner import place
+from unet3d.parallel.step_capture import MAX_ELEMENTS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LossOfVolume:
+    """A loss function whose sums are those of the volume; equal where its parts are."""
+
+    loss_fn: LossFunction
+    shard: VolumeShard
+
+    def __call__(self, logits: Any, target: Tensor) -> Loss | Tensor:
+        with sharded(self.shard):
+            return self.loss_fn(logits, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Divided:
+    """The network for one division of a volume."""
+
+    shard: VolumeShard
+    pipeline: PipelineExecutor
+
+
+class SpatialExecutor:
+    """The slab of one device; see :class:`~unet3d.parallel.Executor`.
+
+    What all ranks of a replica compute is the loss of their volume, the same in each of them. A
+    loss function must be made of :func:`unet3d.model.loss.loss_sums` or of other sums over voxels
+    that go through :func:`unet3d.kernels.sharding.sum_of_losses`.
+    """
+
+    def __init__(
+        self,
+        network: UNet3d,
+        layout: Layout,
+        group: Group | None = None,
+        messages: Messages | None = None,
+    ) -> None:
+        """Move the network to the device; all ranks do it.
+
+        Args:
+            network: The network, with all its parameters in one precision.
+            layout: The device, the slab, and how a batch is run; ``num_shards`` says how many
+                devices share a volume.
+            group: The ranks, shards of a replica one after the other; None: there is nobody.
+            messages: To the other shards; None: those of the group.
+
+        Raises:
+            ConfigError: The network's samples are not independent.
+            DeviceError: The ranks' devices are of different kinds.
+        """
+        if not network.samples_are_independent:
+            raise ConfigError(
+                "batch normalisation would take its statistics from a part of each volume; use "
+                "model.norm=instance or another --parallel than spatial"
+            )
+        self.module = network
+        self.rule = SlabRule(topology=network.topology, num_shards=layout.num_shards)
+        self.observer: Observer = NoObserver()
+        self._layout = layout
+        (device,) = layout.devices
+        (stage,) = make_stages(network.blocks(), (device,), (), network.outputs())
+        place(stage, lowered_on(device, layout.autocast))
+        self.slots: Sequence[Slot] = (stage.slot,)
+        self.input_device = self.output_device = device
+        process_group: dist.ProcessGroup | None = None
+        if group is not None:
+            check_kinds((stage,), group)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                use_plain_strides(network)
+            process_group = group.new_group(device)
+            if layout.num_shards < group.size:
+                own = group.new_subgroup(device, layout.num_shards)
+                messages = messages or GroupMessages(own)
+            messages = messages or GroupMessages(process_group)
+        self._messages = messages or NoMessages()
+        self._group = group
+        self._exchange = FlatExchange(network, group, process_group)
+        self._training: _Divided | None = None
+        self._predicting: _Divided | None = None
+
+    def forward_backward(
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        scale: float = 1.0,
+        *,
+        planes: int | None = None,
+    ) -> Any:
+        """Add one batch's gradients to the module's; see the protocol.
+
+        The mean over the ranks is part of it.
+
+        Raises:
+            DeviceError: The volume has too few planes.
+            RankError: Another rank died or hangs.
+        """
+        divided = self._for_training(image, planes)
+        divided.pipeline.observer = self.observer
+        loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
+        return divided.pipeline.forward_backward(image, target, loss, scale)
+
+    def captured_step(
+        self,
+        image: Tensor,
+        target: Tensor,
+        loss_fn: LossFunction,
+        make_pool: MakePool,
+        *,
+        planes: int | None = None,
+    ) -> CapturedStep | None:
+        """Return a step as it would be captured; see :class:`PipelineExecutor`."""
+        divided = self._for_training(image, planes)
+        loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
+        return divided.pipeline.captured_step(image, target, loss, make_pool)
+
+    @torch.no_grad()
+    def predict(self, image: Tensor) -> Tensor:
+        """Return the logits of a whole image, the same in all ranks of a replica.
+
+        Args:
+            image: (N, C, X, Y, Z), the same in all of them.
+
+        Raises:
+            DeviceError: It has too few planes.
+            RankError: Another rank died or hangs.
+        """
+        self.module.check_shape(image)
+        x, y, z = image.shape[2:]
+        division = self.rule.divide((x, y, z))
+        if self._predicting is None or self._predicting.shard.division != division:
+            self._predicting = self._divided(division, may_capture=False)
+        shard = self._predicting.shard
+        slab = division.slab(shard.index)
+        own = image.narrow(2, slab.start, len(slab))
+        if self._group is None:
+            return shard.gather_map(self._predicting.pipeline.predict(own), 0)
+        with self._group.translate_dist_errors():
+            return shard.gather_map(self._predicting.pipeline.predict(own), 0)
+
+    def _for_training(self, image: Tensor, planes: int | None) -> _Divided:
+        x, y, z = image.shape[2:]
+        division = self.rule.divide((x if planes is None else planes, y, z))
+        if self._training is None or self._training.shard.division != division:
+            self._training = None  # frees what was captured
+            in_plane = image.numel() // x
+            # The same for all, though a smaller slab alone would be worth it.
+            may_capture = in_plane * division.most_planes() <= MAX_ELEMENTS
+            self._training = self._divided(division, may_capture=may_capture)
+        return self._training
+
+    def _divided(self, division: Division, *, may_capture: bool) -> _Divided:
+        layout = self._layout
+        shard = VolumeShard(layout.shard, division, self._messages)
+        network = SlabNetwork(self.module, shard)
+        pipeline = PipelineExecutor(
+            module=network,
+            stages=make_stages(network.blocks(), layout.devices, (), network.outputs()),
+            num_micro_batches=layout.num_micro_batches,
+            schedule=SCHEDULES[layout.schedule],
+            autocast=layout.autocast,
+            recompute=layout.recompute,
+            offloads_skips=layout.offload == "skips",
+            cuda_graphs=layout.cuda_graphs if may_capture else "off",
+            exchange=lambda module, stages: self._exchange,
+        )
+        return _Divided(shard=shard, pipeline=pipeline)

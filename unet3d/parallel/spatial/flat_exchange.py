@@ -1,0 +1,104 @@
+"""The gradients of devices that share volumes: one message when a step has ended.
+
+``DistributedDataParallel`` would send while backward still exchanges planes, and two of NCCL's
+communicators that are at work in one process at a time can wait for one another for ever. So
+the gradients add up in one piece of memory, which is averaged over all ranks at once.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unet3d.distributed.group import Group
+from unet3d.model import BlockNetwork
+from unet3d.parallel.partition import Stage
+
+
+class FlatExchange:
+    """The mean over all ranks; see :class:`~unet3d.parallel.gradient_exchange.GradientExchange`."""
+
+    def __init__(
+        self,
+        module: BlockNetwork,
+        group: Group | None,
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Copy the first rank's parameters.
+
+        Args:
+            module: The network, on its device.
+            group: The ranks; None: memory is predicted, and there is nobody.
+            process_group: Moves their tensors.
+        """
+        self._module = module
+        self._group = group
+        self._process_group = process_group
+        self._flat: Tensor | None = None
+        self._own: dict[Tensor, Tensor] = {}
+        if group is not None:
+            with group.translate_dist_errors(), torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    # A kernel may be stored channels-last, and a message wants it contiguous.
+                    value = tensor.contiguous()
+                    dist.broadcast(value, 0, group=process_group)
+                    tensor.copy_(value)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Exchange what a step has added to the gradients.
+
+        Raises:
+            RankError: Another rank died or hangs.
+        """
+        if self._group is None:
+            self._own_gradients()
+            yield
+            return
+        with self._group.translate_dist_errors():
+            self._own_gradients()
+            yield
+            assert self._flat is not None  # it was made above
+            # What gradients held before is the same in all ranks, and so is the mean of it.
+            dist.all_reduce(self._flat, group=self._process_group)
+            self._flat /= self._group.size
+
+    def before_last_backward(self, stage: Stage) -> None:
+        """Do nothing: the message goes out when backward has ended."""
+
+    def all_agree(self, wish: bool) -> bool:
+        """Return whether all ranks wish the same: their messages are part of a captured step."""
+        return wish if self._group is None else all(self._group.exchange(wish))
+
+    def memory_for(self, parameter: Tensor) -> Tensor:
+        """Return the gradient itself, to which replays add."""
+        self._own_gradients()
+        return self._own[parameter]
+
+    def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
+        """Do nothing: the gradients are where they belong."""
+
+    def _own_gradients(self) -> None:
+        """See that each gradient is its part of the flat memory."""
+        if self._flat is None:
+            parameters = [p for p in self._module.parameters() if p.requires_grad]
+            total = sum(parameter.numel() for parameter in parameters)
+            first = parameters[0]
+            self._flat = torch.zeros(total, dtype=first.dtype, device=first.device)
+            start = 0
+            for parameter in parameters:
+                part = self._flat.narrow(0, start, parameter.numel())
+                self._own[parameter] = part.as_strided(
+                    parameter.shape, parameter.stride(), part.storage_offset()
+                )
+                start += parameter.numel()
+        for owner, own in self._own.items():
+            if owner.grad is own:
+                continue
+            if owner.grad is None:
+                own.zero_()
+            else:
+                own.copy_(owner.grad)
+            owner.grad = own

@@ -1,0 +1,203 @@
+"""A U-Net whose blocks work on slabs of a volume, and on whole maps where those are small.
+
+The blocks have the names and the modules of the plain network, so nothing else needs to know. Each
+of them runs where :func:`~unet3d.kernels.sharding.sharded` says that maps are slabs, or whole, also
+when backward runs it again. Between divided and whole levels there are two passages::
+
+    level    0   slab ──────────────────────────────────── slab
+             1      slab ─────────┬────────────────── slab
+                              gather planes        upsample, take a slab
+             2                  whole ─────────── whole
+
+Every device computes the whole levels alike. What comes back to them is the mean of what the slabs
+send, so that their gradients are those of one loss, and the gathered slabs get it once for each
+loss (:mod:`unet3d.kernels.sharding` has the convention).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unet3d.kernels import conv3x3x3, own_planes, upsample, with_halo
+from unet3d.kernels.conv.planes import some_planes
+from unet3d.kernels.sharding import sharded
+from unet3d.model import Block, UNet3d
+from unet3d.model.layers import HeadUnit, UpsampledUnit
+from unet3d.parallel.spatial.shard import VolumeShard
+
+
+class SlabNetwork(nn.Module):
+    """A network for one slab; it shares all modules with the plain one."""
+
+    def __init__(self, network: UNet3d, shard: VolumeShard) -> None:
+        """Wrap the blocks.
+
+        Args:
+            network: The plain network.
+            shard: The slab.
+        """
+        super().__init__()
+        self.network = network
+        self._shard = shard
+        self._blocks = tuple(_on_slab(block, network, shard) for block in network.blocks())
+
+    def blocks(self) -> tuple[Block, ...]:
+        """Return the blocks; ``image`` is the slab's own planes."""
+        return self._blocks
+
+    def outputs(self) -> tuple[str, ...]:
+        """Return the names of the blocks that write logits, full resolution first."""
+        return self.network.outputs()
+
+    @property
+    def samples_are_independent(self) -> bool:
+        """Whether a sample's logits are the same alone and in a batch."""
+        return self.network.samples_are_independent
+
+    def preferred_cuts(self, num_stages: int) -> None:
+        """Return none: a slab is run by one device."""
+
+    def example_input(self) -> Tensor:
+        """Return an image of the plain network."""
+        return self.network.example_input()
+
+    def check_shape(self, image: Tensor) -> None:
+        """Refuse what is no slab of a volume that the network can take.
+
+        Args:
+            image: (N, C, X, Y, Z), the slab's own planes.
+
+        Raises:
+            VolumeError: The volume does not suit the network.
+            ValueError: The image has other planes than the slab.
+        """
+        division = self._shard.division
+        wanted = len(division.slab(self._shard.index))
+        n, c, planes, y, z = image.shape
+        if planes != wanted:
+            raise ValueError(
+                f"a slab of {planes} planes, where shard {self._shard.index} of "
+                f"{division.planes()} planes has {wanted}"
+            )
+        self.network.check_shape(torch.empty((n, c, division.planes(), y, z), device="meta"))
+
+    def forward(self, image: Tensor) -> Any:
+        """Run the plain network, on a whole image."""
+        return self.network(image)
+
+
+def _on_slab(block: Block, network: UNet3d, shard: VolumeShard) -> Block:
+    """Return a block of the plain network for a slab."""
+    low = shard.division.num_divided
+    module, level = block.module, block.level
+    if level >= low:
+        # Of a whole level only the first block of the encoder reads the last slabs.
+        reads_slab = block.inputs == (network.encoder.outputs()[low - 1],)
+        wrapped: nn.Module = _Gathering(module, shard, low - 1) if reads_slab else _Whole(module)
+    else:
+        if level == low - 1 and low < network.topology.num_levels:
+            module = _taking_slabs(module, shard, level)
+        wrapped = _Sharded(module, shard, reads_image=block.inputs == ("image",))
+    return Block(
+        name=block.name, module=wrapped, inputs=block.inputs, path=block.path, level=block.level
+    )
+
+
+def _taking_slabs(module: nn.Module, shard: VolumeShard, level: int) -> nn.Module:
+    """Return a module that upsamples whole maps to slabs, if it upsamples at all."""
+    if isinstance(module, HeadUnit) and isinstance(module.unit, UpsampledUnit):
+        return HeadUnit(_SlabUpsampledUnit(module.unit, shard, level), module.head)
+    if isinstance(module, UpsampledUnit):
+        return _SlabUpsampledUnit(module, shard, level)
+    return module
+
+
+class _Sharded(nn.Module):
+    """A block of a divided level."""
+
+    def __init__(self, inner: nn.Module, shard: VolumeShard, *, reads_image: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reads_image = reads_image
+        self._shard = shard
+
+    def forward(self, *inputs: Tensor) -> Any:
+        with sharded(self._shard):
+            if self.reads_image:
+                inputs = tuple(map(with_halo, inputs))
+            return self.inner(*inputs)
+
+
+class _Whole(nn.Module):
+    """A block of a level that is whole."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Tensor) -> Any:
+        with sharded(None):
+            return self.inner(*inputs)
+
+
+class _Gathering(nn.Module):
+    """The first block of the first whole level."""
+
+    def __init__(self, inner: nn.Module, shard: VolumeShard, level: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self._shard = shard
+        self._level = level
+
+    def forward(self, x: Tensor) -> Any:
+        with sharded(self._shard):
+            own = own_planes(x)
+        whole: Tensor = _Gathered.apply(own, self._shard, self._level)  # type: ignore[no-untyped-call]
+        with sharded(None):
+            return self.inner(whole)
+
+
+class _SlabUpsampledUnit(UpsampledUnit):
+    """A unit of the lowest divided level, which reads features of a level that is whole."""
+
+    def __init__(self, joined: UpsampledUnit, shard: VolumeShard, level: int) -> None:
+        super().__init__(joined.up, joined.unit)
+        self._shard = shard
+        self._level = level
+
+    def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is normalised, and what is added to it before; x is whole."""
+        shard, step = self._shard, self.up.stride[0]
+        own = shard.division.slab(shard.index, self._level)
+        x = _MeanGradient.apply(x, shard)  # type: ignore[no-untyped-call]
+        # The slab need not begin or end with a plane of the level below.
+        first = max(own.start - 1, 0) // step
+        stop = min(-(-(own.stop + 1) // step), x.shape[2])
+        fine = upsample(x.narrow(2, first, stop - first), self.up.weight, self.up.stride)
+        start = first * step
+        fine = some_planes(fine, range(own.start - 1 - start, own.stop + 1 - start))
+        return conv3x3x3(fine, self.unit.conv.weight), added
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VolumeShard, level: int) -> Tensor:
+        ctx.slab, ctx.count = shard.division.slab(shard.index, level), shard.count
+        return shard.gather_map(x, level)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own = gradient.narrow(2, ctx.slab.start, len(ctx.slab))
+        return own * ctx.count, None, None
+
+
+class _MeanGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shard: VolumeShard) -> Tensor:
+        ctx.shard = shard
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.shard.sum(gradient) / ctx.shard.count, None

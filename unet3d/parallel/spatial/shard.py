@@ -1,0 +1,155 @@
+"""A device's slab of a volume, and the messages between the devices that share one."""
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unet3d.parallel.spatial.division import Division
+
+
+class Messages(Protocol):
+    """What a device tells the others that share a volume with it; all of them call each method."""
+
+    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
+        """Send each device its part of some bytes.
+
+        Args:
+            received: uint8, written: as many bytes from each device as it is sent, in their order.
+            sent: uint8, as many.
+            counts: Bytes for each device.
+        """
+        ...
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        """Give everyone the bytes of all.
+
+        Args:
+            received: uint8, written; in the order of the devices.
+            sent: uint8, as many as all others send.
+        """
+        ...
+
+    def sum(self, values: Tensor) -> None:
+        """Replace values by their sums over the devices.
+
+        Args:
+            values: float32 or float64, contiguous.
+        """
+        ...
+
+
+class GroupMessages:
+    """Messages of a process group, a process for each device."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Take a group.
+
+        Args:
+            group: The processes whose devices share a volume, in the order of their slabs.
+        """
+        self._group = group
+
+    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
+        """Send each device its part; see :class:`Messages`."""
+        dist.all_to_all_single(received, sent, counts, counts, group=self._group)
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        """Give everyone all; see :class:`Messages`."""
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+
+    def sum(self, values: Tensor) -> None:
+        """Add up; see :class:`Messages`."""
+        dist.all_reduce(values, group=self._group)
+
+
+class NoMessages:
+    """Says nothing to anyone: memory is predicted without the others."""
+
+    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
+        """Do nothing."""
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        """Do nothing."""
+
+    def sum(self, values: Tensor) -> None:
+        """Do nothing."""
+
+
+class VolumeShard:
+    """A slab of one volume; see :class:`unet3d.kernels.sharding.Shard`."""
+
+    def __init__(self, index: int, division: Division, messages: Messages) -> None:
+        """Take a slab.
+
+        Args:
+            index: Its number.
+            division: The volume in slabs.
+            messages: To the devices that have the others.
+        """
+        self.index = index
+        self.count = division.num_shards
+        self.division = division
+        self._messages = messages
+        self._planes = len(division.slab(index))
+
+    def of_volume(self, number: int) -> int:
+        """Return how many the volume has; see the protocol."""
+        return number * self.division.planes() // self._planes
+
+    def of_largest(self, number: int) -> int:
+        """Return how many the largest slab has; see the protocol."""
+        return number * self.division.most_planes() // self._planes
+
+    def exchange(self, first: Tensor, last: Tensor) -> Tensor:
+        """Give planes to the neighbours and return theirs; see the protocol."""
+        n, c, y, z = first.shape
+        shape = (2, n, y, z, c)
+        sent = torch.empty(shape, dtype=first.dtype, device=first.device)
+        received = torch.zeros_like(sent)
+        # A slab at an end of the volume has one neighbour.
+        there = slice(0 if self.index else 1, 2 if self.index < self.count - 1 else 1)
+        for place, plane in zip(sent[there], (first, last)[there], strict=True):
+            place.copy_(plane.permute(0, 2, 3, 1))
+        counts = [0] * self.count
+        for neighbour in (self.index - 1, self.index + 1):
+            if 0 <= neighbour < self.count:
+                counts[neighbour] = sent[0].numel() * sent.itemsize
+        if any(counts):
+            self._messages.swap(_as_bytes(received[there]), _as_bytes(sent[there]), counts)
+        return received.permute(0, 1, 4, 2, 3)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return the values of all slabs; see the protocol."""
+        values = values.contiguous()
+        received = values.new_empty((self.count, *values.shape))
+        self._messages.gather(_as_bytes(received), _as_bytes(values))
+        return received
+
+    def gather_map(self, x: Tensor, level: int) -> Tensor:
+        """Return a whole map from the slabs of all.
+
+        Args:
+            x: (N, C, X, Y, Z), this slab's planes.
+            level: Its level.
+        """
+        slabs = [self.division.slab(shard, level) for shard in range(self.count)]
+        most = max(map(len, slabs))
+        n, c, own, y, z = x.shape
+        sent = x.new_empty((n, most, y, z, c))
+        sent[:, :own].copy_(x.permute(0, 2, 3, 4, 1))
+        received = self.gather(sent)
+        parts = [part[:, : len(slab)] for part, slab in zip(received, slabs, strict=True)]
+        return torch.cat(parts, 1).permute(0, 4, 1, 2, 3)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over all slabs; see the protocol."""
+        exact = torch.promote_types(values.dtype, torch.float32)
+        total = values.to(exact, memory_format=torch.contiguous_format, copy=True)
+        self._messages.sum(total)
+        return total.to(values.dtype)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
