@@ -4,8 +4,6 @@ Ranks with the slabs of one volume compute it together. A signal reaches each of
 moment; so they ask one another before each volume, and either all of them compute it or none does.
 """
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
@@ -13,27 +11,19 @@ from unet3d.distributed.group import Group
 
 
 class ShardSignals:
-    """The shards of each replica among the ranks, which come one after the other."""
+    """What the shards of a replica agree on; they are ranks that follow one another."""
 
-    def __init__(self, group: Group, num_shards: int, timeout_seconds: float) -> None:
+    def __init__(self, group: Group, num_shards: int) -> None:
         """Connect the shards of each replica; all ranks call it.
 
         Args:
             group: The ranks, connected where there are several shards.
             num_shards: How many ranks have slabs of one volume; 1: nobody needs to be asked.
-            timeout_seconds: Silence after which a rank is taken to hang.
         """
         self._group = group
         self._shards: dist.ProcessGroup | None = None
-        if num_shards == 1:
-            return
-        timeout = timedelta(seconds=timeout_seconds)
-        for first in range(0, group.size, num_shards):
-            ranks = range(first, first + num_shards)
-            # Every rank must make the groups of all.
-            shards = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
-            if group.ranks.rank in ranks:
-                self._shards = shards
+        if num_shards > 1:
+            self._shards = group.new_subgroup(torch.device("cpu"), num_shards)
 
     def agree(self, stop: int) -> int:
         """Return the largest number that a shard of this replica has; all of them call it.

@@ -65,7 +65,7 @@ class Validator:
         self._group = group
         self._replica, self._shard = divmod(group.ranks.rank, num_shards)
         self._num_replicas = group.size // num_shards
-        self._signals = ShardSignals(group, num_shards, experiment.config.parallel.timeout_seconds)
+        self._signals = ShardSignals(group, num_shards)
 
     def validate(
         self,
