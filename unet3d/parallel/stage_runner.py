@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from unet3d.config import Recompute
@@ -257,8 +257,18 @@ def place(stage: Stage, autocast: torch.dtype | None) -> torch.dtype | None:
     device = stage.slot.device
     layout = memory_format(device, autocast or dtype or torch.float32)
     for block in stage.blocks:
-        block.module.to(device, memory_format=layout)  # type: ignore[call-overload]
+        if not _is_placed(block.module, device, layout):
+            block.module.to(device, memory_format=layout)  # type: ignore[call-overload]
     return dtype
+
+
+def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_format) -> bool:
+    tensors = (*module.parameters(), *module.buffers())
+    return all(
+        tensor.device == device
+        and (tensor.dim() != 5 or tensor.is_contiguous(memory_format=layout))
+        for tensor in tensors
+    )
 
 
 class _Sending:
