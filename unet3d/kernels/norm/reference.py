@@ -171,6 +171,6 @@ def _batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     statistics = (None, None, mean.flatten(), rstd.flatten())
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
-        g, _rows(x), weight.repeat(len(x)), *statistics, True, 0.0, wanted
+        g.to(x.dtype), _rows(x), weight.repeat(len(x)), *statistics, True, 0.0, wanted
     )
     return gradients

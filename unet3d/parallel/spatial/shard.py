@@ -8,6 +8,9 @@ from torch import Tensor
 
 from unet3d.parallel.spatial.division import Division
 
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""PyTorch 2.13 has another name for it, and warns of the old one."""
+
 
 class Messages(Protocol):
     """What a device tells the others that share a volume with it; all of them call each method."""
@@ -57,7 +60,7 @@ class GroupMessages:
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
         """Give everyone all; see :class:`Messages`."""
-        dist.all_gather_into_tensor(received, sent, group=self._group)
+        _gather(received, sent, group=self._group)
 
     def sum(self, values: Tensor) -> None:
         """Add up; see :class:`Messages`."""
