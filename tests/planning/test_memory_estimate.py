@@ -19,11 +19,11 @@ from unet3d.parallel import precision
 from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment, plan_without_data
+from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import (
     UNCOUNTED_BYTES,
     MemoryEstimate,
     Step,
-    largest_size,
     predict_memory,
 )
 from unet3d.volumes.augment import DeviceAugmentation
