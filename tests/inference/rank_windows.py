@@ -1,4 +1,4 @@
-"""What the ranks of ``test_shared_executor.py`` do: share windows, and fail in the midst of some."""
+"""What the ranks of ``test_shared_executor.py`` do: share windows, and fail in some of them."""
 
 import os
 import signal
