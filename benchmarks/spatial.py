@@ -48,8 +48,10 @@ from unet3d.parallel.precision import autocast_dtype, image_dtype, to_parameter_
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.memory_estimate import Step, predict_memory
 
-SPATIAL_SECONDS = 2.0
+SECONDS_IN_A_ROW = 2.0
 """Steps in a row take about so long."""
+WARM_UP_STEPS = 5
+"""After the first; in the last of them small steps are captured."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -60,6 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--predict-size", type=int, help="default: the last of the sizes")
     parser.add_argument("--channels", default="32,64,128,256,320,320")
     parser.add_argument("--recompute", default="norm", choices=("norm", "level", "off"))
+    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "off"))
     parser.add_argument("--steps", type=int, help="in a row; default: what takes 2 seconds")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -80,26 +83,30 @@ class Bench:
         self.num_done = 0
 
     def topology(self, size: Shape) -> Topology:
+        """Return the network for cubes of a size."""
         channels = tuple(int(count) for count in self.arguments.channels.split(","))
         return plan_topology(ModelSettings(channels=channels), size, (1.0, 1.0, 1.0), 1, 3)
 
     def layout(self, num_shards: int) -> Layout:
+        """Return the place of this rank, alone or among all."""
         return Layout(
             devices=(self.device,),
             autocast=autocast_dtype(self.precision),
             recompute=self.arguments.recompute,
+            cuda_graphs=self.arguments.cuda_graphs,
             num_shards=num_shards,
             shard=self.group.ranks.rank if num_shards > 1 else 0,
         )
 
     def executor(self, size: Shape, num_shards: int) -> Executor:
+        """Return the same network on this device, alone or with all others."""
         torch.manual_seed(0)
         model = UNet3d(self.topology(size))
         to_parameter_dtype(model, self.precision)
         return parallelize(model, self.layout(num_shards), self.group if num_shards > 1 else None)
 
-    def step_of(self, size: Shape, num_shards: int) -> tuple[Executor, Callable[[], torch.Tensor]]:
-        """Return an executor, and what takes a training step of it and returns the loss."""
+    def step_of(self, size: Shape, num_shards: int) -> Callable[[], torch.Tensor]:
+        """Return what takes a training step and returns the loss."""
         executor = self.executor(size, num_shards)
         several = num_shards > 1
         optimization = Optimization(
@@ -127,7 +134,7 @@ class Bench:
             total: torch.Tensor = loss.total
             return total
 
-        return executor, step
+        return step
 
     def timed(self, work: Callable[[], Any], steps: int | None = None) -> tuple[float, int]:
         """Return the median seconds of work done several times in a row, and how many times."""
@@ -136,7 +143,7 @@ class Bench:
         work()
         synchronize()
         once = time.perf_counter() - began
-        steps = steps or max(2, min(30, round(SPATIAL_SECONDS / once)))
+        steps = steps or max(2, min(30, round(SECONDS_IN_A_ROW / once)))
         seconds = []
         for _ in range(self.arguments.repeats):
             synchronize()
@@ -151,76 +158,70 @@ class Bench:
         """Return the time of the slowest rank, where all do the same number of steps."""
         steps = self.arguments.steps or max(self.group.exchange(seconds(2)[0]))
         if isinstance(steps, float):
-            steps = max(2, min(30, round(SPATIAL_SECONDS / steps)))
+            steps = max(2, min(30, round(SECONDS_IN_A_ROW / steps)))
         return max(self.group.exchange(seconds(steps)[0]))
 
     def measure_step(self, size: Shape) -> dict[str, Any]:
+        """Measure a training step on one device and on all."""
         row: dict[str, Any] = {"size": list(size)}
-        if self.group.is_first:
-            row["one"] = self._one_device(size)
-        self.group.exchange(None)
-        executor, step = self.step_of(size, self.count)
-        first = step().item()
-        for _ in range(5):
-            later = step()
-        row |= {"loss": first, "later_loss": later.item()}
-        self._reset_peak()
-        row["seconds"] = self.agreed(lambda steps: self.timed(step, steps))
-        row["peak_bytes"] = self.group.exchange(self._peak())
-        row["reserved_bytes"] = self.group.exchange(self._reserved())
+        row["one"] = self.group.exchange(self._one_device(size))[0]
+        self._clear()
+        row |= self._all_devices(size)
+        self._clear()
         if self.group.is_first and self.device.type == "cuda":
             row["predicted_bytes"] = self._predicted(size, self.count)
-        del executor, step
-        self._clear()
         return row
 
     def _one_device(self, size: Shape) -> dict[str, Any]:
-        row: dict[str, Any] = {}
+        """Measure a step on this device; every rank does it, so that all compile the kernels."""
         try:
-            executor, step = self.step_of(size, 1)
-            row["loss"] = step().item()
-            for _ in range(5):
-                later = step()
-            row["later_loss"] = later.item()
-            self._reset_peak()
+            step = self.step_of(size, 1)
+            row: dict[str, Any] = self._warmed_up(step)
             row["seconds"], _ = self.timed(step, self.arguments.steps)
-            row["peak_bytes"], row["reserved_bytes"] = self._peak(), self._reserved()
-            del executor, step
+            return row | {"peak_bytes": self._peak(), "reserved_bytes": self._reserved()}
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            row["reason"] = reason_of(error)
-        self._clear()
+            return {"reason": reason_of(error)}
+
+    def _all_devices(self, size: Shape) -> dict[str, Any]:
+        step = self.step_of(size, self.count)
+        row = self._warmed_up(step)
+        row["seconds"] = self.agreed(lambda steps: self.timed(step, steps))
+        row["peak_bytes"] = self.group.exchange(self._peak())
+        row["reserved_bytes"] = self.group.exchange(self._reserved())
+        return row
+
+    def _warmed_up(self, step: Callable[[], torch.Tensor]) -> dict[str, Any]:
+        """Take the first steps, and return the losses of the first and the last of them."""
+        first = step().item()
+        for _ in range(WARM_UP_STEPS):
+            later = step()
+        row = {"loss": first, "later_loss": later.item()}
+        self._reset_peak()
         return row
 
     def measure_predict(self, size: Shape) -> dict[str, Any]:
-        row: dict[str, Any] = {"size": list(size)}
+        """Measure the logits of a whole cube on one device and on all."""
         image = torch.randn((1, 1, *size), generator=torch.Generator().manual_seed(0))
         image = image.to(self.device, image_dtype(UNet3d(self.topology(size))))
-        if self.group.is_first:
-            executor = self.executor(size, 1)
-            executor.module.eval()
-            executor.predict(image)
-            row["one_seconds"], _ = self.timed(
-                lambda: executor.predict(image), self.arguments.steps
-            )
-            one = executor.predict(image).float().cpu()
-            del executor
-            self._clear()
-        self.group.exchange(None)
-        executor = self.executor(size, self.count)
-        executor.module.eval()
-        executor.predict(image)
-        row["seconds"] = self.agreed(
-            lambda steps: self.timed(lambda: executor.predict(image), steps)
-        )
-        if self.group.is_first:
-            several = executor.predict(image).float().cpu()
-            row["largest_difference"] = (several - one).abs().max().item()
-            row["same_label"] = (several.argmax(1) == one.argmax(1)).float().mean().item()
-        else:
-            executor.predict(image)
-        del executor
+        one_seconds, one = self._predicted_by(size, 1, image)
         self._clear()
-        return row
+        seconds, several = self._predicted_by(size, self.count, image)
+        self._clear()
+        return {
+            "size": list(size),
+            "one_seconds": one_seconds,
+            "seconds": seconds,
+            "largest_difference": (several - one).abs().max().item(),
+            "same_label": (several.argmax(1) == one.argmax(1)).float().mean().item(),
+        }
+
+    def _predicted_by(
+        self, size: Shape, num_shards: int, image: torch.Tensor
+    ) -> tuple[float, torch.Tensor]:
+        executor = self.executor(size, num_shards)
+        executor.module.eval()
+        logits = executor.predict(image).float().cpu()
+        return self.agreed(lambda steps: self.timed(lambda: executor.predict(image), steps)), logits
 
     def measure_messages(self) -> list[dict[str, Any]]:
         """Measure what goes between the devices, in microseconds."""
@@ -259,9 +260,9 @@ class Bench:
 
     def _of_many(self, work: Callable[[], Any], count: int = 100) -> float:
         count = count if self.device.type == "cuda" else 5
-        work()
-        synchronize()
         self.group.exchange(None)
+        work()  # the ranks leave an exchange at different times, but this one together
+        synchronize()
         began = time.perf_counter()
         for _ in range(count):
             work()
@@ -276,7 +277,8 @@ class Bench:
         return counts
 
     def measure_largest(self, size: Shape) -> dict[str, Any]:
-        executor, step = self.step_of(size, self.count)
+        """See whether two steps of a cube run on all devices."""
+        step = self.step_of(size, self.count)
         step()
         self._reset_peak()
         began = time.perf_counter()
@@ -284,7 +286,6 @@ class Bench:
         synchronize()
         seconds = time.perf_counter() - began
         peaks = self.group.exchange(self._peak())
-        del executor
         return {"size": list(size), "trains": True, "seconds": seconds, "peak_bytes": peaks}
 
     def _predicted(self, size: Shape, num_shards: int) -> int:
