@@ -1,8 +1,8 @@
 """``unet3d plan``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,7 +11,6 @@ from unet3d.cli.options import (
     balance_option,
     changes_of,
     config_options,
-    mode_for,
     offload_option,
     placement_options,
     replicas_option,
@@ -22,6 +21,11 @@ from unet3d.errors import ConfigError, DoesNotFitError, reason_of
 if TYPE_CHECKING:
     from unet3d.config import Config
     from unet3d.planning.experiment import NetworkPlan
+
+TOO_LARGE = (
+    "every setting ran out of memory; use smaller patches (--shape), a smaller network "
+    "(model.base_channels) or more devices"
+)
 
 
 @click.command()
@@ -35,13 +39,13 @@ if TYPE_CHECKING:
 @click.option(
     "--measure",
     is_flag=True,
-    help="Time steps on --devices instead, for every cut and number of micro-batches that may be "
-    "best; training then takes the best.",
+    help="Time steps on --devices instead, of every way to use several, or of --parallel model "
+    "with every cut and number of micro-batches that may be best; training then takes the best.",
 )
 @click.option(
     "--picture",
     type=FILE,
-    help="With --measure: PNG of time against micro-batches; default: tuning.png.",
+    help="With --measure: PNG of the times; default: tuning.png.",
 )
 @offload_option
 @replicas_option
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
     help="Memory of each GPU; default: as in this machine.",
 )
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
+@click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(
     *,
     dataset: Path | None,
@@ -69,6 +74,7 @@ def plan(
     replicas: int | None,
     device_memory: float | None,
     json_path: Path | None,
+    step_record: Path | None,
 ) -> None:
     """Predict the memory that training takes of each device, on DATASET or for --shape.
 
@@ -89,7 +95,7 @@ def plan(
         {
             "data.dataset": dataset and dataset.absolute(),
             "patches.size": shape,
-            "parallel.mode": parallel or mode_for(devices),
+            "parallel.mode": parallel,
             "parallel.devices": devices,
             "training.batch_size": batch_size,
             "training.micro_batches": micro_batches,
@@ -113,6 +119,11 @@ def plan(
         )
         network = plan_without_data(config)
         notes += [rounded] if (rounded := rounding(config, network)) else []
+    if step_record is not None:
+        from unet3d.planning.rank_step import measure_rank
+
+        measure_rank(config, network, step_record)
+        return
     if picture is not None:
         _measure(config, network, notes, picture, json_path)
     else:
@@ -141,6 +152,8 @@ def _predict(
     for note in notes:
         show_line(note)
     show_line(plan_table(record))
+    if comparison.choice is not None:
+        show_line(comparison.choice)
     record["notes"] = [*notes, *record["notes"]]
     for way, row in zip(comparison.ways, record["ways"], strict=True):
         with working(f"searching for the largest volume with {way_name(row)} micro-batch(es)"):
@@ -158,13 +171,39 @@ def _measure(
     json_path: Path | None,
 ) -> None:
     """Measure every setting, show the times, and store the best ones for training to find."""
+    from unet3d.planning.mode_times import time_modes
     from unet3d.planning.tuning import Progress, tune
     from unet3d.planning.tuning_cache import remember_tuned
     from unet3d.reports.progress import duration
-    from unet3d.reports.tuning import tuning_lines, tuning_table, write_tuning_picture
+    from unet3d.reports.tuning import (
+        mode_lines,
+        mode_table,
+        tuning_lines,
+        tuning_table,
+        write_mode_picture,
+        write_tuning_picture,
+    )
 
     for note in notes:
         show_line(note)
+    if config.parallel.mode not in ("none", "model"):
+        with working("measuring one device") as show:
+            modes = time_modes(config, network, lambda name: show(f"measuring {name}"))
+        if modes is not None:
+            record = modes.to_dict()
+            show_line(mode_table(record))
+            if json_path is not None:
+                write_json(json_path, record)
+            if modes.fastest is None:
+                raise DoesNotFitError(TOO_LARGE)
+            folder = modes.remember()[0].parent
+            _draw(write_mode_picture, record, picture)
+            for line in (
+                *mode_lines(record),
+                f"Times: {picture}; in {folder} for --parallel auto.",
+            ):
+                show_line(line)
+            return
     with working("timing the blocks of the network") as show:
 
         def watch(progress: Progress) -> None:
@@ -180,15 +219,9 @@ def _measure(
     if json_path is not None:
         write_json(json_path, record)
     if tuning.fastest is None:
-        raise DoesNotFitError(
-            "every setting ran out of memory; use smaller patches (--shape), a smaller network "
-            "(model.base_channels) or more devices"
-        )
+        raise DoesNotFitError(TOO_LARGE)
     paths = [remember_tuned(key, choice) for key, choice in tuning.choices()]
-    try:
-        write_tuning_picture(record, picture)
-    except OSError as error:
-        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error
+    _draw(write_tuning_picture, record, picture)
     for line in (
         *tuning_lines(record),
         f"Time against micro-batches: {picture}",
@@ -196,3 +229,12 @@ def _measure(
         "same network, patch, batch and devices, unless micro-batches, balance or cuts are set.",
     ):
         show_line(line)
+
+
+def _draw(
+    write: Callable[[Mapping[str, Any], Path], object], record: Mapping[str, Any], picture: Path
+) -> None:
+    try:
+        write(record, picture)
+    except OSError as error:
+        raise ConfigError(f"cannot write {picture}: {reason_of(error)}") from error

@@ -1,61 +1,31 @@
 """The options for placing one training: the memory each takes, and the largest patch that fits."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from unet3d.config import Config, ParallelSettings, Shape
-from unet3d.errors import ConfigError
-from unet3d.memory.record import device_bytes
+from unet3d.config import Config, ParallelSettings
+from unet3d.errors import ConfigError, DeviceError
 from unet3d.model import UNet3d
-from unet3d.model.optimizer import (
-    num_states,
-)
+from unet3d.model.optimizer import num_states
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.planning.choice import best_of, choice_line, timed_options, tuning_key
 from unet3d.planning.experiment import NetworkPlan, check_stages
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
-from unet3d.planning.tuning_cache import TuningKey, resolve_auto
+from unet3d.planning.placements import (
+    PlacementOption,
+    is_here,
+    make_option,
+    memory_of,
+    placed,
+    possible_dims,
+)
+from unet3d.planning.tuning_cache import resolve_auto
 from unet3d.volumes.cache import Cache
-
-CPU = torch.device("cpu")
-
-Replicas = tuple[tuple[torch.device, ...], ...]
-"""The devices of each copy of a network."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementOption:
-    """One option for placing a training."""
-
-    parallel: str
-    """The mode."""
-    replicas: Replicas
-    """The devices of each copy of the network."""
-    prediction: MemoryEstimate
-    """The memory of the replica with the largest share of the batch, on the first one's devices."""
-    limits: Mapping[torch.device, int]
-    """Bytes that each device of the first replica may hold, so that every replica fits."""
-    is_asked: bool
-    """Whether the settings name this option."""
-    balance: str | None
-    """What its cut balances, where that is not the default."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether each device has that much memory."""
-        return self.prediction.load(self.limits) <= 1
-
-    def largest(self) -> Shape | None:
-        """Search for the largest patch of the same aspect that fits; it takes a while.
-
-        Returns:
-            Voxels; None where even the smallest patch does not fit.
-        """
-        return largest_size(self.prediction.step, self.limits, self.prediction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +34,10 @@ class Comparison:
 
     ways: tuple[PlacementOption, ...]
     """At least one device and several, with and without micro-batches."""
+    asked: PlacementOption | None
+    """Which of them the settings name, or leave open and is chosen."""
+    choice: str | None
+    """What mode ``auto`` chooses and why, in one line; None: the settings name a mode."""
     device_bytes: Mapping[torch.device, int]
     """Memory of each device."""
     notes: tuple[str, ...]
@@ -74,20 +48,25 @@ class Comparison:
 
         The largest patches, which take longer to find, are left out.
         """
-        step = self.ways[0].prediction.step  # the option of one device, which has the whole batch
+        step = self.ways[0].step  # the option of one device, which has the whole batch
         return {
             "shape": list(step.size),
             "batch_size": step.batch_size,
             "precision": step.precision,
             "channels": list(step.topology.channels),
             "notes": list(self.notes),
+            "choice": self.choice,
             "ways": [self._way(way) for way in self.ways],
         }
 
     def _way(self, way: PlacementOption) -> dict[str, Any]:
-        prediction = way.prediction
+        step, dims = way.step, way.dims
         slots: list[dict[str, Any]] = []
-        for rank, devices in enumerate(way.replicas):
+        num_ranks = dims.num_processes
+        for rank in range(num_ranks):
+            prediction = way.shards[dims.shard_of(rank)]
+            num_slots = len(prediction.slots)
+            devices = dims.all_devices[rank * num_slots : (rank + 1) * num_slots]
             for slot, device in zip(prediction.slots, devices, strict=True):
                 row = {
                     "slot": len(slots),
@@ -96,14 +75,16 @@ class Comparison:
                     "device_bytes": self.device_bytes[device],
                     "predicted": prediction.memory[slot.index].to_dict(),
                 }
-                slots.append({**row, "rank": rank} if len(way.replicas) > 1 else row)
+                slots.append({**row, "rank": rank} if num_ranks > 1 else row)
         return {
-            "parallel": way.parallel,
-            "replicas": len(way.replicas),
-            "num_micro_batches": prediction.step.layout.num_micro_batches,
+            "parallel": dims.mode,
+            "replicas": dims.num_replicas,
+            "shards": dims.num_shards,
+            "num_micro_batches": step.layout.num_micro_batches,
             "balance": way.balance,
-            "asked": way.is_asked,
+            "asked": way is self.asked,
             "fits": way.fits,
+            "predicted_seconds": way.seconds,
             "slots": slots,
         }
 
@@ -130,54 +111,47 @@ def compare(
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
     refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
-    options = _options(asked)
-    several = tuple(dict.fromkeys(_joined(dims.replicas for dims in options)))
+    candidates = _candidates(config, network, asked)
+    every = _beside(candidates, config, network, asked)
+    several = tuple(dict.fromkeys(device for dims in every for device in dims.all_devices))
     precision = resolve_precision(config.training.precision, several)
-    memory = {device: _device_bytes(device, several, memory_bytes) for device in several}
-    if memory_bytes is None and all(_is_here(device) for device in _joined([asked.replicas])):
-        config = resolve_auto(
-            TuningKey(
-                config=config,
-                topology=network.topology,
-                size=network.size,
-                devices=asked.devices,
-                precision=precision,
-                num_replicas=asked.num_replicas,
-            )
-        )
+    memory = memory_of(several, memory_bytes)
+    timed = {option.dims: option for option in timed_options(config, network, every, memory)}
+    notes = list(_notes(config.parallel, memory_bytes))
+    chosen, choice = asked, None
+    if len(candidates) > 1:
+        watch(0, len(every))
+        options = [timed[dims] for dims in candidates]
+        best = best_of(options)
+        chosen = best.dims
+        choice = choice_line(options, best)
+    if memory_bytes is None and all(map(is_here, chosen.all_devices)):
+        config = resolve_auto(tuning_key(config, timed[chosen]))
     counts = sorted({1, config.training.num_micro_batches})
     ways: list[PlacementOption] = []
-    for dims in options:
-        limits = _limits(dims.replicas, memory)
+    asked_way: PlacementOption | None = None
+    for dims in every:
         for count in counts:
-            watch(len(ways), len(options) * len(counts))
-            layout = replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count)
-            batch_size = dims.share_of(config.training.batch_size)
-            if dims.mode == asked.mode:
-                cuts = _cuts(config, network, layout, precision, batch_size)
-                layout = replace(layout, cuts=cuts)
-            step = Step(
-                topology=network.topology,
-                layout=layout,
-                size=network.size,
-                batch_size=batch_size,
-                settings=config.training,
-                precision=precision,
-                augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
-            )
-            is_balanced = dims.mode == asked.mode and _is_balanced(config)
-            ways.append(
-                PlacementOption(
-                    parallel=dims.mode,
-                    replicas=dims.replicas,
-                    prediction=predict_memory(step),
-                    limits=limits,
-                    is_asked=dims == asked and count == config.training.num_micro_batches,
+            watch(len(ways), len(every) * len(counts))
+            way = timed[dims]
+            is_balanced = dims == chosen and dims.mode == "model" and _is_balanced(config)
+            if way.step.layout.num_micro_batches != count or is_balanced or config.parallel.cuts:
+                way = make_option(
+                    config,
+                    network,
+                    dims,
+                    precision=precision,
+                    num_micro_batches=count,
+                    memory=memory,
+                    cuts=_cuts(config, network, dims, precision, count) if dims == chosen else None,
                     balance=config.parallel.balance if is_balanced else None,
                 )
-            )
+            if dims == chosen and count == config.training.num_micro_batches:
+                asked_way = way
+            _ = way.shards  # predicted while it is being watched
+            ways.append(way)
     return Comparison(
-        ways=tuple(ways), device_bytes=memory, notes=tuple(_notes(config.parallel, memory_bytes))
+        ways=tuple(ways), asked=asked_way, choice=choice, device_bytes=memory, notes=tuple(notes)
     )
 
 
@@ -211,30 +185,34 @@ def _has_gpu(memory_bytes: int | None) -> bool:
     return torch.cuda.device_count() > 0 or memory_bytes is not None
 
 
-def _options(asked: ParallelDims) -> list[ParallelDims]:
-    """Return the options to compare: one device, what is asked for, and two stages."""
-    first, *others = (devices[0] for devices in asked.replicas)
-    second = others[0] if others else _next(first)
-    one = ParallelDims(mode="none", replicas=((first,),), num_replicas=1)
-    two = ParallelDims(mode="model", replicas=((first, second),), num_replicas=1)
-    if asked.mode == "model":
-        return [one, asked]
-    return [one, two] if asked == one else [one, asked, two]
+def _candidates(
+    config: Config, network: NetworkPlan, asked: ParallelDims
+) -> tuple[ParallelDims, ...]:
+    """Return what mode ``auto`` chooses from; another mode has one candidate."""
+    if config.parallel.mode != "auto":
+        return (asked,)
+    return possible_dims(config, network, asked.all_devices) or (asked,)
 
 
-def _limits(replicas: Replicas, memory: Mapping[torch.device, int]) -> dict[torch.device, int]:
-    """Return the limit of each device of the first replica, so that every replica fits."""
-    limits: dict[torch.device, int] = {}
-    for places in zip(*replicas, strict=True):
-        least = min(memory[device] for device in places)
-        if places[0] == CPU:  # they share the machine's memory
-            least //= len(replicas)
-        limits[places[0]] = min(least, limits.get(places[0], least))
-    return limits
+def _beside(
+    candidates: Sequence[ParallelDims], config: Config, network: NetworkPlan, asked: ParallelDims
+) -> list[ParallelDims]:
+    """Return candidates with what a reader compares them with, one device first.
 
-
-def _joined(several: Iterable[Replicas]) -> list[torch.device]:
-    return [device for replicas in several for devices in replicas for device in devices]
+    That is all that can be on the same devices, or where it is one, on two; and two stages.
+    """
+    devices = asked.all_devices
+    if len(devices) == 1:
+        devices = (devices[0], _next(devices[0]))
+    alone = config.parallel.model_copy(update={"replicas": 1})
+    free = config.model_copy(update={"parallel": alone})
+    found = [*possible_dims(free, network, devices), *candidates]
+    if all(dims.mode != "model" for dims in found):
+        with suppress(DeviceError):
+            stages = placed(alone, "model", devices[:2])
+            check_stages(config, network, stages.num_stages)
+            found.append(stages)
+    return list(dict.fromkeys(found))
 
 
 def _is_balanced(config: Config) -> bool:
@@ -243,18 +221,18 @@ def _is_balanced(config: Config) -> bool:
 
 
 def _cuts(
-    config: Config, network: NetworkPlan, layout: Layout, precision: str, batch_size: int
+    config: Config, network: NetworkPlan, dims: ParallelDims, precision: str, count: int
 ) -> tuple[int, ...] | None:
     """Return where training would cut the network; None: at the default place.
 
     Raises:
         ConfigError: The cut depends on measurements on a device that is not here.
     """
-    if not _is_balanced(config):
+    if dims.mode != "model" or not _is_balanced(config):
         return config.parallel.cuts
     balance = config.parallel.wanted_balance
-    for device in layout.devices:
-        if balance == "time" and not _is_here(device):
+    for device in dims.devices:
+        if balance == "time" and not is_here(device):
             raise ConfigError(
                 f"parallel.balance is time, which is measured on the devices, but {device} is not "
                 "on this machine; use --balance memory, which is counted"
@@ -263,10 +241,10 @@ def _cuts(
     to_parameter_dtype(model, precision)
     return choose_cuts(
         model,
-        layout=layout,
+        layout=replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count),
         balance=balance,
         size=network.size,
-        batch_size=batch_size,
+        batch_size=dims.share_of(config.training.batch_size),
         num_states=num_states(config.training),
         folder=Cache(config.data.cache).folder / "timings",
     )
@@ -275,23 +253,3 @@ def _cuts(
 def _next(device: torch.device) -> torch.device:
     """Return a second device like a first one."""
     return device if device.type == "cpu" else torch.device("cuda", (device.index or 0) + 1)
-
-
-def _device_bytes(
-    device: torch.device, devices: tuple[torch.device, ...], memory_bytes: int | None
-) -> int:
-    is_meant = device.type == "cuda" or all(other == CPU for other in devices)
-    if memory_bytes is not None and is_meant:
-        return memory_bytes
-    if _is_here(device):
-        return device_bytes(device)
-    if torch.cuda.device_count() > 0:  # another device like those that are here
-        return device_bytes(torch.device("cuda", 0))
-    raise ConfigError(
-        f"{device} is not on this machine, so its memory is unknown; give it with --device-memory "
-        "GIB, such as --device-memory 80"
-    )
-
-
-def _is_here(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.index or 0) < torch.cuda.device_count()

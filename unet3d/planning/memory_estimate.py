@@ -4,7 +4,6 @@ The step that is counted is the real one: the real network, executor and optimiz
 (see :mod:`unet3d.memory.allocations`). So no table of constants here could grow stale.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,12 +24,16 @@ from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
 from unet3d.parallel.precision import image_dtype, to_parameter_dtype
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.reserved_memory import reserved_bytes
 from unet3d.volumes.augment import DeviceAugmentation
 
 UNCOUNTED_BYTES = 1024**3
 """What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
 space where it raises the peak, and gaps between tensors."""
+MESSAGE_BYTES = 512 * 1024**2
+"""What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,
+not measured: buffers of 4 MiB for each of up to 32 channels and few peers of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class Step:
     layout: Layout
     """Devices (which need not exist), cuts, micro-batches and autocast."""
     size: Shape
-    """Voxels of a patch along X, Y, Z; multiples of the total stride."""
+    """Voxels of a patch along X, Y, Z; multiples of the total stride. Of the whole one, where it is
+    divided over shards."""
     batch_size: int
     """Patches."""
     settings: TrainingSettings
@@ -52,9 +56,52 @@ class Step:
     augmentation: DeviceAugmentation | None = None
     """What makes the batches on the first GPU; None: they come from the host."""
 
+    @property
+    def own_size(self) -> Shape:
+        """Voxels of a patch on the device: of a shard's slab, or of all.
+
+        Raises:
+            DeviceError: The patch has too few planes for the shards.
+        """
+        if self.layout.num_shards == 1:
+            return self.size
+        slab = self._slabs().slab(self.layout.shard, self.size)
+        return len(slab), *self.size[1:]
+
+    def shards(self) -> tuple["Step", ...]:
+        """Return the step of each shard of a replica; the first one's slab is as large as any.
+
+        Raises:
+            DeviceError: The patch has too few planes for the shards.
+        """
+        self._slabs().divide(self.size)
+        return tuple(
+            replace(self, layout=replace(self.layout, shard=shard))
+            for shard in range(self.layout.num_shards)
+        )
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """All that the memory of a shard depends on: its planes, and how many neighbours it has.
+
+        Raises:
+            DeviceError: The patch has too few planes for the shards.
+        """
+        layout = self.layout
+        return self.own_size[0], (layout.shard > 0) + (layout.shard < layout.num_shards - 1)
+
+    def can_be_divided(self) -> bool:
+        """Return whether the patch has planes for all shards."""
+        return self.layout.num_shards == 1 or (
+            self._slabs().most_shards(self.size) >= self.layout.num_shards
+        )
+
+    def _slabs(self) -> SlabRule:
+        return SlabRule(topology=self.topology, num_shards=self.layout.num_shards)
+
     def staging_bytes(self) -> int:
         """Return what a GPU takes to make a patch, on the stream beside the step."""
-        return 0 if self.augmentation is None else self.augmentation.staging_bytes(self.size)
+        return 0 if self.augmentation is None else self.augmentation.staging_bytes(self.own_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +124,14 @@ class MemoryEstimate:
             if slot.device.type == "cpu":  # where slots add up
                 needed[slot.device] = needed.get(slot.device, 0) + peak
             else:  # each has the whole GPU's; gaps are freed before memory runs out
-                needed[slot.device] = peak + UNCOUNTED_BYTES
+                needed[slot.device] = peak + UNCOUNTED_BYTES + self._message_bytes()
         first = self.slots[0].device
         if first.type != "cpu":
             needed[first] += self.step.staging_bytes()
         return needed
+
+    def _message_bytes(self) -> int:
+        return MESSAGE_BYTES if self.step.layout.num_shards > 1 else 0
 
     def load(self, device_bytes: Mapping[torch.device, int]) -> float:
         """Return the needed share of the fullest device; up to 1 the step fits.
@@ -125,20 +175,24 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         make_parameters_fake(model)
         _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
-        with_replicas = layout.num_replicas > 1
-        optimization = Optimization(model, settings, "float32", keep_gradients=with_replicas)
+        with_others = layout.num_replicas * layout.num_shards > 1
+        optimization = Optimization(model, settings, "float32", keep_gradients=with_others)
         if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs
+        image, target, *kept = _batch(step, executor)
+        image, target = image[:num_samples], target[:num_samples]
+        planes = step.size[0] if layout.num_shards > 1 else None
         # The first step creates the optimizer's state, which later steps use.
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter)
+        if planes is None:
+            for parameter in model.parameters():
+                parameter.grad = torch.empty_like(parameter)
+        else:  # and the memory in which shards have their gradients
+            executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
         optimization.step(settings.learning_rate)
         meter = _Meter(executor.slots, model, recorder)
         executor.observer = meter
-        image, target, *kept = _batch(step, executor)
-        image, target = image[:num_samples], target[:num_samples]
-        executor.forward_backward(image, target, dice_cross_entropy)
+        executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
         meter.note_gradients()
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
@@ -148,7 +202,9 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
                 if slot.device == executor.input_device and _multiplies_beside(step):
                     peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
-        reserved = reserved_bytes(executor, recorder, image, target) if counts_reserved else {}
+        reserved = (
+            reserved_bytes(executor, recorder, image, target, planes) if counts_reserved else {}
+        )
         if executor.input_device in reserved:
             beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0
             reserved[executor.input_device] += step.staging_bytes() + beside
@@ -163,6 +219,24 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
     return MemoryEstimate(step=step, slots=slots, memory=memory)
 
 
+def predict_shards(step: Step, counts_reserved: bool = True) -> tuple[MemoryEstimate, ...]:
+    """Count what every shard of a replica holds in a training step; one of each kind is run.
+
+    Args:
+        step: The training step of any of them, or of a network that is not divided.
+        counts_reserved: As for :func:`predict_memory`.
+
+    Raises:
+        DeviceError: The patch has too few planes for the shards.
+        ConfigError: The network cannot be trained in this layout.
+    """
+    known: dict[tuple[int, int], MemoryEstimate] = {}
+    for shard in step.shards():
+        if shard.kind not in known:
+            known[shard.kind] = predict_memory(shard, counts_reserved)
+    return tuple(replace(known[shard.kind], step=shard) for shard in step.shards())
+
+
 def _multiplies_beside(step: Step) -> bool:
     """Return whether cuBLAS has a workspace for the stream beside that of the steps."""
     return step.augmentation is not None and step.augmentation.multiplies
@@ -173,16 +247,17 @@ def _batch(step: Step, executor: Executor) -> list[Tensor]:
 
     Where batches are made on a GPU, there are two places for them, which take turns.
     """
-    shape = (step.batch_size, step.topology.in_channels, *step.size)
+    size = step.own_size
+    shape = (step.batch_size, step.topology.in_channels, *size)
     classes = torch.uint8 if step.topology.num_classes <= 256 else torch.int64
     dtype = image_dtype(executor.module)
     device = executor.input_device
     if step.augmentation is None:
         image = torch.empty(shape, dtype=dtype, device=device)
-        target = torch.empty((shape[0], *step.size), dtype=classes, device=executor.output_device)
+        target = torch.empty((shape[0], *size), dtype=classes, device=executor.output_device)
         return [image, target]
     images = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2)]
-    targets = [torch.empty((shape[0], *step.size), dtype=classes, device=device) for _ in range(2)]
+    targets = [torch.empty((shape[0], *size), dtype=classes, device=device) for _ in range(2)]
     used = [images[0].to(dtype), targets[0].to(executor.output_device)]
     return [*used, *images, *targets]
 
@@ -213,57 +288,6 @@ class _Meter(MemoryMeter):
     def resized(self, tensor: Tensor) -> None:
         super().resized(tensor)
         self._recorder.resized(tensor)
-
-
-def largest_size(
-    step: Step,
-    device_bytes: Mapping[torch.device, int],
-    predicted: MemoryEstimate | None = None,
-) -> Shape | None:
-    """Return the largest patch that fits, or None where even the smallest does not.
-
-    The memory of a step grows nearly linearly with the voxels. So the search goes to where a line
-    through the last two sizes reaches the limit, and then verifies it.
-
-    Args:
-        step: The step. Only the aspect of its patch's size matters.
-        device_bytes: Memory of each device.
-        predicted: What was predicted for that step; None: it is predicted here.
-    """
-    stride = step.topology.total_stride
-    units = [max(1, round(voxels / one)) for voxels, one in zip(step.size, stride, strict=True)]
-
-    def scaled(scale: int) -> Shape:
-        x, y, z = (
-            max(1, round(unit * scale / max(units))) * one
-            for unit, one in zip(units, stride, strict=True)
-        )
-        return x, y, z
-
-    # The network refuses a single voxel at its lowest level.
-    fitting = smallest = 0 if scaled(1) != stride else 1
-    too_large: int | None = None
-    scale = max(max(units), smallest + 1)
-    last = (0, 0.0)
-    while too_large is None or too_large - fitting > 1:
-        voxels = math.prod(scaled(scale))
-        sized = replace(step, size=scaled(scale))
-        if predicted is not None and sized == predicted.step:
-            load = predicted.load(device_bytes)
-        else:
-            load = predict_memory(sized, counts_reserved=False).load(device_bytes)
-        if load <= 1:
-            fitting = scale
-        else:
-            too_large = scale
-        slope = (load - last[1]) / (voxels - last[0])
-        last = (voxels, load)
-        wanted = voxels + (1 - load) / slope if slope > 0 else 0
-        scale = int(scale * (max(wanted, 0) / voxels) ** (1 / 3))
-        if too_large is not None:
-            scale = min(scale, too_large - 1)
-        scale = max(scale, fitting + 1)
-    return scaled(fitting) if fitting > smallest else None
 
 
 def _sample(layout: Layout, batch_size: int) -> tuple[int, int]:

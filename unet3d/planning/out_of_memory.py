@@ -1,8 +1,9 @@
 """What to tell a user whose training does not fit: where, by how much, and what would fit."""
 
 import logging
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,9 @@ import torch
 from unet3d.errors import DoesNotFitError
 from unet3d.memory import host
 from unet3d.memory.record import device_bytes
-from unet3d.planning.memory_estimate import MemoryEstimate, Step, largest_size, predict_memory
+from unet3d.parallel.spatial.division import SlabRule
+from unet3d.planning.largest import largest_size
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +21,8 @@ CPU = torch.device("cpu")
 GIB = 1024**3
 HEADROOM = 0.9
 """Where a prediction was too low, the prediction of an advised option must be lower by this."""
+MAX_TRIED = 4
+"""Numbers of GPUs that are tried, each as the memory with the last one promises."""
 
 
 def warn_if_too_large(prediction: MemoryEstimate) -> None:
@@ -71,18 +76,20 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
     names = ", ".join(
         f"slot {slot.index} ({slot.blocks[0]} to {slot.blocks[-1]})" for slot in slots
     )
+    layout = step.layout
+    part = f"slab {layout.shard} of {layout.num_shards} of " if layout.num_shards > 1 else ""
     amounts = f": {asked} asked, {free} free" if asked and free else ""
     return (
-        f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with patches of "
-        f"{_times(step.size)} voxels and a batch of {step.batch_size} in "
-        f"{step.layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
+        f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with "
+        f"{part}patches of {_times(step.size)} voxels and a batch of {step.batch_size} in "
+        f"{layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
     )
 
 
 def _what_would_fit(prediction: MemoryEstimate) -> str:
     options = "; ".join(_alternatives(prediction)) or (
         "nothing that was tried would; use a smaller network (model.base_channels) or more devices "
-        "with --parallel model"
+        "with --parallel spatial"
     )
     return f"what would fit: {options}"
 
@@ -113,25 +120,60 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
         if step.layout.offload == "none" and any(device.type == "cuda" for device in limits):
             offloaded = replace(step, layout=replace(step.layout, offload="skips"))
             yield from _advice("--offload skips", offloaded, limits)
-    num_gpus = torch.cuda.device_count()
-    if len(step.layout.devices) < num_gpus:
-        gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
-        flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
-        if step.batch_size > 1:
-            flags += f" --micro-batches {step.batch_size}"
-        num_replicas = step.layout.num_replicas
-        layout = replace(whole.layout, devices=gpus, cuts=None, num_replicas=1)
-        spread = replace(whole, layout=layout, batch_size=num_replicas * step.batch_size)
-        # Other replicas are on the other GPUs now, but would not be then.
-        room = available_bytes if num_replicas == 1 else device_bytes
-        yield from _advice(flags, spread, {gpu: room(gpu) for gpu in gpus} | limits)
-    size = largest_size(step, limits, prediction)
+    yield from _over_more_gpus(prediction, limits)
+    first = replace(step, layout=replace(step.layout, shard=0))
+    size = largest_size(first, limits, prediction)
     if size is not None:
         smaller = replace(step, size=size)
         yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)
 
 
-def _advice(flags: str, step: Step, limits: dict[torch.device, int]) -> Iterator[str]:
+def _over_more_gpus(
+    prediction: MemoryEstimate, limits: Mapping[torch.device, int]
+) -> Iterator[str]:
+    """Yield over how many GPUs a volume or, where it cannot be divided, the network would fit."""
+    step, num_gpus = prediction.step, torch.cuda.device_count()
+    gpus = tuple(torch.device("cuda", index) for index in range(num_gpus))
+    # Other replicas are on the other GPUs now, but would not be then.
+    room = available_bytes if step.layout.num_replicas == 1 else device_bytes
+    free = {gpu: room(gpu) for gpu in gpus} | dict(limits)
+    whole = replace(
+        step,
+        batch_size=step.layout.num_replicas * step.batch_size,
+        layout=replace(step.layout, num_replicas=1),
+    )
+    rule = SlabRule(topology=step.topology, num_shards=2)
+    if gpus and step.topology.norm != "batch" and rule.most_shards(step.size) > 1:
+        least = min(free[gpu] for gpu in gpus)
+        yield from _over_shards(whole, num_gpus, least, rule.most_shards(step.size))
+    elif len(step.layout.devices) < num_gpus:
+        flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
+        layout = replace(whole.layout, devices=gpus, cuts=None)
+        if step.batch_size > 1:
+            flags += f" --micro-batches {step.batch_size}"
+            layout = replace(layout, num_micro_batches=step.batch_size)
+        yield from _advice(flags, replace(whole, layout=layout), free)
+
+
+def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iterator[str]:
+    """Yield the number of GPUs over which a volume fits, if it is found among the next few."""
+    gpu, count = torch.device("cuda", 0), step.layout.num_shards + 1
+    for _ in range(MAX_TRIED):
+        if count > most_shards:
+            return
+        layout = replace(step.layout, devices=(gpu,), cuts=None, num_shards=count, shard=0)
+        prediction = predict_memory(replace(step, layout=layout), counts_reserved=False)
+        load = prediction.load({gpu: room})
+        if load <= 1:
+            peak = prediction.memory[0].peak_bytes / GIB
+            names = ",".join(map(str, range(count)))
+            where = f"--devices {names}" if count <= num_gpus else f"over {count} GPUs like {gpu}"
+            yield f"--parallel spatial {where} (predicted peak {peak:.1f} GiB on each)"
+            return
+        count = max(count + 1, math.ceil(load * count))
+
+
+def _advice(flags: str, step: Step, limits: Mapping[torch.device, int]) -> Iterator[str]:
     prediction = predict_memory(step, counts_reserved=False)
     if prediction.load(limits) <= 1:
         peaks = {slot.device: prediction.memory[slot.index].peak_bytes for slot in prediction.slots}

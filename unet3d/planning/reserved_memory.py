@@ -1,7 +1,8 @@
 """What the allocators of GPUs will reserve, found by capturing a step of fake tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,13 +11,19 @@ from unet3d.memory.allocations import WORKSPACE_BYTES, AllocationRecorder
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.segments import Segments
 from unet3d.model import dice_cross_entropy
-from unet3d.parallel import Executor
-from unet3d.parallel.cuda_graphs import Graph
+from unet3d.parallel import Executor, LossFunction
+from unet3d.parallel.captured_step import CapturedStep
+from unet3d.parallel.cuda_graphs import Graph, MakePool
 from unet3d.parallel.pipeline import PipelineExecutor
+from unet3d.parallel.spatial.executor import SpatialExecutor
 
 
 def reserved_bytes(
-    executor: Executor, recorder: AllocationRecorder, image: Tensor, target: Tensor
+    executor: Executor,
+    recorder: AllocationRecorder,
+    image: Tensor,
+    target: Tensor,
+    planes: int | None = None,
 ) -> dict[torch.device, int]:
     """Return what the allocator of each GPU reserves, with a captured step where there will be one.
 
@@ -27,17 +34,25 @@ def reserved_bytes(
         recorder: The recorder that has followed that step.
         image: The image of the step.
         target: The target of the step.
+        planes: Planes of the whole volume, where both are a slab.
     """
     gpus = [slot.device for slot in executor.slots if is_fake_device(slot.device)]
     launched = {gpu: recorder.segments[gpu].reserved_bytes for gpu in gpus}
-    if len(gpus) < len(executor.slots) or not isinstance(executor, PipelineExecutor):
+    if len(gpus) < len(executor.slots):
+        return launched
+    capture: Callable[[Tensor, Tensor, LossFunction, MakePool], CapturedStep | None]
+    if isinstance(executor, SpatialExecutor):
+        capture = partial(executor.captured_step, planes=planes)
+    elif isinstance(executor, PipelineExecutor):
+        capture = executor.captured_step
+    else:
         return launched
     pools: dict[torch.device, Segments] = {gpu: Segments() for gpu in gpus}
     for gpu in gpus:
         recorder.segments[gpu].trim()
         for _ in range(2):  # cuBLAS's, for the stream of the capture, in two threads
             recorder.segments[gpu].allocate(WORKSPACE_BYTES)
-    captured = executor.captured_step(
+    captured = capture(
         image, target, dice_cross_entropy, lambda gpu: _FakeGraphPool(gpu, recorder, pools[gpu])
     )
     if captured is None:

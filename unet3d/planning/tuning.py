@@ -144,10 +144,11 @@ def tune(
         ConfigError: The mode has nothing to measure.
         CacheError: The cache folder cannot be written to.
     """
-    if config.parallel.mode not in ("none", "model"):
+    mode = config.parallel.mode
+    if mode not in ("auto", "none", "model"):
         raise ConfigError(
-            f"parallel.mode is {config.parallel.mode}, which has neither cuts nor a pipeline to "
-            "measure; use --parallel model"
+            f"parallel.mode is {mode}, which has neither cuts nor a pipeline to measure; use "
+            "--parallel model"
         )
     if config.parallel.replicas > 1:
         raise ConfigError(
@@ -155,6 +156,9 @@ def tune(
             "replica: name its devices and its share of --batch-size, without --replicas; "
             "training with replicas finds the result"
         )
+    if mode == "auto":
+        has_several = len(config.parallel.devices or ()) > 1
+        config = config.with_values({"parallel.mode": "model" if has_several else "none"})
     dims = ParallelDims.resolve(config.parallel)
     devices = dims.devices
     check_stages(config, network, dims.num_stages)

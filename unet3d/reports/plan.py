@@ -53,7 +53,7 @@ def plan_table(record: Mapping[str, Any]) -> Table:
 
 
 def plan_line(way: Mapping[str, Any]) -> str:
-    """Return a line with the largest volume that fits with one way.
+    """Return a line with the time of a step and the largest volume that fits with one way.
 
     Args:
         way: One of the ways of a record, with its ``largest_shape``.
@@ -62,9 +62,10 @@ def plan_line(way: Mapping[str, Any]) -> str:
     shape = way["largest_shape"]
     return (
         f"--parallel {way['parallel']} --devices {devices} "
-        + (f"--replicas {way['replicas']} " if _has_copies_of_stages(way) else "")
+        + (f"--replicas {way['replicas']} " if _has_groups(way) else "")
         + f"--micro-batches {way['num_micro_batches']}"
         + (f" --balance {way['balance']}: " if way["balance"] else ": ")
+        + (f"{_milliseconds(way)} ms a step, " if way["predicted_seconds"] else "")
         + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
         + (" (asked for)" if way["asked"] else "")
     )
@@ -76,9 +77,14 @@ def way_name(way: Mapping[str, Any]) -> str:
     Args:
         way: One of the ways of a record.
     """
-    copies = f"{way['replicas']} x " if _has_copies_of_stages(way) else ""
+    copies = f"{way['replicas']} x " if _has_groups(way) else ""
     return f"{copies}{way['parallel']}, {way['num_micro_batches']}"
 
 
-def _has_copies_of_stages(way: Mapping[str, Any]) -> bool:
-    return bool(way["parallel"] == "model" and way["replicas"] > 1)
+def _has_groups(way: Mapping[str, Any]) -> bool:
+    return bool(way["parallel"] in ("model", "spatial") and way["replicas"] > 1)
+
+
+def _milliseconds(way: Mapping[str, Any]) -> str:
+    milliseconds = 1000 * way["predicted_seconds"]
+    return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"

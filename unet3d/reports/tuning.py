@@ -164,6 +164,98 @@ def tuning_lines(record: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def mode_table(record: Mapping[str, Any]) -> Table:
+    """Return time and memory of every way of using several devices, for the terminal.
+
+    Args:
+        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
+    """
+    peaks = [peak for row in record["modes"] for peak in row["peak_bytes"]]
+    unit, unit_bytes = unit_for(max(peaks, default=0))
+    table = Table(
+        title=f"Measured training steps\n{record['batch_size']} patches of "
+        f"{size_text(record['size'])} voxels, {record['precision']}",
+        caption="*: the fastest. Times are medians of the slowest rank.",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+    )
+    table.add_column("parallel")
+    for name in ("ms a\nstep", "pre-\ndicted", "against\none device", f"peak {unit}\na rank"):
+        table.add_column(name, justify="right", no_wrap=True)
+    one = _one_device(record)
+    for row in record["modes"]:
+        seconds, predicted = row["seconds"], row["predicted_seconds"]
+        table.add_row(
+            row["name"] + ("*" if row["fastest"] else ""),
+            "out of memory" if seconds is None else f"{1000 * seconds:.1f}",
+            f"{1000 * predicted:.1f}",
+            f"{one / seconds:.2f}x" if one and seconds else NOTHING,
+            amount(max(row["peak_bytes"]), unit_bytes) if row["peak_bytes"] else "",
+        )
+    return table
+
+
+def mode_figure(record: Mapping[str, Any]) -> Figure:
+    """Draw the time of every way of using several devices as a bar, predicted times as marks.
+
+    Args:
+        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
+    """
+    rows = record["modes"]
+    size = (PICTURE_WIDTH_INCHES, 1.5 + 0.5 * len(rows))
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(rows))
+    axes.barh(places, [1000 * (row["seconds"] or 0) for row in rows], 0.6, color=BLUE)
+    predicted = [1000 * row["predicted_seconds"] for row in rows]
+    axes.scatter(predicted, places, marker="|", s=300, color="black", label="predicted")
+    names = [
+        row["name"] + ("" if row["seconds"] is not None else "\n(out of memory)") for row in rows
+    ]
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a training step (ms)")
+    axes.set_title(
+        f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
+        f"{record['precision']}"
+    )
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def write_mode_picture(record: Mapping[str, Any], path: Path) -> None:
+    """Write :func:`mode_figure` as a PNG.
+
+    Args:
+        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
+        path: A PNG file; one of that name is replaced.
+    """
+    write_figure(mode_figure(record), path)
+
+
+def mode_lines(record: Mapping[str, Any]) -> list[str]:
+    """Return what the times mean, a line each.
+
+    Args:
+        record: What :meth:`unet3d.planning.mode_times.ModeTimes.to_dict` returns.
+    """
+    fastest = next(row for row in record["modes"] if row["fastest"])
+    one = _one_device(record)
+    is_one = fastest["parallel"] == "none"
+    against = "" if one is None or is_one else f" against {1000 * one:.1f} on one device"
+    return [
+        f"The fastest is {fastest['name']}: {1000 * fastest['seconds']:.1f} ms a step{against}."
+    ]
+
+
+def _one_device(record: Mapping[str, Any]) -> float | None:
+    """Return the seconds on one device, where that was measured."""
+    ones = (row["seconds"] for row in record["modes"] if row["parallel"] == "none")
+    return next(ones, None)
+
+
 def _mark(row: Mapping[str, Any]) -> str:
     if row["fastest"]:
         return "*"

@@ -226,26 +226,10 @@ def block_seconds(
     Raises:
         CacheError: The cache folder cannot be written to.
     """
-    dtype = next(model.parameters()).dtype
-    description = {
-        "topology": asdict(model.topology),
-        "size": size,
-        "num_samples": num_samples,
-        "device": hardware(device),
-        "precision": [str(dtype), str(lowered_on(device, autocast))],
-        "versions": versions(),
-    }
-    path = folder / f"{key_of(description)}.json"
-
-    def read(content: Any) -> tuple[float, ...]:
-        known = validated(Times, content["seconds"])
-        if len(known) != len(model.blocks()) + 1:
-            raise ValueError("of another network")
-        return known
-
-    remembered = recall(path, read)
+    remembered = known_seconds(model, device, size, num_samples, autocast, folder)
     if remembered is not None:
         return remembered
+    dtype = next(model.parameters()).dtype
     logger.info("measuring the time of each block on %s", device)
     entries = block_bytes(model, size, num_samples, autocast, device)
     made = {entry.name: (entry.shape, entry.dtype) for entry in entries}
@@ -265,8 +249,53 @@ def block_seconds(
     seconds.append(timed(_loss_pass(model, random, (num_samples, *size))))
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    remember(path, {**description, "seconds": seconds})
+    description = _description(model, device, size, num_samples, autocast)
+    remember(folder / f"{key_of(description)}.json", {**description, "seconds": seconds})
     return tuple(seconds)
+
+
+def known_seconds(
+    model: UNet3d,
+    device: torch.device,
+    size: Shape,
+    num_samples: int,
+    autocast: torch.dtype | None,
+    folder: Path,
+) -> tuple[float, ...] | None:
+    """Return what :func:`block_seconds` has measured for the same arguments, or None.
+
+    Args:
+        model: The network, which may be on the meta device.
+        device: The device.
+        size: Voxels of the image along X, Y, Z.
+        num_samples: Number of samples in one micro-batch.
+        autocast: Lower precision where the device has it, or None.
+        folder: Where the times are remembered.
+    """
+    description = _description(model, device, size, num_samples, autocast)
+
+    def read(content: Any) -> tuple[float, ...]:
+        known = validated(Times, content["seconds"])
+        if len(known) != len(model.blocks()) + 1:
+            raise ValueError("of another network")
+        return known
+
+    return recall(folder / f"{key_of(description)}.json", read)
+
+
+def _description(
+    model: UNet3d, device: torch.device, size: Shape, num_samples: int, autocast: torch.dtype | None
+) -> dict[str, Any]:
+    """Return all that the times of blocks depend on."""
+    precision = [next(model.parameters()).dtype, lowered_on(device, autocast)]
+    return {
+        "topology": asdict(model.topology),
+        "size": size,
+        "num_samples": num_samples,
+        "device": hardware(device),
+        "precision": list(map(str, precision)),
+        "versions": versions(),
+    }
 
 
 def _pass(

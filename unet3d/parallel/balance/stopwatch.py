@@ -43,10 +43,10 @@ def median_seconds(
         run()
     seconds: list[float] = []
     while len(seconds) < NUM_TIMED_RUNS:
-        _wait_for(devices)
+        wait_for(devices)
         began = time.perf_counter()
         run()
-        _wait_for(devices)
+        wait_for(devices)
         seconds.append(time.perf_counter() - began)
         is_long = len(seconds) >= NUM_LONG_RUNS and sum(seconds) >= LONG_SECONDS
         if is_long or (len(seconds) > 1 and min(seconds) >= hopeless_seconds):
@@ -92,7 +92,12 @@ def versions() -> list[str | None]:
     return [torch.__version__, torch.version.cuda, __version__]
 
 
-def _wait_for(devices: Iterable[torch.device]) -> None:
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait until devices have done all that was launched.
+
+    Args:
+        devices: GPUs; others have nothing to wait for.
+    """
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,0 +1,295 @@
+"""How a training is placed on several devices where its settings leave that open: ``auto``.
+
+Of one device, a replica on each, shards of one volume and replicas of shards, the fastest is taken
+that fits. Its time is what ``plan --measure`` measured, else what
+:mod:`unet3d.planning.step_time` predicts.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from unet3d.config import Config, ParallelSettings
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError
+from unet3d.model import UNet3d
+from unet3d.parallel import Machine, ParallelDims, resolve_precision
+from unet3d.parallel.balance.block_costs import known_seconds
+from unet3d.parallel.precision import autocast_dtype, to_parameter_dtype
+from unet3d.planning.experiment import NetworkPlan
+from unet3d.planning.placements import (
+    PlacementOption,
+    is_here,
+    make_option,
+    memory_of,
+    placed,
+    possible_dims,
+    settings_of,
+)
+from unet3d.planning.step_time import count_work, element_bytes, rates_of
+from unet3d.planning.tuning_cache import TuningKey, recall_tuned
+from unet3d.volumes.cache import Cache
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A way of placing a training, and why."""
+
+    settings: ParallelSettings
+    """With a mode, devices and replicas that leave nothing open."""
+    line: str
+    """What was chosen and why, in one line."""
+
+
+def choose_mode(
+    config: Config,
+    network: NetworkPlan,
+    machine: Machine | None = None,
+    ranks: Ranks | None = None,
+) -> Choice:
+    """Choose how to place a training whose settings leave that open.
+
+    Memory is predicted only until something fits, the fastest first, so it takes a second or so.
+    Nothing is random: the same settings on the same machine give the same.
+
+    Args:
+        config: The settings, with parallel mode ``auto``.
+        network: What is trained; from headers.
+        machine: The devices that exist; None: those of this machine.
+        ranks: The place of this process where several have been started, which all take part, each
+            with one device; None: it is the only one, or starts the others.
+
+    Raises:
+        DeviceError: A device is unknown or absent, or they suit no mode.
+        ConfigError: The memory of a device is not known, or no mode has so many replicas.
+    """
+    devices = ParallelDims.resolve(config.parallel, machine, ranks).all_devices
+    num_ranks = 1 if ranks is None else ranks.world_size
+    if num_ranks > len(devices):  # of several machines, taken for one
+        devices = tuple(_numbered(devices[0], index) for index in range(num_ranks))
+    found = possible_dims(config, network, devices)
+    if num_ranks > 1:
+        found = tuple(dims for dims in found if dims.num_processes == num_ranks) or (
+            placed(config.parallel, "data", devices),
+        )
+    if not found:
+        raise ConfigError(
+            f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
+            f"{','.join(map(str, devices))} with this patch and a batch of "
+            f"{config.training.batch_size}; leave replicas out, or name a mode with --parallel"
+        )
+    options = timed_options(config, network, found, memory_of(devices, None))
+    option = best_of(options)
+    settings = settings_for(config.parallel, option.dims)
+    if num_ranks > 1:  # whose devices are those of each machine
+        settings = settings.model_copy(update={"devices": config.parallel.devices})
+    return Choice(settings=settings, line=choice_line(options, option))
+
+
+def _numbered(device: torch.device, index: int) -> torch.device:
+    return torch.device("cuda", index) if device.type == "cuda" else device
+
+
+def settings_for(settings: ParallelSettings, dims: ParallelDims) -> ParallelSettings:
+    """Return settings that name a mode, devices and replicas.
+
+    Args:
+        settings: The other settings.
+        dims: Mode and devices.
+    """
+    return settings_of(settings, dims.mode, dims.all_devices, dims.num_replicas)
+
+
+def timed_options(
+    config: Config,
+    network: NetworkPlan,
+    ways: Sequence[ParallelDims],
+    memory: Mapping[torch.device, int],
+) -> tuple[PlacementOption, ...]:
+    """Return options with the time of each, measured if all are on this machine and it was.
+
+    Args:
+        config: The settings, of any mode.
+        network: What is trained.
+        ways: Modes and devices.
+        memory: Bytes of each device.
+    """
+    devices = tuple(dict.fromkeys(device for dims in ways for device in dims.all_devices))
+    precision = resolve_precision(config.training.precision, devices)
+    knows = all(map(is_here, devices))
+    corrections = block_corrections(config, network, devices[0], precision) if knows else {}
+    options = tuple(
+        make_option(
+            config,
+            network,
+            dims,
+            precision=precision,
+            num_micro_batches=config.training.num_micro_batches,
+            memory=memory,
+            corrections=corrections,
+        )
+        for dims in ways
+    )
+    return _as_measured(config, options) if knows else options
+
+
+def best_of(options: Sequence[PlacementOption]) -> PlacementOption:
+    """Return the fastest option that fits, or the least loaded where none does.
+
+    Stages are the last resort, so where they are among the options, they are taken.
+
+    Args:
+        options: At least one.
+    """
+    stages = [option for option in options if option.dims.mode == "model"]
+    if stages:
+        return stages[0]
+    for option in by_time(options):
+        if option.fits:
+            return option
+    return min(options, key=lambda option: option.load)
+
+
+def by_time(options: Sequence[PlacementOption]) -> list[PlacementOption]:
+    """Return options, the fastest first.
+
+    Args:
+        options: Any.
+    """
+    return sorted(options, key=lambda option: option.seconds or 0.0)
+
+
+def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> str:
+    """Say in one line what was chosen, and why.
+
+    Args:
+        options: All that was possible.
+        chosen: One of them.
+    """
+    name = f"parallel: {in_words(chosen.dims)}"
+    if chosen.dims.mode == "model":
+        return f"{name}, the only way to use these devices with this patch and batch"
+    others = [option for option in options if option is not chosen]
+    peak = max(memory.peak_bytes for memory in chosen.prediction.memory.values())
+    amount = f"{peak / GIB:.1f} GiB" + (" each" if len(chosen.dims.all_devices) > 1 else "")
+    one = next((option for option in others if option.dims.mode == "none"), None)
+    against = ""
+    if one is not None:
+        against = f" against {_milliseconds(one)} on one"
+    elif others:
+        fastest = by_time(others)[0]
+        against = f" against {_milliseconds(fastest)} with {in_words(fastest.dims)}"
+    line = f"{name}: predicted {_milliseconds(chosen)} ms a step{against}; {amount}"
+    if not chosen.fits:
+        return f"{line}, which is too much, but the least of all"
+    too_large = [
+        option for option in by_time(options) if (option.seconds or 0.0) < (chosen.seconds or 0.0)
+    ]
+    if too_large:
+        return f"{line}; {in_words(too_large[0].dims)} would be faster but does not fit"
+    return line
+
+
+def in_words(dims: ParallelDims) -> str:
+    """Return a way of placing a training in a few words.
+
+    Args:
+        dims: Mode and devices.
+    """
+    kind = "GPU" if dims.all_devices[0].type == "cuda" else "CPU process"
+    if dims.mode == "none":
+        return f"none, on {dims.all_devices[0]}"
+    if dims.mode == "model":
+        return f"model over {','.join(map(str, dims.all_devices))}"
+    if dims.mode == "data" or dims.num_replicas == 1:
+        return f"{dims.mode} over {_count(len(dims.all_devices), kind)}"
+    return f"{dims.num_replicas} replicas of spatial over {_count(dims.num_shards, kind)} each"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'es' if what.endswith('s') else 's'}"
+
+
+def _milliseconds(option: PlacementOption) -> str:
+    milliseconds = 1000 * (option.seconds or 0.0)
+    return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"
+
+
+def block_corrections(
+    config: Config, network: NetworkPlan, device: torch.device, precision: str
+) -> dict[str, float]:
+    """Return how many times longer blocks took than is counted, where they have been measured.
+
+    Args:
+        config: The batch, and the cache folder.
+        network: What is trained.
+        device: A device of this machine.
+        precision: A resolved one.
+    """
+    with torch.device("meta"):
+        model = UNet3d(network.topology)
+    to_parameter_dtype(model, precision)
+    rates = rates_of(device, precision)
+    for num_samples in sorted({config.training.batch_size, 1}, reverse=True):
+        known = known_seconds(
+            model,
+            device,
+            network.size,
+            num_samples,
+            autocast_dtype(precision),
+            Cache(config.data.cache).folder / "timings",
+        )
+        if known is not None:
+            work = count_work(network.topology, network.size, num_samples, element_bytes(precision))
+            return {
+                block.name: seconds / block.seconds(rates)
+                for block, seconds in zip(work, known, strict=False)  # the loss is the last
+            }
+    return {}
+
+
+def tuning_key(config: Config, option: PlacementOption) -> TuningKey:
+    """Return the key under which the time of an option is remembered.
+
+    Args:
+        config: The settings.
+        option: On devices of this machine.
+    """
+    dims, step = option.dims, option.step
+    parallel = settings_for(config.parallel, dims)
+    return TuningKey(
+        config=config.model_copy(update={"parallel": parallel}),
+        topology=step.topology,
+        size=step.size,
+        devices=dims.replicas[0],
+        precision=step.precision,
+        num_replicas=dims.num_replicas,
+    )
+
+
+def _as_measured(
+    config: Config, options: tuple[PlacementOption, ...]
+) -> tuple[PlacementOption, ...]:
+    """Return the options with the times that were measured; other times by the same factor."""
+    found = {
+        index: known.step_seconds
+        for index, option in enumerate(options)
+        if (known := recall_tuned(tuning_key(config, option))) is not None
+    }
+    ratios = [
+        seconds / predicted
+        for index, seconds in found.items()
+        if (predicted := options[index].seconds) is not None
+    ]
+    factor = statistics.median(ratios) if ratios else 1.0
+    return tuple(
+        replace(
+            option,
+            seconds=found.get(index, option.seconds and factor * option.seconds),
+        )
+        for index, option in enumerate(options)
+    )

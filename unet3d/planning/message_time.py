@@ -1,0 +1,165 @@
+"""How long ranks take to tell one another what a step needs: planes, sums and gradients.
+
+Seconds of messages add to those of the blocks: a rank waits for them.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from unet3d.config import Shape
+from unet3d.model import Topology
+from unet3d.parallel.spatial.division import Division
+
+NUM_LOSS_MESSAGES = 2
+"""Small messages of a loss."""
+BESIDE_SECONDS = 36e-6
+"""What a normalisation of a slab takes on a GPU besides its messages, in small kernels for the
+planes of its neighbours: four, three times, at 3 us each as in a captured step."""
+MEAN_BYTES = 4
+"""Of a number that is summed over ranks: float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """How fast the devices of one machine tell one another something."""
+
+    latency_seconds: float
+    """Of any message."""
+    planes_per_second: float
+    """Bytes a second of planes between neighbours, both ways at once, and of maps that are
+    gathered."""
+    sums_per_second: float
+    """Bytes a second that go through a device in a sum over all: twice those that are summed, less
+    the share of one."""
+
+    def exchange(self, num_bytes: float) -> float:
+        """Return the seconds in which neighbours exchange planes.
+
+        Args:
+            num_bytes: Of one plane.
+        """
+        return self.latency_seconds + num_bytes / self.planes_per_second
+
+    def gather(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which all get what each has a part of.
+
+        Args:
+            num_bytes: Of the whole.
+            num_ranks: Those that take part.
+        """
+        others = (num_ranks - 1) / num_ranks
+        return self.latency_seconds + others * num_bytes / self.planes_per_second
+
+    def sum(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which all get the sum of what each has.
+
+        Args:
+            num_bytes: Of one summand.
+            num_ranks: Those that take part.
+        """
+        through = 2 * (num_ranks - 1) / num_ranks * num_bytes
+        return self.latency_seconds + through / self.sums_per_second
+
+
+NVLINK = Links(latency_seconds=11e-6, planes_per_second=175e9, sums_per_second=291e9)
+"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of 1 KiB takes 11 us, of
+1 MiB 19 and of 4 MiB 35; a gather or a sum of 640 floats 11 us; a sum of 125 MB 0.44 ms."""
+LAUNCHED_LATENCY_SECONDS = 65e-6
+"""Of a message that is launched and not replayed: 32 to 100 us on the same two H200."""
+GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
+"""Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
+cores, a message took 1 to 4 ms."""
+BUCKETS_SECONDS = 1.0e-3
+"""What the exchange of gradients by ``DistributedDataParallel`` takes longer than one sum of all:
+1.6 ms in all for 125 MB on two H200, where a step took 21.5 ms and one without replicas 19.9."""
+
+
+def links_between(on_cpu: bool, captured: bool) -> Links:
+    """Return how fast the devices of one machine tell one another something.
+
+    Args:
+        on_cpu: Whether they are processes on its CPU; else they are GPUs.
+        captured: Whether GPUs replay their messages from CUDA graphs.
+    """
+    if on_cpu:
+        return GLOO
+    if captured:
+        return NVLINK
+    return Links(
+        latency_seconds=LAUNCHED_LATENCY_SECONDS,
+        planes_per_second=NVLINK.planes_per_second,
+        sums_per_second=NVLINK.sums_per_second,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Messages:
+    """The messages of the shards of one volume in one step, but for that of the gradients."""
+
+    division: Division
+    """The slabs."""
+    topology: Topology
+    """The network."""
+    size: Shape
+    """Voxels of the whole volume along X, Y, Z."""
+    element_bytes: int
+    """Of a number in a map."""
+
+    def count(self, norm_levels: Iterable[int]) -> int:
+        """Return how many there are for each micro-batch.
+
+        Args:
+            norm_levels: The level of each normalisation.
+        """
+        divided = sum(level < self.division.num_divided for level in norm_levels)
+        whole = 2 if self.division.num_divided < self.topology.num_levels else 0
+        return 4 * divided + whole + NUM_LOSS_MESSAGES
+
+    def seconds(self, norm_levels: Iterable[int], links: Links, num_samples: int) -> float:
+        """Return what they take for one micro-batch.
+
+        Of each normalisation in a divided level: the moments are gathered forward and sums of its
+        gradient are added in backward, and each time the planes beside the slab are exchanged. The
+        map that enters the levels that are whole is gathered, and the gradient of what leaves them
+        is averaged.
+
+        Args:
+            norm_levels: The level of each normalisation.
+            links: Between the devices.
+            num_samples: Of a micro-batch.
+        """
+        division, num_shards = self.division, self.division.num_shards
+        seconds = NUM_LOSS_MESSAGES * links.latency_seconds
+        for level in norm_levels:
+            if level < division.num_divided:
+                plane = num_samples * self._map_bytes(level) / division.planes(level)
+                seconds += 2 * links.exchange(plane) + 2 * links.latency_seconds + BESIDE_SECONDS
+        if division.num_divided < self.topology.num_levels:
+            above = num_samples * self._map_bytes(division.num_divided - 1)
+            below = num_samples * self._map_bytes(division.num_divided)
+            seconds += links.gather(above, num_shards) + links.sum(below, num_shards)
+        return seconds
+
+    def _map_bytes(self, level: int) -> int:
+        """Return the bytes of a sample's whole map."""
+        strides = self.topology.strides[: level + 1]
+        voxels = math.prod(
+            length // math.prod(stride[axis] for stride in strides)
+            for axis, length in enumerate(self.size)
+        )
+        return self.element_bytes * self.topology.channels[level] * voxels
+
+
+def gradient_seconds(num_parameters: int, num_ranks: int, links: Links, is_flat: bool) -> float:
+    """Return what it takes to average the gradients over all ranks, after a step.
+
+    Args:
+        num_parameters: Of the network.
+        num_ranks: Those that take part.
+        links: Between the devices.
+        is_flat: Whether they are one message, as with shards, or the buckets of
+            ``DistributedDataParallel``.
+    """
+    beside = 0.0 if is_flat or links is GLOO else BUCKETS_SECONDS
+    return links.sum(MEAN_BYTES * num_parameters, num_ranks) + beside

@@ -1,0 +1,259 @@
+"""How long a training step will take: what is counted, over rates that were measured once.
+
+Every block's operations are counted on meta tensors, its traffic follows from the shapes of its
+maps. A shard has its share of both where its level is divided, and waits for messages besides
+(:mod:`unet3d.planning.message_time`). The rates are those of one GPU and one CPU, so on others the
+seconds are off, but nearly by the same factor in every way of placing a training: they serve to
+compare ways. Where the blocks themselves have been measured, their seconds are taken instead.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from unet3d.config import Shape
+from unet3d.distributed.ranks import num_cores
+from unet3d.model import Topology, UNet3d
+from unet3d.model.layers import InstanceNorm, OtherNorm
+from unet3d.parallel.partition import block_flops
+from unet3d.parallel.spatial.division import Division, SlabRule
+from unet3d.planning.memory_estimate import Step
+from unet3d.planning.message_time import Messages, gradient_seconds, links_between
+
+NORM_PASSES = 8
+"""How often a normalisation with its activation goes through its map: three times forward, five
+times backward (``benchmarks/floor.py``)."""
+LARGE = 2**31 - 1
+"""Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
+LARGE_FACTOR = 1.13
+"""What a block with such a map takes longer, on an H200: 580 ms at 512^3 and 1322 at 672^3, where
+smaller volumes promise 532 and 1202."""
+LEVEL_FACTOR = 4 / 3
+"""What the encoder takes with ``memory.recompute=level``: forward a second time."""
+OFFLOAD_FACTOR = 1.3
+"""What a step takes with ``--offload skips``, on an H200 (``docs/benchmarks.md``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a device does in the steps of a network."""
+
+    operations_per_second: float
+    """Multiplications and additions of convolutions."""
+    bytes_per_second: float
+    """Of maps that are read and written."""
+    step_seconds: float
+    """What a step of any size takes besides."""
+
+
+H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
+"""An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
+copy (4.2e12; ``benchmarks/floor.py``). The factor and the constant are fitted to steps of 32 to 320
+channels: 19.3 ms at 128^3 with a batch of 2, 61.7 with 7, 67.6 at 256^3; all within 2.5 %."""
+CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
+"""A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
+(``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
+channels, within 3 %; small networks take up to half longer."""
+CPU_FLOAT32_OPERATIONS = 300e9
+"""Operations a second of the same core in float32: 3398 ms at 96^3."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """The work of a block in one step, on one device."""
+
+    name: str
+    """Name of the block."""
+    level: int
+    """Resolution at which it works."""
+    in_encoder: bool
+    """Whether it is one of the encoder's."""
+    num_norms: int
+    """Its normalisations."""
+    num_operations: float
+    """Forward and backward; a multiplication and an addition are two."""
+    moved_bytes: float
+    """What it reads and writes."""
+    num_elements: float
+    """Of its largest map."""
+
+    def part(self, share: float) -> "BlockWork":
+        """Return the work of a slab.
+
+        Args:
+            share: Its planes over those of the volume.
+        """
+        return replace(
+            self,
+            num_operations=share * self.num_operations,
+            moved_bytes=share * self.moved_bytes,
+            num_elements=share * self.num_elements,
+        )
+
+    def seconds(self, rates: Rates) -> float:
+        """Return what it takes at these rates.
+
+        Args:
+            rates: Of the device.
+        """
+        seconds = (
+            self.num_operations / rates.operations_per_second
+            + self.moved_bytes / rates.bytes_per_second
+        )
+        return seconds * (LARGE_FACTOR if self.num_elements > LARGE else 1.0)
+
+
+@lru_cache(maxsize=64)
+def count_work(
+    topology: Topology, size: Shape, batch_size: int, element_bytes: int
+) -> tuple[BlockWork, ...]:
+    """Count what each block of a network does in a step with a whole volume.
+
+    Forward and for the gradients of input and weights, a convolution does the same operations, and
+    reads or writes its input and its result once.
+
+    Args:
+        topology: The network.
+        size: Voxels of the volume along X, Y, Z; multiples of the total stride.
+        batch_size: Samples.
+        element_bytes: Of a number in a map.
+    """
+    with torch.device("meta"):
+        model = UNet3d(topology)
+    image = torch.empty((batch_size, topology.in_channels, *size), device="meta")
+    num_elements = {"image": image.numel()}
+    work = []
+    for block, operations in zip(model.blocks(), block_flops(model, image), strict=True):
+        read = sum(num_elements[name] for name in block.inputs)
+        made = topology.channels[block.level] * batch_size * _voxels(topology, size, block.level)
+        num_elements[block.name] = made
+        num_norms = sum(isinstance(m, InstanceNorm | OtherNorm) for m in block.module.modules())
+        num_passes = 2 if block.inputs == ("image",) else 3  # nobody asks for the image's gradient
+        passed = num_passes * (read + made) + NORM_PASSES * num_norms * made
+        work.append(
+            BlockWork(
+                name=block.name,
+                level=block.level,
+                in_encoder=block.path == "encoder",
+                num_norms=num_norms,
+                num_operations=num_passes * operations,
+                moved_bytes=element_bytes * passed,
+                num_elements=made,
+            )
+        )
+    return tuple(work)
+
+
+def rates_of(device: torch.device, precision: str, num_sharing: int = 1) -> Rates:
+    """Return the rates of a device, which need not be here.
+
+    Args:
+        device: A GPU, which is taken for an H200, or this machine's CPU.
+        precision: A resolved one, such as ``bfloat16``.
+        num_sharing: Processes that compute on it at the same time.
+    """
+    longer = element_bytes(precision) / 2
+    if device.type != "cpu":
+        return Rates(
+            operations_per_second=H200.operations_per_second / longer,
+            bytes_per_second=H200.bytes_per_second,
+            step_seconds=H200.step_seconds,
+        )
+    cores = num_cores() / num_sharing
+    operations = CPU_CORE.operations_per_second
+    if longer > 1:
+        operations = CPU_FLOAT32_OPERATIONS * 2 / longer
+    return Rates(
+        operations_per_second=cores * operations,
+        bytes_per_second=cores * CPU_CORE.bytes_per_second,
+        step_seconds=CPU_CORE.step_seconds,
+    )
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of a number in a map.
+
+    Args:
+        precision: A resolved one, such as ``bfloat16``.
+    """
+    return {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}[precision]
+
+
+def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> float | None:
+    """Predict how long a training step takes.
+
+    Args:
+        step: The step of one replica, with its share of the batch. Its layout says how many
+            replicas and shards there are.
+        corrections: For blocks that have been measured, by name: how many times longer they take
+            than what is counted promises.
+
+    Returns:
+        Seconds; None for a network that is cut in stages.
+
+    Raises:
+        DeviceError: The volume has too few planes for the shards.
+    """
+    layout, topology, corrections = step.layout, step.topology, corrections or {}
+    if len(layout.devices) > 1:
+        return None
+    (device,) = layout.devices
+    on_cpu = device.type == "cpu"
+    num_ranks = layout.num_replicas * layout.num_shards
+    rates = rates_of(device, step.precision, num_ranks if on_cpu else 1)
+    number_bytes = element_bytes(step.precision)
+    work = count_work(topology, step.size, step.batch_size, number_bytes)
+    division = None
+    if layout.num_shards > 1:
+        division = SlabRule(topology=topology, num_shards=layout.num_shards).divide(step.size)
+
+    def seconds(block: BlockWork) -> float:
+        again = layout.recompute == "level" and block.in_encoder
+        factor = corrections.get(block.name, 1.0) * (LEVEL_FACTOR if again else 1.0)
+        return factor * block.part(_share(division, block.level)).seconds(rates)
+
+    total = sum(map(seconds, work))
+    if layout.offload == "skips" and not on_cpu:
+        total *= OFFLOAD_FACTOR
+    num_portions = min(layout.num_micro_batches, step.batch_size)
+    total += num_portions * rates.step_seconds
+    links = links_between(on_cpu, layout.cuda_graphs != "off")
+    if division is not None:
+        messages = Messages(
+            division=division, topology=topology, size=step.size, element_bytes=number_bytes
+        )
+        levels = [block.level for block in work for _ in range(block.num_norms)]
+        samples = math.ceil(step.batch_size / num_portions)
+        total += num_portions * messages.seconds(levels, links, samples)
+    if num_ranks > 1:
+        num_parameters = count_parameters(topology)
+        total += gradient_seconds(num_parameters, num_ranks, links, is_flat=division is not None)
+    return total
+
+
+@lru_cache(maxsize=64)
+def count_parameters(topology: Topology) -> int:
+    """Return how many weights a network has.
+
+    Args:
+        topology: The network.
+    """
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in UNet3d(topology).parameters())
+
+
+def _share(division: Division | None, level: int) -> float:
+    """Return the share of the largest slab in a level; all of one that is not divided."""
+    if division is None or level >= division.num_divided:
+        return 1.0
+    return division.most_planes() / division.planes()
+
+
+def _voxels(topology: Topology, size: Shape, level: int) -> int:
+    strides = topology.strides[: level + 1]
+    return math.prod(
+        voxels // math.prod(stride[axis] for stride in strides) for axis, voxels in enumerate(size)
+    )
