@@ -1,13 +1,17 @@
 """Training steps whose memory is predicted, and measured."""
 
+from dataclasses import replace
+
 import torch
 
+from tests.shards import ThreadMessages, run_shards
 from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Layout, parallelize
+from unet3d.parallel import Executor, Layout, parallelize
 from unet3d.parallel.precision import autocast_dtype, image_dtype
+from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.memory_estimate import Step
 
 CPU = torch.device("cpu")
@@ -47,18 +51,39 @@ def measure(step: Step) -> dict[int, SlotMemory]:
     model = UNet3d(step.topology)
     if step.precision == "float64":
         model.double()
-    executor = parallelize(model, step.layout)
-    optimization = Optimization(model, step.settings, step.precision)
-    shape = (step.batch_size, step.topology.in_channels, *step.size)
+    return _measure(step, parallelize(model, step.layout))
+
+
+def measure_shards(step: Step) -> list[dict[int, SlotMemory]]:
+    """Measure every shard, which are threads."""
+
+    def work(shard: int, messages: ThreadMessages) -> dict[int, SlotMemory]:
+        own = replace(step, layout=replace(step.layout, shard=shard))
+        model = UNet3d(step.topology)
+        if step.precision == "float64":
+            model.double()
+        return _measure(own, SpatialExecutor(model, own.layout, messages=messages))
+
+    return run_shards(step.layout.num_shards, work)
+
+
+def _measure(step: Step, executor: Executor) -> dict[int, SlotMemory]:
+    model, size, num_shards = executor.module, step.own_size, step.layout.num_shards
+    with_others = num_shards > 1
+    optimization = Optimization(model, step.settings, step.precision, keep_gradients=with_others)
+    shape = (step.batch_size, step.topology.in_channels, *size)
     image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
-    target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
+    target = torch.zeros(step.batch_size, *size, dtype=torch.uint8)
+    planes = step.size[0] if with_others else None
     target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, model)
     for number in range(2):
         if number == 1:
             meter.start()
             executor.observer = meter
-        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+        executor.forward_backward(
+            image, target, dice_cross_entropy, optimization.scale, planes=planes
+        )
         meter.note_gradients()
         optimization.step(0.01)
     return meter.read(optimization.optimizer)

@@ -7,7 +7,7 @@ import pytest
 
 from tests.command_line import refusal, run
 from tests.volumes.samples import write_msd
-from unet3d.planning import comparison
+from unet3d.planning import comparison, placements
 
 SMALL = (
     *("--shape", "16,16,16", "--set", "model.base_channels=4", "--set", "model.num_levels=2"),
@@ -18,16 +18,17 @@ SMALL = (
 @pytest.fixture(autouse=True)
 def largest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the time of looking for the largest volume."""
-    monkeypatch.setattr(comparison, "largest_size", lambda *_: (64, 64, 32))
+    monkeypatch.setattr(placements, "largest_size", lambda *_: (64, 64, 32))
 
 
 def test_options_reach_the_prediction(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--devices", "cuda:0,cuda:1", "--batch-size", 4, "--micro-batches", 2)
+    options += ("--parallel", "model")
     assert run("plan", *SMALL, *options, "--json", "plan.json") == 0
     record = json.loads((folder / "plan.json").read_text())
     assert record["shape"] == [16, 16, 16] and record["batch_size"] == 4
     (asked,) = (way for way in record["ways"] if way["asked"])
-    assert (asked["parallel"], asked["num_micro_batches"]) == ("model", 2)  # by its two devices
+    assert (asked["parallel"], asked["num_micro_batches"]) == ("model", 2)
     assert [slot["device"] for slot in asked["slots"]] == ["cuda:0", "cuda:1"]
     assert {slot["device_bytes"] for way in record["ways"] for slot in way["slots"]} == {2**30}
     lines = capsys.readouterr().out.splitlines()
@@ -107,11 +108,12 @@ def test_the_table_comes_before_the_search_and_each_line_as_it_is_found(
         shown.append(capsys.readouterr().out)
         return 64, 64, 32
 
-    monkeypatch.setattr(comparison, "largest_size", search)
+    monkeypatch.setattr(placements, "largest_size", search)
     assert run("plan", *SMALL, "--devices", "0,1") == 0
-    before_first, before_second = shown
+    before_first, before_second, *_ = shown
     assert "Predicted memory" in before_first and "up to" not in before_first
-    assert before_second.startswith("--parallel none --devices cuda:0 --micro-batches 1: up to")
+    assert before_second.startswith("--parallel none --devices cuda:0 --micro-batches 1: ")
+    assert "ms a step, up to 64x64x32 voxels" in before_second
     assert len(before_second.splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_shared_executor.py`` do: share windows, and fail in the midst of some."""
+"""What the ranks of ``test_shared_executor.py`` do: share windows, and fail in some of them."""
 
 import os
 import signal
@@ -33,6 +33,8 @@ LARGE, SMALL = (24, 16, 16), (16, 16, 16)
 MESSAGES_BEFORE = 2
 """Of a window, after which a rank fails: it is then in the middle of the network."""
 
+ON_GPUS = "gpus" in sys.argv[2:]
+
 CHECKPOINT = random_checkpoint(dtype=torch.float64, patch_size=None)
 
 
@@ -42,7 +44,12 @@ def image_of(shape: tuple[int, ...], batch_size: int = 1) -> torch.Tensor:
 
 
 def spread(num_ranks: int) -> ParallelSettings:
-    return ParallelSettings(mode="spatial", devices=("cpu",) * num_ranks)
+    devices = map(str, range(num_ranks)) if ON_GPUS else ("cpu",) * num_ranks
+    return ParallelSettings(mode="spatial", devices=tuple(devices))
+
+
+def predicted(executor: SharedExecutor, image: torch.Tensor) -> torch.Tensor:
+    return executor.predict(image.to(executor.input_device)).cpu()
 
 
 def shared(group: Group) -> SharedExecutor:
@@ -92,7 +99,7 @@ def error_of(executor: SharedExecutor, shape: tuple[int, ...]) -> str:
     """Return the error of a window, and that it comes soon."""
     began = time.monotonic()
     try:
-        executor.predict(image_of(shape))
+        predicted(executor, image_of(shape))
     except (Unet3dError, Interrupted) as error:
         assert time.monotonic() - began < 20
         return f"{type(error).__name__}: {error}"
@@ -107,7 +114,7 @@ def check_windows(group: Group) -> None:
         return
     for shape, batch_size in (((16, 8, 8), 1), ((10, 12, 6), 3), ((30, 8, 8), 1), ((8, 12, 6), 2)):
         image = image_of(shape, batch_size)
-        difference = executor.predict(image) - plain().predict(image)
+        difference = predicted(executor, image) - plain().predict(image)
         assert difference.abs().max() < 1e-10, shape
     executor.end()
 
@@ -123,7 +130,7 @@ def check_memory(group: Group, out: Path, fails: int) -> None:
     for _ in range(2):
         errors.append(error_of(executor, LARGE))
         image = image_of(SMALL)
-        assert torch.allclose(executor.predict(image), plain().predict(image))
+        assert torch.allclose(predicted(executor, image), plain().predict(image))
     assert errors[0] == errors[1]
     executor.end()
     (out / f"memory-{fails}.txt").write_text(errors[0])
@@ -136,7 +143,7 @@ def check_planes(group: Group, out: Path) -> None:
         executor.follow()
         return
     error = error_of(executor, (2, 16, 16))
-    assert executor.predict(image_of(SMALL)).shape == (1, 3, *SMALL)
+    assert predicted(executor, image_of(SMALL)).shape == (1, 3, *SMALL)
     executor.end()
     (out / "planes.txt").write_text(error)
 
@@ -179,6 +186,19 @@ def check_loss(group: Group, out: Path, name: str, fail: Callable[[], object]) -
         os._exit(0)
 
 
+def main_on_gpus(out: Path) -> None:
+    statuses = in_ranks(2, lambda: in_group(check_windows))
+    for fails in (0, 1):
+        statuses += in_ranks(
+            2,
+            lambda fails=fails: in_group(  # type: ignore[misc]
+                lambda group: check_memory(group, out, fails)
+            ),
+        )
+    statuses += in_ranks(2, lambda: in_group(lambda group: check_smaller_windows(group, out)))
+    sys.exit(any(statuses))
+
+
 def main(out: Path) -> None:
     statuses = in_ranks(3, lambda: in_group(check_windows))
     statuses += in_ranks(2, lambda: in_group(lambda group: check_memory(group, out, 1)))
@@ -197,4 +217,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (main_on_gpus if ON_GPUS else main)(Path(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +14,20 @@ from unet3d.inference.shared_executor import SharedExecutor
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Everything that ranks do in one process: what the first of them is told, by its name."""
-    folder = tmp_path_factory.mktemp("windows")
-    command = [sys.executable, "-m", "tests.inference.rank_windows", str(folder)]
+def errors_of_ranks(folder: Path, *more: str) -> dict[str, str]:
+    """Return what the first rank is told where one fails, by the name of what happens."""
+    command = [sys.executable, "-m", "tests.inference.rank_windows", str(folder), *more]
     done = subprocess.run(
         command, env=environment(), capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return {path.stem: path.read_text() for path in folder.glob("*.txt")}
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Everything that ranks do on a CPU, in one process."""
+    return errors_of_ranks(tmp_path_factory.mktemp("windows"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -56,6 +61,13 @@ def test_a_rank_that_hangs_in_a_window_is_named(errors: dict[str, str]) -> None:
 
 def test_a_signal_to_one_rank_stops_the_first(errors: dict[str, str]) -> None:
     assert errors["stopped"] == "Interrupted: SIGTERM"
+
+
+@pytest.mark.multigpu
+def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path: Path) -> None:
+    found = errors_of_ranks(tmp_path, "gpus")
+    for rank in (0, 1):
+        assert f"does not fit on cuda:{rank} of rank {rank}" in found[f"memory-{rank}"]
 
 
 def test_a_single_rank_shares_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.command_line import error_line, run
 from unet3d.config import Shape
-from unet3d.planning import comparison
+from unet3d.planning import placements
 from unet3d.planning.memory_estimate import Step
 
 TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2")
@@ -30,7 +30,7 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
         mib = min(memory.values()) // 1024**2 // step.batch_size
         return mib, mib, mib
 
-    monkeypatch.setattr(comparison, "largest_size", mib_for_a_patch)
+    monkeypatch.setattr(placements, "largest_size", mib_for_a_patch)
 
 
 def test_the_command_shows_every_way_side_by_side(
@@ -41,7 +41,7 @@ def test_the_command_shows_every_way_side_by_side(
     status, out, err = plan(
         capsys,
         *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "4", "--micro-batches", "4"),
-        *("--device-memory", "1.2", "--json", str(path), *TINY),
+        *("--parallel", "model", "--device-memory", "1.7", "--json", str(path), *TINY),
     )
     assert (status, err) == (0, "")
     record = json.loads(path.read_text())
@@ -50,24 +50,27 @@ def test_the_command_shows_every_way_side_by_side(
     assert ways == [
         ("none", 1, False),
         ("none", 4, False),
+        ("spatial", 1, False),
+        ("spatial", 4, False),
         ("model", 1, False),
         ("model", 4, True),
     ]
     for way in record["ways"]:
-        assert way["fits"] == (
-            max(slot["predicted"]["peak_bytes"] for slot in way["slots"]) <= 0.2 * 1024**3
-        )
+        peaks = [slot["predicted"]["peak_bytes"] for slot in way["slots"]]
+        room = 0.2 if way["parallel"] == "spatial" else 0.7  # without the buffers of messages
+        assert way["fits"] == (max(peaks) <= room * 1024**3)
         x, y, z = way["largest_shape"]
         assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride
         assert f"up to {x}x{y}x{z} voxels" in out
         for slot in way["slots"]:
-            assert slot["device_bytes"] == int(1.2 * 1024**3)
+            assert slot["device_bytes"] == int(1.7 * 1024**3)
     largest = [math.prod(way["largest_shape"]) for way in record["ways"]]
-    assert largest[0] < largest[2] < largest[3]
+    assert largest[0] < largest[4] < largest[5]
     assert "none, 1" in out and "model, 4*" in out
     table = out[: out.index("--parallel")]
     assert max(map(len, table.splitlines())) <= 80
-    assert table.count("yes") + table.count("NO") == 4
+    assert table.count("yes") + table.count("NO") == 6
+    assert record["choice"] is None
 
 
 def ways_of(
@@ -90,7 +93,7 @@ def test_a_replica_takes_what_its_share_takes(
         tmp_path / "data.json",
         *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
     )
-    assert list(ways) == ["none 1", "data 1", "model 1"]
+    assert list(ways) == ["none 1", "data 1", "spatial 1", "model 1"]
     data = ways["data 1"]
     assert data["asked"] and data["replicas"] == 3
     assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
@@ -133,6 +136,77 @@ def test_replicas_of_stages_share_the_batch(
     assert (one["largest_shape"][0], two["largest_shape"][0]) == (512, 256)
     assert "2 x model, 2*" in out
     assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
+
+
+@pytest.mark.usefixtures("no_search")
+def test_shards_have_a_row_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    spread = ("--parallel", "spatial", "--device-memory", "2", "--batch-size", "2")
+    path = tmp_path / "plan.json"
+    ways, out = ways_of(capsys, path, "--devices", "0,1,2", *spread)
+    spatial = ways["spatial 1"]
+    assert spatial["asked"] and (spatial["replicas"], spatial["shards"]) == (1, 3)
+    assert [(slot["slot"], slot["rank"], slot["device"]) for slot in spatial["slots"]] == [
+        (index, index, f"cuda:{index}") for index in range(3)
+    ]
+    # Of 32 planes two slabs have 11 and one 10, and the middle one has two neighbours.
+    first, middle, last = (slot["predicted"] for slot in spatial["slots"])
+    assert first["activations_bytes"] > last["activations_bytes"]
+    (one,) = ways["none 1"]["slots"]
+    assert middle["parameters_bytes"] == one["predicted"]["parameters_bytes"]
+    assert middle["activations_bytes"] < 0.55 * one["predicted"]["activations_bytes"]
+    assert "--parallel spatial --devices cuda:0,cuda:1,cuda:2 --micro-batches 1: " in out
+    # Groups of shards share the batch, each with a volume.
+    groups, out = ways_of(capsys, path, "--devices", "0,1,2,3", "--replicas", "2", *spread)
+    ways_by_group = {
+        (way["replicas"], way["shards"]): way
+        for way in json.loads(path.read_text())["ways"]
+        if way["parallel"] == "spatial"
+    }
+    assert set(ways_by_group) == {(1, 4), (2, 2)}
+    assert ways_by_group[2, 2]["asked"] and not ways_by_group[1, 4]["asked"]
+    assert [slot["rank"] for slot in ways_by_group[2, 2]["slots"]] == [0, 1, 2, 3]
+    assert "2 x spatial, 1*" in out and "--replicas 2 --micro-batches 1: " in out
+
+
+@pytest.mark.usefixtures("no_search")
+def test_any_number_of_devices_is_planned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    names = ",".join(map(str, range(64)))
+    status, _, err = plan(
+        capsys,
+        *("--shape", "1024,1024,1024", "--parallel", "spatial", "--devices", names),
+        *("--device-memory", "24", "--batch-size", "1", "--json", str(tmp_path / "plan.json")),
+    )
+    assert (status, err) == (0, "")
+    record = json.loads((tmp_path / "plan.json").read_text())
+    (asked,) = (way for way in record["ways"] if way["asked"])
+    assert len(asked["slots"]) == 64 and asked["fits"]
+    (one,) = record["ways"][0]["slots"]
+    assert one["predicted"]["peak_bytes"] > 300 * 1024**3 and not record["ways"][0]["fits"]
+    assert asked["predicted_seconds"] < record["ways"][0]["predicted_seconds"] / 30
+
+
+@pytest.mark.usefixtures("no_search")
+def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    status, out, err = plan(
+        capsys,
+        *("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1"),
+        *("--device-memory", "24", "--json", str(path)),
+    )
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    (asked,) = (way for way in record["ways"] if way["asked"])
+    assert (asked["parallel"], asked["shards"]) == ("spatial", 4)
+    one = record["ways"][0]
+    peak = asked["slots"][0]["predicted"]["peak_bytes"] / 1024**3
+    assert record["choice"] == (
+        f"parallel: spatial over 4 GPUs: predicted {1000 * asked['predicted_seconds']:.0f} ms a "
+        f"step against {1000 * one['predicted_seconds']:.0f} on one; {peak:.1f} GiB each"
+    )
+    assert record["choice"] in out.splitlines()
+    assert "spatial, 1*" in out
 
 
 @pytest.mark.usefixtures("no_search")

@@ -1,16 +1,15 @@
 """Memory known beforehand: compared with what the same steps are measured to take."""
 
 import gc
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure
+from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure, measure_shards
 from unet3d.config import AugmentationSettings, Shape, load_config
-from unet3d.errors import VolumeError
+from unet3d.errors import DeviceError, VolumeError
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
@@ -19,12 +18,13 @@ from unet3d.parallel import precision
 from unet3d.parallel.cuda_graphs import release_streams
 from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment, plan_without_data
-from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import (
+    MESSAGE_BYTES,
     UNCOUNTED_BYTES,
     MemoryEstimate,
     Step,
     predict_memory,
+    predict_shards,
 )
 from unet3d.volumes.augment import DeviceAugmentation
 
@@ -82,6 +82,79 @@ def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
     step = make_step((CPU, CPU), size=(1024, 1024, 512), model=LARGE)
     prediction = predict_memory(step)
     assert min(prediction.needed_bytes().values()) > 500 * 1024**3
+
+
+RESIDUAL = SMALL.model_copy(update={"encoder": "residual", "deep_supervision": True})
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(make_step((CPU,), num_shards=2), id="two shards"),
+        pytest.param(make_step((CPU,), (32, 16, 16), num_shards=3), id="uneven"),
+        pytest.param(make_step((CPU,), (20, 8, 8), num_shards=5), id="five, of 4 planes"),
+        pytest.param(
+            make_step((CPU,), (64, 48, 48), 1, model=WIDE, num_shards=3), id="two levels divided"
+        ),
+        pytest.param(make_step((CPU,), batch_size=3, num_micro_batches=2, num_shards=2), id="acc"),
+        pytest.param(make_step((CPU,), num_shards=2, recompute="level"), id="level"),
+        pytest.param(make_step((CPU,), num_shards=2, recompute="off"), id="nothing recomputed"),
+        pytest.param(make_step((CPU,), num_shards=2, num_replicas=2), id="in groups"),
+        pytest.param(make_step((CPU,), num_shards=2, precision="float64"), id="float64"),
+        pytest.param(make_step((CPU,), num_shards=2, precision="bfloat16"), id="bfloat16"),
+        pytest.param(make_step((CPU,), num_shards=2, model=RESIDUAL), id="residual, supervised"),
+        pytest.param(
+            make_step((CPU,), num_shards=2, model=SMALL.model_copy(update={"norm": "group"})),
+            id="group norm",
+        ),
+        pytest.param(make_step((CPU,), num_shards=2, optimizer="adamw"), id="adamw"),
+    ],
+)
+def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    predicted = predict_shards(step)
+    assert [estimate.step.layout.shard for estimate in predicted] == list(range(len(predicted)))
+    assert [estimate.memory for estimate in predicted] == measure_shards(step)
+
+
+def test_shards_of_a_kind_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def predict(step: Step, counts_reserved: bool) -> MemoryEstimate:
+        asked.append(step.layout.shard)
+        return predict_memory(step, counts_reserved)
+
+    monkeypatch.setattr(memory_estimate, "predict_memory", predict)
+    predict_shards(make_step((CPU,), (64, 8, 8), num_shards=16))
+    assert asked == [0, 1]  # one at an end, one between
+    asked.clear()
+    predict_shards(make_step((CPU,), (63 * 4, 8, 8), num_shards=16))
+    assert len(asked) == 4  # of two sizes
+
+
+def test_a_shard_of_a_gpu_takes_its_share() -> None:
+    options = {"size": (256, 128, 128), "batch_size": 1, "precision": "bfloat16", "model": LARGE}
+    (one,) = predict_memory(make_step(GPUS[:1], **options)).memory.values()
+    peaks = []
+    for num_shards in (2, 4):
+        step = make_step(GPUS[:1], num_shards=num_shards, **options)
+        prediction = predict_memory(step)
+        (shard,) = prediction.memory.values()
+        peaks.append(shard.peak_bytes)
+        assert shard.parameters_bytes == one.parameters_bytes
+        assert shard.activations_bytes < 1.3 * one.activations_bytes / num_shards
+        assert shard.peak_bytes < shard.reserved_bytes < 1.6 * shard.peak_bytes
+        # NCCL has buffers of its own.
+        needed = prediction.needed_bytes()[GPUS[0]]
+        assert needed == shard.peak_bytes + UNCOUNTED_BYTES + MESSAGE_BYTES
+    assert one.peak_bytes > 1.6 * peaks[0] > 1.6 * 1.4 * peaks[1]
+
+
+def test_too_few_planes_are_named() -> None:
+    with pytest.raises(DeviceError, match="16 planes along X, too few for 17 .*; use at most 16"):
+        predict_memory(make_step((CPU,), num_shards=17))
 
 
 @pytest.mark.parametrize("num_devices", [2, 3])
@@ -216,7 +289,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
     step = make_step(devices, size=size, precision="bfloat16", cuda_graphs="off")
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     cases = (((80, 80, 80), (1.0, 1.0, 1.0)),)
-    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5, made_voxel_bytes=9)
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=plan))
     voxels = 2 * 64**3
     image, target, workspace = voxels * 2 * 4, voxels, 32 * 2**20
@@ -283,56 +356,6 @@ def test_more_voxels_take_more(devices: tuple[torch.device, ...]) -> None:
         for size in sizes
     ]
     assert peaks == sorted(set(peaks))
-
-
-@pytest.mark.parametrize(
-    ("size", "mib"), [((16, 16, 16), 100), ((64, 64, 32), 3), ((8, 16, 48), 100)], ids=str
-)
-def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> None:
-    step = make_step((CPU, CPU), size=size)
-    memory = {CPU: mib * 1024**2}
-    found = largest_size(step, memory)
-    assert found is not None
-    stride = step.topology.total_stride
-    units = [voxels // one for voxels, one in zip(found, stride, strict=True)]
-    assert [unit * one for unit, one in zip(units, stride, strict=True)] == list(found)
-    shape_units = [voxels / one for voxels, one in zip(size, stride, strict=True)]
-    scale = max(units) / max(shape_units)
-    assert all(
-        abs(u - max(1, s * scale)) <= 0.5 + 1e-9 for u, s in zip(units, shape_units, strict=True)
-    )
-    assert predict_memory(replace(step, size=found), counts_reserved=False).load(memory) <= 1
-    x, y, z = (
-        max(1, round(s * (max(units) + 1) / max(shape_units))) * one
-        for s, one in zip(shape_units, stride, strict=True)
-    )
-    assert math.prod((x, y, z)) > math.prod(found)
-    assert predict_memory(replace(step, size=(x, y, z)), counts_reserved=False).load(memory) > 1
-
-
-def test_nothing_fits_where_the_parameters_alone_do_not() -> None:
-    assert largest_size(make_step((CPU,)), {CPU: 10_000}) is None
-
-
-def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, memory = make_step((CPU,)), {CPU: 4 * 1024**2}
-    known = predict_memory(step)
-    asked: list[Shape] = []
-
-    def predict(step: Step, **options: bool) -> MemoryEstimate:
-        asked.append(step.size)
-        return predict_memory(step, **options)
-
-    monkeypatch.setattr(memory_estimate, "predict_memory", predict)
-    found = largest_size(step, memory)
-    first, *others = asked
-    assert first == step.size
-    asked.clear()
-    assert largest_size(step, memory, known) == found
-    assert asked == others
-    asked.clear()
-    assert largest_size(replace(step, batch_size=1), memory, known) != found  # of another step
-    assert asked[0] == step.size
 
 
 def test_a_size_between_the_strides_is_refused() -> None:

@@ -18,7 +18,7 @@ from unet3d.errors import DeviceError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.planning import bench, comparison, tuning
+from unet3d.planning import bench, placements, tuning
 from unet3d.planning.bench import Bench, Row, promising_neighbours
 from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.memory_estimate import Step, predict_memory
@@ -363,7 +363,7 @@ def test_the_command_shows_draws_and_remembers(
     cache, path = tmp_path / "cache", tmp_path / "tuning.json"
     changes = (f"data.cache={cache}", *SMALL[:2], FLOAT32, "training.optimizer=sgd")
     options = [word for change in changes for word in ("--set", change)]
-    shape = ("--shape", "8,8,8", "--devices", "cpu,cpu")
+    shape = ("--shape", "8,8,8", "--devices", "cpu,cpu", "--parallel", "model")
     with monkeypatch.context() as patch:
         fail_for(patch, num_stages=1, num_micro_batches=1)
         assert run("plan", "--measure", *shape, *options, "--json", path) == 0
@@ -382,7 +382,7 @@ def test_the_command_shows_draws_and_remembers(
         chosen["num_micro_batches"],
     )
     # From now on a plan predicts what training will do, unless it is told otherwise.
-    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     assert run("plan", *shape, *options, "--json", path) == 0
     ways = json.loads(path.read_text())["ways"]
     (asked,) = (way for way in ways if way["asked"])
@@ -445,7 +445,7 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     config = settings(tmp_path / "cache", f"parallel.balance={balance}", "training.epochs=1")
     config = config.with_values(
         {"data.phantom.num_cases": 5, "data.phantom.shape": [16, 16, 16], "patches.per_case": 1}
@@ -477,8 +477,9 @@ def test_a_plan_needs_devices_to_balance_times(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(comparison, "largest_size", lambda *_: (8, 8, 8))  # saves time
+    monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     shape = ("plan", "--shape", "16,16,16", "--devices", "0,1", "--device-memory", 80)
+    shape += ("--parallel", "model")
     assert run(*shape, "--balance", "time") == 1
     line = error_line(capsys.readouterr().err)
     assert "cuda:0 is not on this machine" in line and "--balance memory" in line

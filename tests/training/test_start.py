@@ -11,6 +11,8 @@ from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError
+from unet3d.planning.choice import Choice
+from unet3d.training import start
 from unet3d.training.start import Run, RunRequest, choose_mode, choose_run
 
 ALONE = Group(Ranks())
@@ -36,6 +38,22 @@ def request(**changes: Any) -> RunRequest:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Ranks | None]:
+    """What plans takes two groups of slabs on four devices; return the ranks that it was told."""
+    told: list[Ranks | None] = []
+
+    def plan(config: Config, network: object, ranks: Ranks | None) -> Choice:
+        told.append(ranks)
+        mode, count = ("spatial", 2) if len(config.parallel.devices or ()) == 4 else ("data", 1)
+        settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
+        return Choice(settings=settings, line="parallel: as planned")
+
+    monkeypatch.setattr(start, "plan_without_data", lambda config: None)
+    monkeypatch.setattr(start, "planned_mode", plan)
+    return told
 
 
 def refuse_yaml(*_: object, **__: object) -> None:
@@ -88,31 +106,37 @@ def test_a_run_is_continued_with_its_own_settings_and_what_is_changed(here: Path
     ("changes", "num_ranks", "mode"),
     [
         ((), 1, "none"),
-        (("parallel.devices=cpu,cpu",), 1, "data"),
-        (("parallel.devices=cpu,cpu", "training.batch_size=1"), 1, "spatial"),
-        # Each replica would have one patch for two micro-batches.
-        (("parallel.devices=cpu,cpu", "training.micro_batches=2"), 1, "spatial"),
-        (("parallel.devices=cpu,cpu,cpu", "training.batch_size=2"), 1, "spatial"),
-        (
-            ("parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2", "training.batch_size=4"),
-            1,
-            "spatial",
-        ),
-        (("parallel.devices=cpu,cpu", "model.norm=batch"), 1, "model"),
+        (("parallel.mode=auto", "parallel.devices=cpu"), 1, "none"),
         (("parallel.mode=model", "parallel.devices=cpu,cpu"), 1, "model"),
-        ((), 2, "data"),
-        (("parallel.mode=none",), 2, "data"),  # as one process has recorded it
-        (("training.batch_size=1",), 2, "spatial"),
-        (("parallel.mode=spatial",), 2, "spatial"),
+        (("parallel.mode=data",), 2, "data"),
     ],
     ids=str,
 )
-def test_auto_becomes_a_mode(changes: tuple[str, ...], num_ranks: int, mode: str) -> None:
+def test_what_is_not_open_is_not_planned(
+    changes: tuple[str, ...], num_ranks: int, mode: str, planned: list[Ranks | None]
+) -> None:
     config = load_config(None, changes)
     names = config.parallel.devices or ("cpu",) * num_ranks
     config = config.with_values({"parallel.devices": list(names)})
     chosen = choose_mode(config, place(num_ranks - 1, num_ranks))
     assert chosen == config.with_values({"parallel.mode": mode})
+    assert not planned
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_ranks"),
+    [("auto", 1), ("auto", 4), ("none", 4)],  # as one process has recorded it
+)
+def test_auto_becomes_what_is_planned(
+    mode: str, num_ranks: int, planned: list[Ranks | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
+    ranks = place(0, num_ranks)
+    with caplog.at_level("INFO", logger="unet3d"):
+        chosen = choose_mode(config, ranks)
+    assert chosen == config.with_values({"parallel.mode": "spatial", "parallel.replicas": 2})
+    assert planned == [ranks if num_ranks > 1 else None]
+    assert "parallel: as planned" in caplog.messages
 
 
 def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> Config:
@@ -127,8 +151,8 @@ def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> C
 @pytest.mark.parametrize(
     ("started", "changes", "mode"),
     [
-        ((), ("parallel.devices=cpu,cpu",), "data"),
-        (("parallel.devices=cpu,cpu",), ("parallel.devices=cpu",), "none"),
+        ((), ("parallel.devices=cpu,cpu,cpu,cpu",), "spatial"),
+        (("parallel.mode=data", "parallel.devices=cpu,cpu"), ("parallel.devices=cpu",), "none"),
         (
             ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.cuts=3"),
             ("parallel.devices=cpu",),
@@ -144,7 +168,11 @@ def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> C
             ("parallel.mode=data",),
             "data",
         ),
-        (("parallel.devices=cpu,cpu",), ("parallel.mode=spatial",), "spatial"),
+        (
+            ("parallel.mode=data", "parallel.devices=cpu,cpu"),
+            ("parallel.mode=spatial",),
+            "spatial",
+        ),
     ],
     ids=str,
 )

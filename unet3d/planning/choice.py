@@ -19,7 +19,7 @@ from unet3d.parallel import Machine, ParallelDims, resolve_precision
 from unet3d.parallel.balance.block_costs import known_seconds
 from unet3d.parallel.precision import autocast_dtype, to_parameter_dtype
 from unet3d.planning.experiment import NetworkPlan
-from unet3d.planning.options import (
+from unet3d.planning.placements import (
     PlacementOption,
     is_here,
     make_option,

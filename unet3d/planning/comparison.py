@@ -16,7 +16,7 @@ from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.choice import best_of, choice_line, timed_options, tuning_key
 from unet3d.planning.experiment import NetworkPlan, check_stages
-from unet3d.planning.options import (
+from unet3d.planning.placements import (
     PlacementOption,
     is_here,
     make_option,

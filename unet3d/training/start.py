@@ -18,7 +18,9 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
+from unet3d.planning.choice import choose_mode as planned_mode
 from unet3d.planning.cpu_defaults import load_settings
+from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -149,23 +151,26 @@ def choose_mode(config: Config, ranks: Ranks) -> Config:
             of a run which one process has trained, and counts as ``auto``.
 
     Raises:
-        ConfigError: A setting is refused with the devices.
+        ConfigError: A setting is refused with the devices, or does not suit the data.
         DeviceError: A device is unknown or absent.
+        DatasetError: The data set cannot be understood.
+        VolumeError: A header cannot be read.
     """
     parallel, has_ranks = config.parallel, ranks.world_size > 1
     if parallel.mode != "auto" and not (has_ranks and parallel.mode == "none"):
         return config
-    dims = ParallelDims.resolve(parallel, ranks=ranks)
-    mode: str = dims.mode
-    num_devices = dims.num_replicas * dims.num_shards * dims.num_stages
-    num_patches = config.training.batch_size // config.training.num_micro_batches
-    if mode == "spatial" and parallel.replicas == 1 and num_patches >= num_devices:
-        mode = "data"
-    if config.model.norm == "batch" and mode != "none" and not has_ranks:
-        mode = "model"  # which alone takes the statistics of the whole batch
-    if mode != "none":
-        logger.info("--parallel %s on %d devices", mode, num_devices)
-    return config.with_values({"parallel.mode": mode})
+    if not has_ranks and len(ParallelDims.resolve(parallel).all_devices) == 1:
+        return config.with_values({"parallel.mode": "none"})
+    choice = planned_mode(config, plan_without_data(config), ranks=ranks if has_ranks else None)
+    logger.info("%s", choice.line)
+    chosen = choice.settings
+    return config.with_values(
+        {
+            "parallel.mode": chosen.mode,
+            "parallel.devices": chosen.devices,
+            "parallel.replicas": chosen.replicas,
+        }
+    )
 
 
 def _folder_to_resume(request: RunRequest) -> RunFolder:

@@ -140,10 +140,10 @@ def possible_dims(
     spread = []
     # A batch norm has statistics of the whole batch, which replicas and shards do not have.
     if config.model.norm != "batch":
+        # Each replica has a patch for each of its micro-batches.
+        most = config.training.batch_size // config.training.num_micro_batches
         counts = [
-            count
-            for count in _divisors(len(devices))
-            if wanted in (1, count) and count <= config.training.batch_size
+            count for count in _divisors(len(devices)) if wanted in (1, count) and count <= most
         ]
         ways = [("data" if count == len(devices) else "spatial", count) for count in counts]
         for mode, count in sorted(ways):
