@@ -154,9 +154,8 @@ class Group:
         members = None if ranks is None else list(ranks)
         if device.type == "cuda":
             # The messages of every step notice a lost rank first, and can name it.
-            # Else NCCL orders messages of graphs and others among each other, by nodes that can stop
-            # one graph for another; ours are all in one stream.
-            os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+            # Else NCCL 2.28 registers the memory of captured messages, and replays wait for ever.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             longer = 2 * timeout + timedelta(minutes=1)
             group = dist.new_group(members, backend="nccl", timeout=longer)
         else:
