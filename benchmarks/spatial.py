@@ -193,11 +193,11 @@ class Bench:
     def _warmed_up(self, step: Callable[[], torch.Tensor]) -> dict[str, Any]:
         """Take the first steps, and return the losses of the first and the last of them."""
         first = step().item()
+        self._clear()
+        self._reset_peak()  # what is captured later takes the memory of the steps before
         for _ in range(WARM_UP_STEPS):
             later = step()
-        row = {"loss": first, "later_loss": later.item()}
-        self._reset_peak()
-        return row
+        return {"loss": first, "later_loss": later.item()}
 
     def measure_predict(self, size: Shape) -> dict[str, Any]:
         """Measure the logits of a whole cube on one device and on all."""

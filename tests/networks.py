@@ -18,6 +18,7 @@ def random_checkpoint(
     spacing_mm: tuple[float, float, float] | None = None,
     patch_size: tuple[int, int, int] | None = (16, 16, 16),
     dtype: torch.dtype = torch.float32,
+    changes: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Return a checkpoint of a network of two levels and a stride of 2."""
     strides: Any = ((1, 1, 1), (2, 2, 2))
@@ -43,7 +44,7 @@ def random_checkpoint(
             label_values=label_values,
         ),
         patch_size=patch_size,
-        config=load_config(),
+        config=load_config(None, changes),
         model=model.state_dict(),
         training={},
     )

@@ -100,6 +100,11 @@ WORKS = {
         words=training("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3"),
         assert_same=assert_same_training,
     ),
+    "shards": Work(
+        make_inputs=make_nothing,
+        words=training("parallel.mode=spatial", "parallel.devices=cpu,cpu"),
+        assert_same=assert_same_training,
+    ),
 }
 
 

@@ -289,7 +289,7 @@ def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
     step = make_step(devices, size=size, precision="bfloat16", cuda_graphs="off")
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     cases = (((80, 80, 80), (1.0, 1.0, 1.0)),)
-    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5, made_voxel_bytes=9)
     alone, beside = predict_memory(step), predict_memory(replace(step, augmentation=plan))
     voxels = 2 * 64**3
     image, target, workspace = voxels * 2 * 4, voxels, 32 * 2**20

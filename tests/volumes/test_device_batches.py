@@ -1,10 +1,14 @@
 """Batches that are made on a GPU, beside what it works on."""
 
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tests.volumes.known_cases import make_cases
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
@@ -37,6 +41,7 @@ def loader(
     num_workers: int = 0,
     size: Shape | None = (24, 20, 28),
     settings: PatchSettings | None = None,
+    **shard: Any,
 ) -> PatchLoader:
     return PatchLoader(
         cases=cases,
@@ -48,6 +53,7 @@ def loader(
         num_workers=num_workers,
         device=GPU,
         augments_on_device=on_gpu,
+        **shard,
     )
 
 
@@ -125,3 +131,73 @@ def test_only_two_batches_and_one_cut_take_memory(tmp_path: Path) -> None:
     workspace = 32 * 2**20  # of cuBLAS, for the stream
     peak = torch.cuda.max_memory_allocated() - before
     assert two_batches < peak < (two_batches + max(largest_cut, user) + workspace + 2**22) * 1.05
+
+
+def slab_of(shard: int, count: int, shape: Shape) -> range:
+    return range(shard * shape[0] // count, (shard + 1) * shape[0] // count)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("size", [(24, 20, 28), None])
+def test_slabs_without_messages_are_those_of_the_cpu(
+    tmp_path: Path, size: Shape | None, num_workers: int
+) -> None:
+    cases = real_cases(tmp_path)
+    whole = loader(cases, on_gpu=False, size=size).epoch(0)
+    shards = [
+        loader(
+            cases, on_gpu=True, size=size, num_workers=num_workers, slab=partial(slab_of, shard, 3)
+        ).epoch(0)
+        for shard in range(3)
+    ]
+    for expected, *parts in zip(whole, *shards, strict=True):
+        assert {part.planes for part in parts} == {expected.image.shape[2]}
+        image = torch.cat([part.image.cpu() for part in parts], dim=2)
+        torch.testing.assert_close(image, expected.image, rtol=0, atol=5e-5)
+        target = torch.cat([part.target.cpu() for part in parts], dim=1)
+        assert (target != expected.target).float().mean() < 1e-4
+
+
+def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
+    """Two shards on one GPU, in threads that hand each other what they gather."""
+    cases = real_cases(tmp_path)
+    always = AugmentationSettings.model_validate(
+        {name: 1.0 for name in AugmentationSettings.model_fields if "probability" in name}
+    )
+    settings = PatchSettings(per_case=4, augmentation=always)
+    whole = [
+        (batch.image.clone(), batch.target.clone())
+        for batch in loader(cases, on_gpu=True, settings=settings).epoch(0)
+    ]
+    barrier = threading.Barrier(2)
+    handed: dict[int, Tensor] = {}
+    streams: set[torch.cuda.Stream] = set()
+    made: list[list[tuple[Tensor, Tensor]]] = [[], []]
+
+    def work(shard: int) -> None:
+        def gather(numbers: Tensor) -> Tensor:
+            streams.add(torch.cuda.current_stream(GPU))
+            handed[shard] = numbers
+            barrier.wait(timeout=60)
+            both = torch.stack([handed[0], handed[1]])
+            barrier.wait(timeout=60)
+            return both
+
+        slab = partial(slab_of, shard, 2)
+        batches = loader(cases, on_gpu=True, settings=settings, slab=slab, gather=gather)
+        for batch in batches.epoch(0):
+            assert batch.image.shape[2] == 12 and batch.planes == 24
+            made[shard].append((batch.image.clone(), batch.target.clone()))
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(shard,)) for shard in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    assert streams == {torch.cuda.default_stream(GPU)}
+    for (image, target), first, second in zip(whole, *made, strict=True):
+        torch.testing.assert_close(torch.cat((first[0], second[0]), 2), image, rtol=0, atol=5e-5)
+        differs = torch.cat((first[1], second[1]), 1) != target
+        assert differs.float().mean() < 1e-4

@@ -10,12 +10,36 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EINVAL, EISDIR
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from unet3d.atomic import write_atomically
 from unet3d.errors import ConfigError, Unet3dError, reason_of
+
+if TYPE_CHECKING:
+    from unet3d.distributed.ranks import Ranks
+
+
+def begin_as_rank(quiet: bool = False) -> "Ranks":
+    """Return the place of this process, of which the first rank alone logs; before PyTorch loads.
+
+    Args:
+        quiet: Whether it only warns, too.
+
+    Raises:
+        ConfigError: The variables of torchrun contradict one another.
+    """
+    from unet3d.distributed.ranks import Ranks, silence_torch
+
+    ranks, ours = Ranks.from_environment(), logging.getLogger("unet3d")
+    if ranks.world_size > 1 and not ours.isEnabledFor(logging.DEBUG):
+        silence_torch()
+    if quiet or not ranks.is_first:
+        ours.setLevel(logging.WARNING)
+    if ranks.local_rank > 0:  # what is wrong here, the first rank of this machine says
+        ours.setLevel(logging.ERROR)
+    return ranks
 
 
 def show_error(error: Unet3dError, what: str = "Error") -> None:

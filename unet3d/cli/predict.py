@@ -1,32 +1,41 @@
 """``unet3d predict``."""
 
-import logging
-import os
-import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import CHECKPOINT, FILE, changes_of, mode_for, placement_options
-from unet3d.cli.output import show_error
-from unet3d.errors import (
-    ConfigError,
-    DatasetError,
-    ResultExistsError,
-    Unet3dError,
-    VolumeError,
-    reason_of,
-    some,
-)
+from unet3d.cli.options import CHECKPOINT, FILE, changes_of, placement_options
+from unet3d.cli.output import begin_as_rank
+from unet3d.cli.segmentation import Segmentation
+from unet3d.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unet3d.inference.predictor import Predictor
-    from unet3d.reports.scan_progress import ScanProgress
-    from unet3d.volumes.scans import Scan
+    from unet3d.parallel import ParallelDims
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What a user asks for, besides network and devices."""
+
+    images: tuple[Path, ...]
+    output: Path | None
+    window: str | None
+    overlap: float | None
+    statistics: bool
+    overwrite: bool
+
+    def arguments(self) -> list[str]:
+        """Return the same as a command line."""
+        options = {"--output": self.output, "--window": self.window, "--overlap": self.overlap}
+        flags = {"--statistics": self.statistics, "--overwrite": self.overwrite}
+        return [
+            *(f"{option}={value}" for option, value in options.items() if value is not None),
+            *(flag for flag, is_given in flags.items() if is_given),
+            "--",
+            *map(str, self.images),
+        ]
 
 
 @click.command()
@@ -38,7 +47,7 @@ logger = logging.getLogger(__name__)
     help="A file, or the folder of a run; default: the newest finished run.",
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
-@placement_options("none", "model")
+@placement_options("auto", "none", "spatial", "model")
 @click.option(
     "--overlap",
     type=click.FloatRange(0, 1, max_open=True),
@@ -63,146 +72,96 @@ def predict(
 ) -> None:
     """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
     from unet3d.config import load_config
+    from unet3d.distributed.launched import is_launched
 
-    if checkpoint_path is None:
+    ranks = begin_as_rank()
+    if checkpoint_path is None and ranks.is_first:
         checkpoint_path = _newest_checkpoint()
-    # What follows takes seconds before anything else can be seen.
-    click.echo(f"using {checkpoint_path}")
+    if ranks.is_first and not is_launched():
+        # What follows takes seconds before anything else can be seen.
+        click.echo(f"using {checkpoint_path}")
 
+    from unet3d.distributed.purpose import PREDICTION
+    from unet3d.distributed.rendezvous import joined
+    from unet3d.inference.placing import choose_mode
     from unet3d.inference.predictor import Predictor
+    from unet3d.parallel import ParallelDims
     from unet3d.runs.checkpoint import load_checkpoint
     from unet3d.volumes.scan_search import find_scans
 
-    checkpoint = load_checkpoint(checkpoint_path)
-    settings = load_config(
-        None,
-        changes_of(
+    request = _Request(
+        images=images,
+        output=output,
+        window=window,
+        overlap=overlap,
+        statistics=statistics,
+        overwrite=overwrite,
+    )
+    # The devices of training say nothing about those of prediction.
+    placement = changes_of({"parallel.mode": parallel, "parallel.devices": devices})
+    timeout_seconds = load_config(None, placement).parallel.timeout_seconds
+    with joined(ranks, PREDICTION) as group:
+        group.open(timeout_seconds)
+        path = checkpoint_path or Path()  # only the first rank needs it
+        checkpoint = group.file_from_first(path, load_checkpoint)
+        trained = checkpoint.config.inference
+        windows = changes_of(
             {
-                # The devices of training say nothing about those of prediction.
-                "parallel.mode": parallel or mode_for(devices),
-                "parallel.devices": devices,
-                "inference.window": window or checkpoint.config.inference.window,
-                "inference.overlap": (
-                    checkpoint.config.inference.overlap if overlap is None else overlap
-                ),
-                "inference.batch_size": checkpoint.config.inference.batch_size,
+                "inference.window": window or trained.window,
+                "inference.overlap": trained.overlap if overlap is None else overlap,
+                "inference.batch_size": trained.batch_size,
             }
-        ),
-    )
-    num_channels = len(checkpoint.preprocessing.channels)
-    found = find_scans(images, output, num_channels, overwrite, statistics)
-    for scan in found.kept:
-        _show_kept(scan)
-    for _, error in found.faults:
-        show_error(error, "Skipped")
-    failures = [scan for scan, _ in found.faults]
-    if found.to_segment:
-        predictor = Predictor(checkpoint, settings.parallel, settings.inference)
-        is_alone = len(found.to_segment) + len(found.kept) + len(failures) == 1
-        failures += _segment_all(
-            found.to_segment, predictor, statistics=statistics, overwrite=overwrite, alone=is_alone
         )
-    if failures:
-        num_scans = len(found.to_segment) + len(found.kept) + len(found.faults)
-        raise DatasetError(
-            f"{len(failures)} of {num_scans} scans could not be segmented: {_names(failures)}"
-        )
-
-
-def _segment_all(
-    scans: Sequence["Scan"],
-    predictor: "Predictor",
-    *,
-    statistics: bool,
-    overwrite: bool,
-    alone: bool,
-) -> list["Scan"]:
-    """Segment one scan after the other, and return those that could not be."""
-    from rich.console import Console
-
-    from unet3d.reports.scan_progress import ScanProgress
-
-    progress = ScanProgress(Console(stderr=True), len(scans))
-    failures = []
-    left = list(scans)
-    try:
-        for number, scan in enumerate(scans, start=1):
-            began = time.monotonic()
-            try:
-                with progress.shown(number, scan.images[0].name):
-                    _segment(scan, predictor, progress, statistics=statistics, overwrite=overwrite)
-            except (Unet3dError, OSError) as error:
-                if alone:
-                    raise
-                left.remove(scan)
-                if isinstance(error, ResultExistsError):
-                    _show_kept(scan)
-                    continue
-                # One bad scan of a folder must not stop the others.
-                if isinstance(error, OSError):
-                    error = Unet3dError(f"{scan.images[0]}: {reason_of(error)}")
-                show_error(error, "Skipped")
-                failures.append(scan)
+        settings = load_config(None, [*placement, *windows])
+        spread = choose_mode(settings.parallel, checkpoint, settings.inference.window, ranks)
+        dims = ParallelDims.resolve(spread, ranks=ranks)
+        if dims.num_processes > group.size:
+            _start_ranks(request, path, dims)
+            return
+        job = None
+        if group.is_first:
+            num_channels = len(checkpoint.preprocessing.channels)
+            scans = find_scans(images, output, num_channels, overwrite, statistics)
+            job = Segmentation(scans, statistics=statistics, overwrite=overwrite)
+        if group.from_first(lambda: job is not None and job.has_work):
+            predictor = Predictor(checkpoint, spread, settings.inference, group)
+            if job is None:
+                predictor.follow()
             else:
-                left.remove(scan)
-                seconds = time.monotonic() - began
-                click.echo(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
-    finally:
-        if left and not alone:
-            advice = "name these" if overwrite else "give the same command again"
-            click.echo(f"Not segmented: {_names(left)}; to go on, {advice}", err=True)
-    return failures
+                job.segment(predictor)
+    # Only now, because ranks that miss the first one would wait for it.
+    if job is not None and job.error is not None:
+        raise job.error
 
 
-def _segment(
-    scan: "Scan",
-    predictor: "Predictor",
-    progress: "ScanProgress",
-    *,
-    statistics: bool,
-    overwrite: bool,
-) -> None:
-    from unet3d.volumes.memory_limits import explaining_memory
-    from unet3d.volumes.scan_search import refuse_existing
-    from unet3d.volumes.scans import (
-        label_statistics,
-        read_scan,
-        stamps,
-        write_segmentation,
-        write_statistics,
-    )
+def _start_ranks(request: _Request, checkpoint: Path, dims: "ParallelDims") -> None:
+    """Segment in a process for each device.
 
-    if not overwrite:
-        refuse_existing(scan, statistics)  # another process may be at work in the same folder
-    before = stamps(scan)
-    with explaining_memory(str(scan.images[0])):
-        progress.stage("reading")
-        image = read_scan(scan)
-        progress.stage("preparing")
-        labels = predictor.segment(image, progress.windows_done)
-        found = label_statistics(labels, image, predictor.label_names) if statistics else None
-        progress.stage("writing")
-        if stamps(scan) != before:
-            raise VolumeError(
-                f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
-                "segment it again"
-            )
-        write_segmentation(scan, labels, image.header, overwrite)
-        if found is not None:
-            write_statistics(scan, found, overwrite)
-    if not statistics and os.path.lexists(scan.statistics):
-        logger.warning(
-            "%s was there before and may describe another segmentation; --statistics writes it",
-            scan.statistics,
+    Raises:
+        Unet3dError: A rank failed; the reason of the first one that did.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
+    """
+    from unet3d.distributed.launcher import launch, meeting_folder
+    from unet3d.distributed.purpose import PREDICTION
+
+    placement = {
+        "--checkpoint": checkpoint,
+        "--parallel": dims.mode,
+        "--devices": ",".join(map(str, dims.all_devices)),
+    }
+    with meeting_folder() as folder:
+        launch(
+            [
+                "predict",
+                *(f"{option}={value}" for option, value in placement.items()),
+                *request.arguments(),
+            ],
+            folder,
+            num_ranks=dims.num_processes,
+            max_restarts=0,
+            on_gpus=any(device.type == "cuda" for device in dims.all_devices),
+            purpose=PREDICTION,
         )
-
-
-def _show_kept(scan: "Scan") -> None:
-    click.echo(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
-
-
-def _names(scans: Sequence["Scan"]) -> str:
-    return some([scan.images[0] for scan in scans])
 
 
 def _newest_checkpoint() -> Path:

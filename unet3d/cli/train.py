@@ -1,6 +1,5 @@
 """``unet3d train``."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from unet3d.cli.options import (
     placement_options,
     replicas_option,
 )
+from unet3d.cli.output import begin_as_rank
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,15 +69,7 @@ def train(
     quiet: bool,
 ) -> None:
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
-    from unet3d.distributed.ranks import Ranks, silence_torch
-
-    ranks = Ranks.from_environment()
-    if ranks.world_size > 1 and not logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
-        silence_torch()
-    if quiet or not ranks.is_first:
-        logging.getLogger("unet3d").setLevel(logging.WARNING)
-    if ranks.local_rank > 0:  # what is wrong here, the first rank of this machine says
-        logging.getLogger("unet3d").setLevel(logging.ERROR)
+    ranks = begin_as_rank(quiet)
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),

@@ -1,4 +1,4 @@
-"""The ranks of one training, and what they tell one another beside gradients.
+"""The ranks of one training or prediction, and what they tell one another beside gradients.
 
 There are two channels. A *store* holds small values and outlives the ranks; it can be asked without
 waiting, so it never times out (`store_exchange`, `rank_watch`). A *gloo* group carries a message
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
 from unet3d.distributed.launched import MEETING_FOLDER
+from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.rank_watch import RankWatch
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.step_messages import StepMessages
@@ -57,19 +58,22 @@ class _Channels:
 
 
 class Group:
-    """The ranks of one training, of which this process is one; it may be the only one."""
+    """The ranks of one job, of which this process is one; it may be the only one."""
 
-    def __init__(self, ranks: Ranks, stores: Stores | None = None) -> None:
+    def __init__(
+        self, ranks: Ranks, stores: Stores | None = None, purpose: Purpose = TRAINING
+    ) -> None:
         """Take a place among the ranks.
 
         Args:
             ranks: The place.
             stores: Where all ranks meet; None for a single rank.
+            purpose: What they do.
         """
         self.ranks = ranks
         self._channels: _Channels | None = None
         if stores is not None:
-            watch = RankWatch(stores.values, ranks, timedelta(seconds=JOIN_SECONDS))
+            watch = RankWatch(stores.values, ranks, timedelta(seconds=JOIN_SECONDS), purpose)
             self._channels = _Channels(
                 stores=stores,
                 watch=watch,
@@ -86,6 +90,11 @@ class Group:
     def size(self) -> int:
         """How many ranks there are."""
         return self.ranks.world_size
+
+    @property
+    def values(self) -> ValueStore | None:
+        """Where ranks can read what others have written, also while those wait; None for one."""
+        return None if self._channels is None else self._channels.stores.values
 
     def open(self, timeout_seconds: float) -> None:
         """Connect the ranks; all of them call it.
@@ -145,9 +154,8 @@ class Group:
         members = None if ranks is None else list(ranks)
         if device.type == "cuda":
             # The messages of every step notice a lost rank first, and can name it.
-            # Else NCCL orders messages of graphs and others among each other, by nodes that can stop
-            # one graph for another; ours are all in one stream.
-            os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
+            # Else NCCL 2.28 registers the memory of captured messages, and replays wait for ever.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             longer = 2 * timeout + timedelta(minutes=1)
             group = dist.new_group(members, backend="nccl", timeout=longer)
         else:

@@ -31,15 +31,13 @@ from unet3d.distributed.interruption import (
 )
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
 from unet3d.distributed.processes import blocked
+from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-
-SAVE_SECONDS = 120.0
-"""Time for ranks that are asked to stop, in which they end their step and save."""
 
 END_SECONDS = 10.0
 """Time for ranks that cannot go on without another, in which they say so."""
@@ -124,22 +122,32 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def launch(
-    arguments: Sequence[str], folder: Path, *, num_ranks: int, max_restarts: int, on_gpus: bool
+    arguments: Sequence[str],
+    folder: Path,
+    *,
+    num_ranks: int,
+    max_restarts: int,
+    on_gpus: bool,
+    purpose: Purpose = TRAINING,
 ) -> None:
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
     Args:
-        arguments: Arguments of ``unet3d``, the same for every rank.
+        arguments: Arguments of ``unet3d``, the same for every rank; ``--debug`` is added where this
+            process has it.
         folder: Where they meet; see :func:`meeting_folder`.
         num_ranks: Number of processes.
         max_restarts: How often all ranks are started again when one dies or hangs; not when one
             was asked to stop, nor after an explained error, which would come again.
         on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
+        purpose: What they do.
 
     Raises:
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
         Unet3dError: A rank failed; the reason of the first one that did.
     """
+    if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
+        arguments = ["--debug", *arguments]
     with deferred_interruption() as request:
         for restart_count in range(max_restarts + 1):
             variables = {
@@ -149,12 +157,12 @@ def launch(
                 RESTART_COUNT: str(restart_count),
             }
             with _started(arguments, num_ranks, variables, folder) as ranks:
-                failures = _wait(ranks, request)
+                failures = _wait(ranks, request, purpose.stop_seconds)
             if not failures:
                 return
             if request.signal_number is not None:
-                raise _reason_of_stop(failures, request.signal_number)
-            reason = _reason(failures)
+                raise _reason_of_stop(failures, request.signal_number, purpose)
+            reason = _reason(failures, purpose)
             is_final = isinstance(reason, Interrupted) or any(
                 one.kind == "explained" for one in failures
             )
@@ -195,7 +203,9 @@ def _started(
         _kill(ranks)
 
 
-def _wait(ranks: Sequence[_Rank], request: InterruptionRequest) -> list[Failure]:
+def _wait(
+    ranks: Sequence[_Rank], request: InterruptionRequest, stop_seconds: float
+) -> list[Failure]:
     """Wait until all ranks have ended; if one fails, or somebody asks to stop, they are asked to.
 
     Returns:
@@ -203,7 +213,7 @@ def _wait(ranks: Sequence[_Rank], request: InterruptionRequest) -> list[Failure]
     """
     while any(rank.process.poll() is None for rank in ranks):
         if request.signal_number is not None:
-            _end(ranks, request.signal_number, SAVE_SECONDS)
+            _end(ranks, request.signal_number, stop_seconds)
             return _failures(ranks)
         failures = _failures(ranks)
         if failures:
@@ -234,15 +244,17 @@ def _kill(ranks: Sequence[_Rank]) -> None:
         rank.process.wait()
 
 
-def _reason_of_stop(failures: Sequence[Failure], signal_number: int) -> BaseException:
+def _reason_of_stop(
+    failures: Sequence[Failure], signal_number: int, purpose: Purpose = TRAINING
+) -> BaseException:
     """Return that the ranks were asked to stop, or why one of them could not save."""
     for failure in failures:
         if failure.kind in ("explained", "unexpected", "hang"):
-            return _reason([failure])
+            return _reason([failure], purpose)
     return Interrupted(signal_number)
 
 
-def _reason(failures: Sequence[Failure]) -> BaseException:
+def _reason(failures: Sequence[Failure], purpose: Purpose = TRAINING) -> BaseException:
     """Return why the first rank failed; the errors of ranks that only lost it do not count."""
     later: dict[Kind | None, int] = {None: 1, "consequence": 2}
 
@@ -260,7 +272,7 @@ def _reason(failures: Sequence[Failure]) -> BaseException:
         reason = f"stopped with {first.report['message']['message']}; --debug shows where"
     elif status < 0:
         name = signal.Signals(-status).name
-        reason = f"was killed by {name}; --resume continues the run"
+        reason = f"was killed by {name}; {purpose.after_loss}"
     elif status - 128 in SIGNALS:  # while its modules were loaded
         return Interrupted(status - 128)
     else:

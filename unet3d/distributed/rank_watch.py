@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.value_store import ValueStore
 from unet3d.errors import LostRankError, RankError
@@ -29,17 +30,21 @@ Notes = dict[int, tuple[int, str]]
 class RankWatch:
     """Keeps the notes of all ranks, and names the one that is lost."""
 
-    def __init__(self, store: ValueStore, ranks: Ranks, timeout: timedelta) -> None:
+    def __init__(
+        self, store: ValueStore, ranks: Ranks, timeout: timedelta, purpose: Purpose = TRAINING
+    ) -> None:
         """Start without any notes.
 
         Args:
             store: A store that all ranks reach.
             ranks: The place of this process.
             timeout: Silence after which a rank is taken to hang.
+            purpose: What the ranks do.
         """
         self.timeout = timeout
         self._store = store
         self._ranks = ranks
+        self._purpose = purpose
 
     def note(self, step: int, text: str) -> None:
         """Write down how far this rank is.
@@ -92,7 +97,7 @@ class RankWatch:
             silent = [rank for rank in others if not self._store.check([f"missing/{rank}"])]
             notes = self.notes()
         except (RuntimeError, RankError):  # the store is gone too
-            return LostRankError("the other ranks of this training are gone")
+            return LostRankError(f"the other ranks of this {self._purpose.name} are gone")
         return self._error(silent or others, notes, hangs)
 
     def _error(self, suspects: Sequence[int], notes: Notes, hangs: bool) -> RankError:
@@ -103,8 +108,8 @@ class RankWatch:
             if notes.get(rank, START)[0] == last
         )
         if not hangs:
-            return LostRankError(f"{names} is gone; --resume continues the run")
+            return LostRankError(f"{names} is gone; {self._purpose.after_loss}")
         return RankError(
-            f"{names} hangs: nothing for {self.timeout.total_seconds():g} s; --resume "
-            "continues the run, parallel.timeout_seconds waits longer"
+            f"{names} hangs: nothing for {self.timeout.total_seconds():g} s; "
+            f"{self._purpose.after_silence}"
         )

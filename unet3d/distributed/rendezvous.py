@@ -1,6 +1,6 @@
 """Joining the ranks that a launcher has started, the first time or again after one died.
 
-Ranks that ``unet3d train`` has started on one machine meet in files, so that nothing listens. Those
+Ranks that ``unet3d`` has started on one machine meet in files, so that nothing listens. Those
 of torchrun, on one machine or several, meet in the TCPStore that torchrun keeps.
 """
 
@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from unet3d.distributed.group import JOIN_SECONDS, Group, Stores
 from unet3d.distributed.launched import MEETING_FOLDER
+from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.value_store import FolderStore
 from unet3d.errors import RankError
@@ -26,11 +27,12 @@ POLL_SECONDS = 0.02
 
 
 @contextmanager
-def joined(ranks: Ranks) -> Iterator[Group]:
+def joined(ranks: Ranks, purpose: Purpose = TRAINING) -> Iterator[Group]:
     """Join the ranks that were started with this one, and leave them when all is done.
 
     Args:
         ranks: The place of this process; a single rank joins nothing.
+        purpose: What the ranks do.
 
     Raises:
         RankError: The others cannot be joined.
@@ -40,7 +42,7 @@ def joined(ranks: Ranks) -> Iterator[Group]:
         return
     folder = os.environ.get(MEETING_FOLDER)
     stores = _stores_of_torchrun(ranks) if folder is None else stores_in(Path(folder), ranks)
-    group = Group(ranks, stores)
+    group = Group(ranks, stores, purpose)
     yield group
     group.close()  # not after an error: it would wait for ranks that may be gone
 

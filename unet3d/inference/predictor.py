@@ -10,7 +10,11 @@ import numpy.typing as npt
 import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
+from unet3d.inference.placing import place_network
+from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
@@ -20,16 +24,7 @@ from unet3d.inference.sliding_window import (
 from unet3d.kernels import strongest_class
 from unet3d.memory.host import shortage
 from unet3d.model import BlockNetwork
-from unet3d.parallel import (
-    Executor,
-    Layout,
-    ParallelDims,
-    autocast_dtype,
-    image_dtype,
-    parallelize,
-    resolve_precision,
-)
-from unet3d.parallel.precision import precision_on
+from unet3d.parallel import image_dtype
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
@@ -59,54 +54,38 @@ class Predictor:
     """A trained network, placed on devices, that segments volumes."""
 
     def __init__(
-        self, checkpoint: Checkpoint, parallel: ParallelSettings, inference: InferenceSettings
+        self,
+        checkpoint: Checkpoint,
+        parallel: ParallelSettings,
+        inference: InferenceSettings,
+        group: Group | None = None,
     ) -> None:
-        """Place the network.
+        """Place the network; of several ranks, the first predicts and the others :meth:`follow`.
 
         Args:
             checkpoint: A network trained in any mode.
             parallel: Where to run; it need not be where the network was trained.
             inference: Size and overlap of the windows.
+            group: The ranks that share each window; None: this process alone.
 
         Raises:
+            ConfigError: The mode needs ranks that are not there.
             DeviceError: A device does not exist, or has too little memory.
             CheckpointError: The parameters do not belong to the network, or nothing can be
                 computed with them.
         """
-        devices = ParallelDims.resolve(parallel).devices
-        model = checkpoint.build_model()
-        largest = _largest_of(model)
+        group = group or Group(Ranks())
+        placed = place_network(checkpoint, parallel, group)
+        self.executor, self._precision = placed.executor, placed.precision
+        largest = _largest_of(self.executor.module)
         if not largest <= MAX_WEIGHT:
             raise CheckpointError(
                 f"the network's weights {_reach(largest)}: its training has diverged; use another "
                 "checkpoint"
             )
-        # A network trained in float64 or float32 stays there.
-        double = next(model.parameters()).dtype == torch.float64
-        wanted = "float64" if double else checkpoint.config.training.precision
-        # Lower ones suit the devices of training, which need not be these.
-        precision = resolve_precision(
-            wanted if wanted in ("float32", "float64") else "auto", devices
-        )
-        layout = Layout(devices=devices, cuts=parallel.cuts, autocast=autocast_dtype(precision))
-        logger.info(
-            "computing %s",
-            " and ".join(
-                f"on {device} in {precision_on(device, precision)}"
-                for device in dict.fromkeys(devices)
-            ),
-        )
-        self._precision = precision
+        self._num_ranks_here = group.ranks.local_world_size
         self._topology = checkpoint.topology
         self.preprocessing = checkpoint.preprocessing
-        try:
-            self.executor: Executor = parallelize(model, layout)
-        except torch.OutOfMemoryError as error:
-            raise DoesNotFitError(
-                f"the network does not fit on {', '.join(map(str, dict.fromkeys(devices)))} beside "
-                "what others hold there; use other devices, or more of them"
-            ) from error
-        self.executor.module.eval()
         self._patch_size = checkpoint.patch_size
         self._inference = inference
 
@@ -115,6 +94,25 @@ class Predictor:
         """The name of each label value without the background."""
         names = zip(self.preprocessing.label_values, self.preprocessing.label_names, strict=True)
         return dict(list(names)[1:])
+
+    def follow(self) -> None:
+        """Take part in what the first rank segments, until it ends; all other ranks call it.
+
+        Raises:
+            RankError: Another rank died or hangs.
+            Interrupted: This rank was asked to stop, or another one.
+        """
+        if isinstance(self.executor, SharedExecutor):
+            self.executor.follow()
+
+    def end(self) -> None:
+        """Let the ranks go that follow, after the last image; only the first rank calls it.
+
+        Raises:
+            RankError: One of them died.
+        """
+        if isinstance(self.executor, SharedExecutor):
+            self.executor.end()
 
     def segment(
         self, image: Volume, windows_done: WindowsDone = lambda done, total: None
@@ -132,6 +130,7 @@ class Predictor:
             VolumeError: The image has other channels than the network was trained on, the host has
                 too little memory for it, or the network's output for it is not finite.
             DoesNotFitError: A device has too little memory.
+            RankError: Another rank died or hangs.
         """
         wanted = len(self.preprocessing.channels)
         if image.header.num_channels != wanted:
@@ -274,7 +273,8 @@ class Predictor:
             needed += topology.in_channels * math.prod(padded) * image.element_size()
         if not any(slot.device.type == "cuda" for slot in self.executor.slots):
             maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
-            logits = topology.num_classes * image.element_size()
+            # Each rank has all of them for a moment, of its maps a slab.
+            logits = topology.num_classes * image.element_size() * self._num_ranks_here
             needed += (maps + logits) * math.prod(window)
         lacking = shortage(needed)
         if lacking is not None:

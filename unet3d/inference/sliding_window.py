@@ -14,7 +14,9 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +25,9 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.fake_devices import is_gpu
-from unet3d.memory.host import is_out_of_memory
+from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.model import Topology
-from unet3d.parallel import Executor
+from unet3d.parallel import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +43,39 @@ CPU_VOXELS = 2**20
 with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
 
 
+class Predicting(Protocol):
+    """What windows need of an :class:`~unet3d.parallel.Executor`."""
+
+    @property
+    def input_device(self) -> torch.device:
+        """The device where images are expected."""
+        ...
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device where logits are returned."""
+        ...
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The slots of this process."""
+        ...
+
+    def predict(self, image: Tensor) -> Tensor:
+        """Return logits (N, K, X, Y, Z) of windows (N, C, X, Y, Z).
+
+        Args:
+            image: The windows, on the input device.
+        """
+        ...
+
+
 class NonFiniteLogitsError(VolumeError):
     """The network answers with NaN or infinity, which are no reason to prefer a class."""
 
 
 def predict_logits(
-    executor: Executor,
+    executor: Predicting,
     image: Tensor,
     topology: Topology,
     window: Shape | Literal["whole"],
@@ -74,31 +103,52 @@ def predict_logits(
         DoesNotFitError: A device has too little memory for windows of this size.
         NonFiniteLogitsError: A logit is NaN or infinite.
     """
-    size = tuple(image.shape[1:])
-    x, y, z = computed_window(size if window == "whole" else window, topology.total_stride)
-    if batch_size == "auto":
-        batch_size = windows_at_a_time((x, y, z), [slot.device for slot in executor.slots])
-    padded, corner = _pad_to(image, (x, y, z))
+    windows = _Windows.of(executor, image, topology, window, overlap, batch_size)
+    with _explaining_memory(executor, windows.shape):
+        logits = _blend(executor, windows, topology.num_classes, windows_done)
+    return logits[(slice(None), *windows.inside)]
+
+
+def join_windows(
+    executor: Predicting,
+    image: Tensor,
+    topology: Topology,
+    window: Shape | Literal["whole"],
+    overlap: float,
+    batch_size: int | Literal["auto"],
+) -> None:
+    """Compute with other ranks what :func:`predict_logits` returns in one of them; keep nothing.
+
+    Args:
+        executor: As there.
+        image: As there.
+        topology: As there.
+        window: As there.
+        overlap: As there.
+        batch_size: As there.
+
+    Raises:
+        DoesNotFitError: A device has too little memory for windows of this size.
+    """
+    windows = _Windows.of(executor, image, topology, window, overlap, batch_size)
+    with _explaining_memory(executor, windows.shape):
+        for batch in windows.batches():
+            executor.predict(windows.cut(batch).to(executor.input_device))
+
+
+@contextmanager
+def _explaining_memory(executor: Predicting, window: Shape) -> Iterator[None]:
     try:
-        logits = _blend(
-            executor,
-            padded,
-            topology.num_classes,
-            (x, y, z),
-            overlap,
-            batch_size,
-            windows_done=windows_done,
-        )
+        yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        x, y, z = window
         raise DoesNotFitError(
             f"windows of {x}x{y}x{z} voxels do not fit on "
             f"{', '.join(dict.fromkeys(str(slot.device) for slot in executor.slots))} "
-            f"({_first_sentence(error)}); use a smaller inference.window or more devices"
+            f"({shortage_reason(error)}); use a smaller inference.window or more devices"
         ) from error
-    inside = (slice(start, start + n) for start, n in zip(corner, size, strict=True))
-    return logits[(slice(None), *inside)]
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
@@ -159,43 +209,82 @@ def gaussian_weight(window: Shape) -> Tensor:
     return weight.clamp_min(1e-4)
 
 
-def _blend(
-    executor: Executor,
-    image: Tensor,
-    num_classes: int,
-    window: Shape,
-    overlap: float,
-    batch_size: int,
-    *,
-    windows_done: WindowsDone,
-) -> Tensor:
-    size = tuple(image.shape[1:])
-    starts = list(
-        itertools.product(
-            *(window_starts(n, w, overlap) for n, w in zip(size, window, strict=True))
+@dataclass(frozen=True, kw_only=True)
+class _Windows:
+    """The windows of one volume."""
+
+    image: Tensor
+    """The volume, padded to at least one window."""
+    inside: tuple[slice, ...]
+    """Where in it the volume is."""
+    shape: Shape
+    """Voxels of each window."""
+    starts: list[tuple[int, ...]]
+    """Where they start."""
+    batch_size: int
+    """How many are computed at a time."""
+
+    @classmethod
+    def of(
+        cls,
+        executor: Predicting,
+        image: Tensor,
+        topology: Topology,
+        window: Shape | Literal["whole"],
+        overlap: float,
+        batch_size: int | Literal["auto"],
+    ) -> "_Windows":
+        size = tuple(image.shape[1:])
+        shape = computed_window(size if window == "whole" else window, topology.total_stride)
+        if batch_size == "auto":
+            batch_size = windows_at_a_time(shape, [slot.device for slot in executor.slots])
+        padded, corner = _pad_to(image, shape)
+        each = zip(padded.shape[1:], shape, strict=True)
+        return cls(
+            image=padded,
+            inside=tuple(slice(start, start + n) for start, n in zip(corner, size, strict=True)),
+            shape=shape,
+            starts=list(itertools.product(*(window_starts(n, w, overlap) for n, w in each))),
+            batch_size=batch_size,
         )
-    )
+
+    def batches(self) -> Iterator[list[tuple[int, ...]]]:
+        for first in range(0, len(self.starts), self.batch_size):
+            yield self.starts[first : first + self.batch_size]
+
+    def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
+        if len(self.starts) == 1:  # the whole volume, of which no copy is needed
+            return self.image.unsqueeze(0)
+        return torch.stack([self.image[(slice(None), *self.place(start))] for start in starts])
+
+    def place(self, start: tuple[int, ...]) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(start, self.shape, strict=True))
+
+
+def _blend(
+    executor: Predicting, windows: _Windows, num_classes: int, windows_done: WindowsDone
+) -> Tensor:
+    size, starts = tuple(windows.image.shape[1:]), windows.starts
     windows_done(0, len(starts))
     if len(starts) == 1:
-        logits = executor.predict(image.unsqueeze(0).to(executor.input_device))
+        logits = executor.predict(windows.cut(starts).to(executor.input_device))
         _refuse_non_finite(logits)
         windows_done(1, 1)
         return logits[0].to(_accumulation_dtype(logits))
     device = _accumulation_device(executor.output_device, num_classes * math.prod(size))
-    weight = gaussian_weight(window).to(device)
+    weight = gaussian_weight(windows.shape).to(device)
     total: Tensor | None = None
     weights = torch.zeros(size, device=device)
     done = 0
-    for batch in _batches(starts, batch_size):
-        windows = torch.stack([image[(slice(None), *_place(start, window))] for start in batch])
-        logits = executor.predict(windows.to(executor.input_device))
+    for batch in windows.batches():
+        logits = executor.predict(windows.cut(batch).to(executor.input_device))
         logits = logits.to(device, _accumulation_dtype(logits)).contiguous()
         if total is None:
             # Looking at each batch would keep a GPU waiting; a bad network shows in the first.
             _refuse_non_finite(logits)
             total = torch.zeros(num_classes, *size, device=device, dtype=logits.dtype)
         for start, logit in zip(batch, logits, strict=True):
-            place = _place(start, window)
+            place = windows.place(start)
             total[(slice(None), *place)].addcmul_(logit, weight)
             weights[place] += weight
         done += len(batch)
@@ -210,15 +299,6 @@ def _refuse_non_finite(logits: Tensor) -> None:
     # One pass that makes no second tensor; NaN anywhere is the least and the largest.
     if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(logits)):
         raise NonFiniteLogitsError("the network's output is NaN or infinite")
-
-
-def _batches(starts: list[tuple[int, ...]], size: int) -> Iterator[list[tuple[int, ...]]]:
-    for first in range(0, len(starts), size):
-        yield starts[first : first + size]
-
-
-def _place(start: tuple[int, ...], window: Shape) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(start, window, strict=True))
 
 
 def _pad_to(image: Tensor, window: Shape) -> tuple[Tensor, tuple[int, ...]]:
@@ -238,8 +318,3 @@ def _accumulation_device(device: torch.device, num_logits: int) -> torch.device:
         return device
     free, _ = torch.cuda.mem_get_info(device)
     return device if 4 * num_logits <= free // 2 else torch.device("cpu")
-
-
-def _first_sentence(error: Exception) -> str:
-    # PyTorch says on a CPU in which line of its code it asked for how many bytes.
-    return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]

@@ -77,6 +77,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def shortage_reason(error: BaseException) -> str:
+    """Return what PyTorch says of an allocation that failed, without where in its code it was.
+
+    Args:
+        error: One of which :func:`is_out_of_memory` is true.
+    """
+    return str(error).rpartition("DefaultCPUAllocator: ")[2].split(". ")[0]
+
+
 def _of_machine(proc: Path) -> list[int]:
     for line in _lines(proc / "meminfo"):
         if line.startswith("MemAvailable:"):

@@ -73,10 +73,10 @@ class Experiment:
         """
         cases = {(case.label().shape, case.spacing_mm) for case in self.training}
         # A case with an intensity that float16 cannot hold is stored in float32.
-        images = (case.image() for case in self.training)
-        num_bytes = max(image.itemsize * image.shape[0] for image in images)
-        settings, num_classes = self.config.patches.augmentation, self.topology.num_classes
-        return DeviceAugmentation.on(device, settings, tuple(cases), num_bytes, num_classes)
+        num_bytes = max(case.image().itemsize for case in self.training)
+        settings = self.config.patches.augmentation
+        channels, classes = self.topology.in_channels, self.topology.num_classes
+        return DeviceAugmentation.on(device, settings, tuple(cases), num_bytes, channels, classes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +102,10 @@ class NetworkPlan:
         Raises:
             DeviceError: A GPU is asked for, and this is a CPU.
         """
-        num_bytes = PREPARED_BYTES * self.topology.in_channels
-        num_classes = self.topology.num_classes
-        return DeviceAugmentation.on(device, settings, (self.volume,), num_bytes, num_classes)
+        channels, classes = self.topology.in_channels, self.topology.num_classes
+        return DeviceAugmentation.on(
+            device, settings, (self.volume,), PREPARED_BYTES, channels, classes
+        )
 
 
 def open_dataset(config: Config) -> Dataset:

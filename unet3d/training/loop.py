@@ -110,7 +110,7 @@ class TrainingLoop:
             num_ranks=dims.num_replicas,
             slab=None if rule is None else partial(rule.slab, shard),
         )
-        self.validator = Validator(experiment, executor, group)
+        self.validator = Validator(experiment, executor, group, dims.num_shards)
         self.saver = CheckpointSaver(
             experiment=experiment,
             module=executor.module,

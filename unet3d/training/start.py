@@ -218,8 +218,6 @@ def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
         arguments = ["train", "--config", str(settings), "--output", str(run.folder.path)]
         arguments += ["--resume"] if run.resume else []
         arguments += ["--quiet"] if quiet else []
-        if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
-            arguments.insert(0, "--debug")
         try:
             launch(
                 arguments,

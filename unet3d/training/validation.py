@@ -1,4 +1,7 @@
-"""Dice of the validation cases, which the ranks divide among them."""
+"""Dice of the validation cases, which the replicas divide among them.
+
+The shards of a replica compute each of its cases together, and the first of them scores it.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,8 +12,14 @@ import torch
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
+from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.inference.evaluation import dice_per_class
-from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone, predict_logits
+from unet3d.inference.sliding_window import (
+    NonFiniteLogitsError,
+    WindowsDone,
+    join_windows,
+    predict_logits,
+)
 from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
@@ -40,17 +49,23 @@ Progress = Callable[[int, int, int, int], object]
 class Validator:
     """Segments the validation cases as prediction would, and compares them with their labels."""
 
-    def __init__(self, experiment: Experiment, executor: Executor, group: Group) -> None:
-        """Prepare to validate.
+    def __init__(
+        self, experiment: Experiment, executor: Executor, group: Group, num_shards: int = 1
+    ) -> None:
+        """Prepare to validate; all ranks call it.
 
         Args:
             experiment: Cases, labels and the settings of prediction.
             executor: The placed network.
-            group: The ranks that divide the cases among them.
+            group: The ranks: shard after shard, replica after replica.
+            num_shards: How many of them have a slab of the same volume.
         """
         self._experiment = experiment
         self._executor = executor
         self._group = group
+        self._replica, self._shard = divmod(group.ranks.rank, num_shards)
+        self._num_replicas = group.size // num_shards
+        self._signals = ShardSignals(group, num_shards)
 
     def validate(
         self,
@@ -64,8 +79,8 @@ class Validator:
         Args:
             epoch: Number of the epoch that ends with it, from 1.
             num_steps: Steps done since the beginning.
-            interruption: Ends it before the next case.
-            progress: Is told about this rank's share.
+            interruption: Ends it before the next case of this replica.
+            progress: Is told about the share of this rank's replica.
 
         Raises:
             ConfigError: The network has diverged.
@@ -75,13 +90,15 @@ class Validator:
         self._executor.module.eval()
         cases = self._experiment.validation
         own: dict[int, list[float | None]] = {}
-        share = range(self._group.ranks.rank, len(cases), self._group.size)
+        share = range(self._replica, len(cases), self._num_replicas)
         for number, index in enumerate(share):
-            if interruption.signal_number is not None:
+            if self._signals.agree(interruption.signal_number or 0):
                 break
             name = cases[index].name
             self._group.note(num_steps, f"validation of epoch {epoch}, case {name}")
-            own[index] = self._dice(cases[index], partial(progress, number, len(share)))
+            dice = self._dice(cases[index], partial(progress, number, len(share)))
+            if dice is not None:
+                own[index] = dice
         progress(len(share), len(share), 0, 1)
         answers = self._group.exchange([interruption.signal_number or 0, list(own.items())])
         stop = max(number for number, _ in answers)
@@ -91,24 +108,20 @@ class Validator:
         seconds = time.monotonic() - began
         return self._mean_over_cases([by_case[index] for index in range(len(cases))], seconds)
 
-    def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None]:
-        """Return the Dice of each class in one case."""
+    def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None] | None:
+        """Return the Dice of each class in one case; None in a shard that is not the first."""
         experiment, executor = self._experiment, self._executor
         settings = experiment.config.inference
         window = settings.window
         if window == "auto":
             window = experiment.patch_size or "whole"
         image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
+        windows = (image, experiment.topology, window, settings.overlap, settings.batch_size)
+        if self._shard != 0:
+            join_windows(executor, *windows)
+            return None
         try:
-            logits = predict_logits(
-                executor,
-                image,
-                experiment.topology,
-                window,
-                settings.overlap,
-                settings.batch_size,
-                windows_done=windows_done,
-            )
+            logits = predict_logits(executor, *windows, windows_done=windows_done)
         except NonFiniteLogitsError as error:
             raise divergence_error(
                 f"the network's output for validation case {case.name} is not finite",

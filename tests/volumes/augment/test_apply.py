@@ -1,6 +1,5 @@
 import io
 import pickle
-import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu_waits import refused_waits
+from tests.shards import ThreadMessages, run_shards
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.volumes.augment import AugmentationDraw, Cut, Gather, Region, Slab, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
@@ -149,48 +149,25 @@ def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:
     assert images[1, :, :3].abs().max() == 0 and targets[1, :, :, 0].max() == 0
 
 
-class Shards:
-    """Threads that gather numbers from each other, as the ranks of one volume do."""
+def slabs_of(
+    cut: Callable[[Region | None], Cut], shape: Shape, bounds: list[int]
+) -> tuple[Tensor, Tensor, list[list[tuple[str, int]]]]:
+    """Return image and target of a batch, each slab made from a cut of its own, and messages."""
+    count = len(bounds) - 1
 
-    def __init__(self, number: int) -> None:
-        self._barrier = threading.Barrier(number)
-        self._handed: dict[int, Tensor] = {}
-
-    def run(self, work: Callable[[int, Gather], None]) -> None:
-        threads = [
-            threading.Thread(target=work, args=(shard, self._gather_of(shard)))
-            for shard in range(self._barrier.parties)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    def _gather_of(self, shard: int) -> Gather:
+    def work(shard: int, messages: ThreadMessages) -> tuple[Tensor, Tensor, list[tuple[str, int]]]:
         def gather(numbers: Tensor) -> Tensor:
-            self._handed[shard] = numbers
-            self._barrier.wait(timeout=30)
-            stacked = torch.stack([self._handed[key] for key in sorted(self._handed)])
-            self._barrier.wait(timeout=30)
-            return stacked
+            received = numbers.new_empty(count * len(numbers))
+            messages.gather(received, numbers)
+            return received.view(count, -1)
 
-        return gather
-
-
-def slabs_of(cut: Callable[[Region | None], Cut], shape: Shape, bounds: list[int]) -> list[Tensor]:
-    """Return image and target of a batch, each slab made from a cut of its own."""
-    results: list[tuple[Tensor, Tensor] | None] = [None] * (len(bounds) - 1)
-
-    def work(shard: int, gather: Gather) -> None:
         slab = Slab(planes=range(*bounds[shard : shard + 2]), num_planes=shape[0])
         own = cut(slab.region(cut(None).size))
-        results[shard] = made([own], (len(slab.planes), *shape[1:]), slab, gather)
+        found = made([own], (len(slab.planes), *shape[1:]), slab, gather)
+        return *found, messages.log
 
-    Shards(len(results)).run(work)
-    found = [result for result in results if result is not None]
-    assert len(found) == len(results)
-    images, targets = zip(*found, strict=True)
-    return [torch.cat(images, dim=2), torch.cat(targets, dim=1)]
+    images, targets, logs = zip(*run_shards(count, work), strict=True)
+    return torch.cat(images, dim=2), torch.cat(targets, dim=1), list(logs)
 
 
 @pytest.mark.parametrize(
@@ -210,11 +187,13 @@ def test_slabs_that_gather_statistics_are_those_of_the_whole_patch(
         return cut_of(image, label, size, (8, 4, 2), seed, region)
 
     whole = made([cut(None)], shape)
-    slabs = slabs_of(cut, shape, bounds)
+    slab_image, slab_target, logs = slabs_of(cut, shape, bounds)
     # A power of almost nothing tells rounding apart, so the darkest voxels differ more.
-    torch.testing.assert_close(slabs[0], whole[0], rtol=0, atol=2e-5)
-    assert (slabs[0] - whole[0]).abs().quantile(0.999) <= 2e-6
-    assert torch.equal(slabs[1], whole[1])
+    torch.testing.assert_close(slab_image, whole[0], rtol=0, atol=2e-5)
+    assert (slab_image - whole[0]).abs().quantile(0.999) <= 2e-6
+    assert torch.equal(slab_target, whole[1])
+    # For each channel one before contrast, two for each gamma curve.
+    assert logs == [[("gather", 5)] * (1 + 2 + 2) * 2] * (len(bounds) - 1)
 
 
 @pytest.mark.parametrize("bounds", [[0, 10, 30, 50, 60], [0, 55, 60], [0, 3, 6, 60]], ids=str)
@@ -227,9 +206,10 @@ def test_a_slab_may_have_nothing_of_a_patch(bounds: list[int]) -> None:
         return cut_of(image, label, size, (8, 4, 2), 0, region)
 
     whole = made([cut(None)], shape)
-    slabs = slabs_of(cut, shape, bounds)
-    torch.testing.assert_close(slabs[0], whole[0], rtol=0, atol=2e-5)
-    assert torch.equal(slabs[1], whole[1])
+    slab_image, slab_target, logs = slabs_of(cut, shape, bounds)
+    torch.testing.assert_close(slab_image, whole[0], rtol=0, atol=2e-5)
+    assert torch.equal(slab_target, whole[1])
+    assert logs == [logs[0]] * (len(bounds) - 1)
 
 
 @pytest.mark.parametrize("shape", [(9, 1, 7), (1, 1, 1), (3, 2, 5)])

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
-from unet3d.volumes.augment.cut import Placement, Region
+from unet3d.volumes.augment.cut import Placement, Region, with_margin
 from unet3d.volumes.augment.device import DeviceAugmentation, largest_reach
 from unet3d.volumes.augment.draw import AugmentationDraw
+from unet3d.volumes.augment.filters import ChannelFilters
 
 
 @pytest.mark.parametrize("size", [(32, 32, 32), (16, 40, 24), (1, 20, 30)])
@@ -16,16 +17,24 @@ def test_no_cut_is_larger(size: Shape, spacing: Spacing, changes: dict[str, floa
     always = {"rotation_probability": 1, "scaling_probability": 1, "mirror_axes": ["x"], **changes}
     settings = AugmentationSettings.model_validate(always)
     drawing = AugmentationDraw(settings)
-    bound = largest_reach(settings, size, spacing)
+    slabs = [range(size[0])] + [range(first, size[0] // 2 + 1) for first in (0, size[0] // 3)]
+    for slab in slabs:
+        bound = largest_reach(settings, size, spacing, len(slab))
+        largest = largest_box(drawing, size, spacing, slab)
+        assert all(seen <= most for seen, most in zip(largest, bound, strict=True))
+        if changes.get("rotation_degrees") == 180:  # where every direction occurs, it is no larger
+            assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
+
+
+def largest_box(drawing: AugmentationDraw, size: Shape, spacing: Spacing, slab: range) -> list[int]:
     largest = [0, 0, 0]
+    region = Region(start=(slab.start, 0, 0), stop=(slab.stop, *size[1:]))
     for seed in range(300):
         matrix = drawing.matrix(np.random.default_rng(seed), size, spacing)
         placement = Placement.centred(matrix, (5000, 5000, 5000), size)
-        box = placement.box(Region(start=(0, 0, 0), stop=size), (10_000,) * 3)
+        box = placement.box(region, (10_000,) * 3)
         largest = [max(seen, now) for seen, now in zip(largest, box.shape, strict=True)]
-    assert all(seen <= most for seen, most in zip(largest, bound, strict=True))
-    if changes.get("rotation_degrees") == 180:  # where every direction occurs, it is no larger
-        assert all(most <= 1.25 * seen + 4 for seen, most in zip(largest, bound, strict=True))
+    return largest
 
 
 def test_nothing_beyond_the_patch_where_nothing_moves() -> None:
@@ -34,16 +43,69 @@ def test_nothing_beyond_the_patch_where_nothing_moves() -> None:
         AugmentationSettings(enabled=False),
         AugmentationSettings(rotation_probability=0, scaling_probability=0),
     ):
-        assert largest_reach(settings, size, (1, 1, 1)) == size
+        assert largest_reach(settings, size, (1, 1, 1), 32) == size
+        assert largest_reach(settings, size, (1, 1, 1), 7) == (7, 30, 28)
 
 
 def test_staging_is_the_largest_cut_or_what_filters_take() -> None:
     size: Shape = (32, 32, 32)
     still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
     cases = (((20, 64, 64), (1.0, 1.0, 1.0)), ((64, 64, 40), (1.0, 1.0, 1.0)))
-    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=13)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=13, made_voxel_bytes=25)
     assert plan.staging_bytes(size) == 13 * 32**3
-    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=3)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=3, made_voxel_bytes=5)
     assert plan.staging_bytes(size) == 2 * 4 * 32**3
-    moving = DeviceAugmentation(settings=AugmentationSettings(), cases=cases, voxel_bytes=3)
+    moving = DeviceAugmentation(
+        settings=AugmentationSettings(), cases=cases, voxel_bytes=3, made_voxel_bytes=5
+    )
     assert moving.staging_bytes(size) == 3 * math.prod((64, 64, 40))
+
+
+def test_staging_of_a_slab_is_that_of_what_is_made_for_it() -> None:
+    size: Shape = (32, 32, 32)
+    cases = (((64, 64, 64), (1.0, 1.0, 1.0)),)
+    plane, slab = 32 * 32, range(4, 12)
+
+    def staging(settings: AugmentationSettings, gathers: bool) -> int:
+        plan = DeviceAugmentation(settings=settings, cases=cases, voxel_bytes=3, made_voxel_bytes=5)
+        assert plan.staging_bytes(size, range(32)) == plan.staging_bytes(size)
+        return plan.staging_bytes(size, slab, gathers=gathers)
+
+    off = AugmentationSettings(enabled=False)
+    assert staging(off, True) == staging(off, False) == 3 * 8 * plane
+    still = {"rotation_probability": 0, "scaling_probability": 0}
+    sharp = {**still, "blur_probability": 0, "low_resolution_probability": 0}
+    bent = AugmentationSettings.model_validate(sharp)
+    assert staging(bent, True) == 2 * 4 * 8 * plane
+    assert staging(bent, False) == (5 + 2 * 4) * 32 * plane
+    blurred = AugmentationSettings.model_validate({**still, "low_resolution_probability": 0})
+    assert staging(blurred, True) == (5 + 2 * 4) * (12 + 4) * plane
+    coarse = AugmentationSettings.model_validate(still)
+    assert staging(coarse, True) == (5 + 2 * 4) * (12 + 4 + 3) * plane
+    assert staging(coarse, False) == (5 + 2 * 4) * 32 * plane
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_no_more_is_made_for_a_slab(gathers: bool) -> None:
+    always = {name: 1 for name in AugmentationSettings.model_fields if "probability" in name}
+    settings = AugmentationSettings.model_validate(always)
+    drawing = AugmentationDraw(settings)
+    for size in [(5, 9, 9), (21, 20, 20), (33, 8, 8)]:
+        slab = range(size[0] // 3, size[0] // 2 + 1)
+        region = Region(start=(slab.start, 0, 0), stop=(slab.stop, *size[1:]))
+        most = 0
+        for seed in range(50):
+            channels = drawing.channels(np.random.default_rng(seed), 2, (1, 1, 1))
+            filters = [ChannelFilters.of(channel, size) for channel in channels]
+            made = with_margin(region, filters, size)
+            most = max(most, size[0] if not gathers else made.shape[0])
+        plan = DeviceAugmentation(
+            settings=settings,
+            cases=(((10_000,) * 3, (1.0, 1.0, 1.0)),),
+            voxel_bytes=0,
+            made_voxel_bytes=1,
+        )
+        made_and_work = 1 + 2 * 4
+        plane = made_and_work * size[1] * size[2]
+        found = plan.staging_bytes(size, slab, gathers=gathers)
+        assert most * plane <= found <= (most + 2) * plane

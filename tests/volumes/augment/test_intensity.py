@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -19,6 +21,30 @@ def channel(scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
 
 def statistics(of: torch.Tensor) -> Statistics:
     return Statistics(None, of.numel(), None)
+
+
+@pytest.mark.parametrize("bounds", [(0, 5, 12), (0, 1, 11, 12), (0, 0, 12)])
+def test_levels_of_slabs_are_gathered(bounds: tuple[int, ...]) -> None:
+    """Also for a mean far from zero, and where a slab has margins, or no voxel."""
+    image = channel(2.0, 500.0)
+    own: list[torch.Tensor] = []
+
+    def noted(numbers: torch.Tensor) -> torch.Tensor:
+        own.append(numbers)
+        return numbers[None]
+
+    slabs = list(pairwise(bounds))
+    boxes = [image[max(0, first - 1) : last + 1] for first, last in slabs]
+    inner = [(slice(min(first, 1), min(first, 1) + last - first),) for first, last in slabs]
+    for box, part in zip(boxes, inner, strict=True):
+        Statistics(part, image.numel(), noted).levels(box)
+    values = image.numpy().astype(np.float64)
+    for box, part in zip(boxes, inner, strict=True):
+        levels = Statistics(part, image.numel(), lambda _: torch.stack(own)).levels(box)
+        assert levels.mean.dtype == levels.deviation.dtype == torch.float32
+        np.testing.assert_allclose(levels.mean, values.mean(), rtol=1e-7)
+        np.testing.assert_allclose(levels.deviation, values.std(ddof=1), rtol=1e-6)
+        assert (levels.low, levels.high) == (values.min(), values.max())
 
 
 def nnunet_gamma(

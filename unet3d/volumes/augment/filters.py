@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from unet3d.config import Shape
-from unet3d.volumes.augment.draw import STILL, Axes, DrawnChannel
+from unet3d.volumes.augment.draw import (
+    BLUR_SIGMA_VOXELS,
+    LOW_RESOLUTION_RANGE,
+    STILL,
+    Axes,
+    DrawnChannel,
+)
 from unet3d.volumes.augment.threads import independent_of_threads
 
 BLUR_DEVIATIONS = 4.0
@@ -129,17 +135,26 @@ def coarsening_filter(resolution: Axes, size: Shape) -> Filter:
         resolution: Factor of the number of voxels along each axis, up to 1.
         size: Voxels of the patch.
     """
-    fewer = [max(1, round(n * factor)) for n, factor in zip(size, resolution, strict=True)]
     x, y, z = (
-        _coarsening_matrix(voxels, less) if less < voxels else None
-        for voxels, less in zip(size, fewer, strict=True)
+        _coarsening_matrix(voxels, less) if (less := _fewer(voxels, factor)) < voxels else None
+        for voxels, factor in zip(size, resolution, strict=True)
     )
-    # A voxel takes from two large ones, whose far faces are up to one and a half of them away.
     a, b, c = (
-        math.ceil(1.5 * voxels / less) if less < voxels else 0
-        for voxels, less in zip(size, fewer, strict=True)
+        _coarsening_reach(voxels, factor) for voxels, factor in zip(size, resolution, strict=True)
     )
     return Filter(matrices=(x, y, z), reach=(a, b, c))
+
+
+def farthest_reach(voxels: int, blurs: bool, coarsens: bool) -> int:
+    """Return from how many voxels away a channel takes along an axis at most.
+
+    Args:
+        voxels: Of the patch along the axis.
+        blurs: Whether it may be blurred.
+        coarsens: Whether it may lose resolution.
+    """
+    blur = math.ceil(BLUR_DEVIATIONS * BLUR_SIGMA_VOXELS[1])
+    return blur * blurs + _coarsening_reach(voxels, LOW_RESOLUTION_RANGE[0]) * coarsens
 
 
 def _blur_matrix(voxels: int, sigma: float) -> Tensor:
@@ -156,6 +171,17 @@ def _blur_matrix(voxels: int, sigma: float) -> Tensor:
     weights[:, 1:] += gaussian(row + column[:, 1:])
     weights[:, :-1] += gaussian(2 * (voxels - 1) - row - column[:, :-1])
     return weights.div_(weights.sum(dim=1, keepdim=True)).float()
+
+
+def _fewer(voxels: int, factor: float) -> int:
+    """Return how many large voxels take the place of others."""
+    return max(1, round(voxels * factor))
+
+
+def _coarsening_reach(voxels: int, factor: float) -> int:
+    """Return how far a voxel takes: from two large ones, with far faces 1.5 of them away."""
+    fewer = _fewer(voxels, factor)
+    return math.ceil(1.5 * voxels / fewer) if fewer < voxels else 0
 
 
 def _coarsening_matrix(voxels: int, fewer: int) -> Tensor:

@@ -1,0 +1,50 @@
+"""Freeing a rank that waits for another; groups of gloo are broken in ``test_shared_executor``."""
+
+import time
+
+import pytest
+
+from tests.rank_threads import store_of_all
+from unet3d.distributed import broken_groups
+from unet3d.distributed.broken_groups import aborted_with_others
+
+
+class FakeGroup:
+    """A group that only counts how often it is aborted."""
+
+    def __init__(self) -> None:
+        self.num_aborts = 0
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
+    found = [FakeGroup(), FakeGroup()]
+    monkeypatch.setattr(broken_groups, "_others", lambda: found)
+    monkeypatch.setattr(broken_groups, "POLL_SECONDS", 0.01)
+    return found
+
+
+def test_groups_are_aborted_as_soon_as_another_rank_says_that_it_failed(
+    groups: list[FakeGroup],
+) -> None:
+    store = store_of_all()
+    store.set("broken/1", "")
+    deadline = time.monotonic() + 10
+    with aborted_with_others(store, "broken/1"):
+        while not all(group.num_aborts for group in groups):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [group.num_aborts for group in groups] == [1, 1]
+
+
+def test_groups_stay_where_no_rank_fails_or_only_later(groups: list[FakeGroup]) -> None:
+    store = store_of_all()
+    store.set("broken/1", "")  # of groups that were made anew since
+    with aborted_with_others(store, "broken/2"):
+        time.sleep(0.1)
+    store.set("broken/2", "")
+    time.sleep(0.1)
+    assert [group.num_aborts for group in groups] == [0, 0]

@@ -1,0 +1,75 @@
+"""Windows that ranks compute together: the same logits, and what fails in one of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import environment
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.inference.shared_executor import SharedExecutor
+
+pytestmark = pytest.mark.slow
+
+
+def errors_of_ranks(folder: Path, *more: str) -> dict[str, str]:
+    """Return what the first rank is told where one fails, by the name of what happens."""
+    command = [sys.executable, "-m", "tests.inference.rank_windows", str(folder), *more]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return {path.stem: path.read_text() for path in folder.glob("*.txt")}
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Everything that ranks do on a CPU, in one process."""
+    return errors_of_ranks(tmp_path_factory.mktemp("windows"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_runs_out_of_memory_is_named_and_all_go_on(
+    errors: dict[str, str], rank: int
+) -> None:
+    """The process has compared what they compute afterwards."""
+    assert errors[f"memory-{rank}"] == (
+        f"DoesNotFitError: a slab of the window does not fit on cpu of rank {rank} (CUDA out of "
+        "memory); use a smaller inference.window or more devices"
+    )
+
+
+def test_a_window_of_too_few_planes_is_refused_and_all_go_on(errors: dict[str, str]) -> None:
+    assert "2x16x16 voxels has 2 planes along X, too few for 3" in errors["planes"]
+    assert errors["planes"].endswith("use at most 2")
+
+
+@pytest.mark.parametrize("how", ["killed", "faulty"])
+def test_a_rank_that_ends_in_a_window_is_named(errors: dict[str, str], how: str) -> None:
+    assert errors[how] == (
+        "LostRankError: rank 1 (in window 1) is gone; give the same command again"
+    )
+
+
+def test_a_rank_that_hangs_in_a_window_is_named(errors: dict[str, str]) -> None:
+    assert errors["hanging"] == (
+        "RankError: rank 1 (in window 1) hangs: nothing for 1 s; give the same command again"
+    )
+
+
+def test_a_signal_to_one_rank_stops_the_first(errors: dict[str, str]) -> None:
+    assert errors["stopped"] == "Interrupted: SIGTERM"
+
+
+@pytest.mark.multigpu
+def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path: Path) -> None:
+    found = errors_of_ranks(tmp_path, "gpus")
+    for rank in (0, 1):
+        assert f"does not fit on cuda:{rank} of rank {rank}" in found[f"memory-{rank}"]
+
+
+def test_a_single_rank_shares_nothing() -> None:
+    with pytest.raises(RuntimeError, match="no other to share windows with"):
+        SharedExecutor(lambda: 1 / 0, Group(Ranks()), 1)  # type: ignore[arg-type, return-value]

@@ -1,0 +1,91 @@
+"""Validation cases, and a network whose answers are known."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.config import load_config
+from unet3d.distributed.group import Group
+from unet3d.training.validation import Validation, Validator
+
+NAMES = ("background", "liver", "tumour", "absent")
+
+
+class Case:
+    """A case whose image is what the network will answer."""
+
+    def __init__(self, name: str, answer: np.ndarray, label: np.ndarray) -> None:
+        self.name = name
+        self.answer, self.truth = answer, label
+
+    def image(self) -> np.ndarray:
+        return self.answer[None].astype(np.float32)
+
+    def label(self) -> np.ndarray:
+        return self.truth
+
+
+class Reader:
+    """An executor that reads the labels from the image."""
+
+    input_device = output_device = torch.device("cpu")
+    slots = ()
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Conv3d(1, 1, 1)
+
+    def predict(self, image: Tensor) -> Tensor:
+        classes = F.one_hot(image[:, 0].round().long(), len(NAMES))
+        return classes.movedim(-1, 1).float()
+
+
+def made_cases() -> list[Case]:
+    """Return five cases; the third has no tumour."""
+    generator = np.random.default_rng(0)
+    made = []
+    for number in range(5):
+        answer, label = generator.integers(0, 3, (2, 6, 8, 10 + 2 * number))
+        if number == 2:
+            answer[answer == 2] = label[label == 2] = 0  # no tumour
+        made.append(Case(f"case_{number}", answer, label))
+    return made
+
+
+def validator(
+    cases: list[Case], group: Group, num_shards: int = 1, executor: Any = None
+) -> Validator:
+    experiment: Any = SimpleNamespace(
+        config=load_config(None, ["inference.window=4,4,4"]),
+        preprocessing=SimpleNamespace(label_names=NAMES),
+        topology=SimpleNamespace(total_stride=(2, 2, 2), num_classes=len(NAMES)),
+        patch_size=(4, 4, 4),
+        validation=tuple(cases),
+    )
+    return Validator(experiment, executor or Reader(), group, num_shards)
+
+
+def expected(cases: list[Case]) -> dict[str, float | None]:
+    means: dict[str, float | None] = {"absent": None}
+    for value, name in ((1, "liver"), (2, "tumour")):
+        scores = []
+        for case in cases:
+            answer, label = case.answer == value, case.truth == value
+            if label.any():
+                scores.append(2 * (answer & label).sum() / (answer.sum() + label.sum()))
+        means[name] = float(np.mean(scores))
+    return means
+
+
+def assert_right(found: Validation, cases: list[Case]) -> None:
+    wanted = expected(cases)
+    assert found.stop == 0
+    assert set(found.dice) == set(NAMES[1:])
+    for name, value in wanted.items():
+        assert found.dice[name] == (None if value is None else pytest.approx(value, rel=1e-6))
+    known = [value for value in wanted.values() if value is not None]
+    assert found.mean_dice == pytest.approx(sum(known) / 2, rel=1e-6)

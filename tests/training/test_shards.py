@@ -1,0 +1,138 @@
+"""Trainings over slabs of volumes are those of one process, alone or one after the other."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import environment
+from tests.training.shard_training import CHAIN
+from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.runs.run_folder import RunFolder
+
+pytestmark = [pytest.mark.trains, pytest.mark.slow]
+
+NUM_STEPS = 40
+TOLERANCE = 1e-8
+
+
+@pytest.fixture(scope="module")
+def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the runs that ``shard_training`` makes, under the names of their ways."""
+    folder = tmp_path_factory.mktemp("runs")
+    module = "tests.training.shard_training"
+    command = [sys.executable, "-W", "error", "-m", module, str(folder), str(cache)]
+    done = subprocess.run(
+        command, env=environment(), timeout=280, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def steps_of(runs: Path, name: str, rank: int) -> dict[int, tuple[float, int]]:
+    """Return the loss and the number of samples of each step that a rank has taken."""
+    lines = (runs / f"{name}-{rank}.jsonl").read_text().splitlines()
+    taken = {number: (loss, num_samples) for number, loss, num_samples in map(json.loads, lines)}
+    assert len(taken) == len(lines), "a step was taken twice"
+    return taken
+
+
+def curve(runs: Path, name: str) -> dict[int, float]:
+    """Return the loss of the whole batch in each step: the mean over what the ranks have seen."""
+    ranks = [
+        steps_of(runs, name, rank) for rank in range(len(list(runs.glob(f"{name}-[0-9].jsonl"))))
+    ]
+    seen = {step: [rank[step] for rank in ranks if step in rank] for step in ranks[0]}
+    return {
+        step: sum(loss * number for loss, number in own) / sum(number for _, number in own)
+        for step, own in seen.items()
+    }
+
+
+def test_two_slabs_have_the_loss_curve_of_one_process(runs: Path) -> None:
+    expected = curve(runs, "none")
+    assert list(expected) == list(range(NUM_STEPS))
+    assert expected[NUM_STEPS - 1] < 0.7 * expected[0]
+    assert curve(runs, "spatial") == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["brief-thirds", "brief-groups"])
+def test_uneven_slabs_and_groups_have_it_too(runs: Path, name: str) -> None:
+    assert curve(runs, name) == pytest.approx(curve(runs, "brief-none"), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["spatial", "brief-thirds"])
+def test_each_shard_has_the_loss_of_the_volume_to_the_bit(runs: Path, name: str) -> None:
+    assert steps_of(runs, name, 1) == steps_of(runs, name, 0)
+
+
+def test_a_run_goes_on_in_any_mode_with_the_same_curve(runs: Path) -> None:
+    actual = curve(runs, "chain")
+    assert list(actual) == list(range(NUM_STEPS))
+    assert actual == pytest.approx(curve(runs, "none"), rel=TOLERANCE)
+    # One process has taken the steps after the first stop of two ranks.
+    assert set(actual) - set(steps_of(runs, "chain", 1)) == set(range(11, 18))
+    in_data = steps_of(runs, "chain", 0)[20]
+    assert in_data[1] == 1 and in_data != steps_of(runs, "chain", 1)[20]
+
+
+def test_what_is_saved_within_an_epoch_counts_each_sample_once(runs: Path) -> None:
+    for stop in [last for _, last in CHAIN if last is not None]:
+        state = json.loads((runs / f"stopped-{stop}.json").read_text())
+        assert state["step"] > 0
+        assert state["num_samples"] == 2 * state["step"], stop
+
+
+def test_epochs_have_the_numbers_of_one_process(runs: Path) -> None:
+    for name in ("spatial", "chain"):
+        assert_same_epochs(runs / name, runs / "none")
+    for name in ("brief-thirds", "brief-groups"):
+        assert_same_epochs(runs / name, runs / "brief-none")
+
+
+def assert_same_epochs(actual: Path, expected: Path) -> None:
+    lines, wanted = (RunFolder(folder).read_metrics() for folder in (actual, expected))
+    assert [line["epoch"] for line in lines] == [line["epoch"] for line in wanted]
+    assert any("dice" in line for line in wanted)
+    for line, other in zip(lines, wanted, strict=True):
+        for key in ("loss", "dice_loss", "cross_entropy", "learning_rate"):
+            assert line[key] == pytest.approx(other[key], rel=TOLERANCE), (actual.name, key)
+        assert line.get("dice") == other.get("dice")
+
+
+def test_checkpoints_are_those_of_one_process(runs: Path) -> None:
+    expected = load_checkpoint(runs / "none" / "checkpoint-latest.pt")
+    for name in ("spatial", "chain"):
+        actual = load_checkpoint(runs / name / "checkpoint-latest.pt")
+        assert list(actual.model) == list(expected.model)
+        for key, value in actual.model.items():
+            torch.testing.assert_close(value, expected.model[key], rtol=1e-7, atol=1e-9, msg=key)
+        assert actual.training.keys() == expected.training.keys()
+        assert actual.training["state"].keys() == expected.training["state"].keys()
+        assert actual.training["state"]["best_dice"] == expected.training["state"]["best_dice"]
+
+
+def test_memory_has_a_row_for_each_shard_as_predicted(runs: Path) -> None:
+    rows = json.loads((runs / "brief-thirds" / "memory.json").read_text())["slots"]
+    assert [(row["slot"], row["rank"], row["device"]) for row in rows] == [
+        (0, 0, "cpu"),
+        (1, 1, "cpu"),
+        (2, 2, "cpu"),
+    ]
+    for row in rows:
+        assert row["measured"] == row["predicted"]
+        assert row["blocks"] == rows[0]["blocks"]
+    whole = json.loads((runs / "brief-none" / "memory.json").read_text())["slots"][0]
+    largest = max(row["measured"]["activations_bytes"] for row in rows)
+    assert largest < 0.6 * whole["measured"]["activations_bytes"]
+    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert all(row["measured"][kind] == whole["measured"][kind] for row in rows)
+
+
+def test_the_summary_counts_replicas_and_shards(runs: Path) -> None:
+    summary = json.loads((runs / "brief-groups" / "summary.json").read_text())
+    assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 2]
+    assert len(summary["devices"]) == 4

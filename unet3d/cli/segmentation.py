@@ -1,0 +1,161 @@
+"""One scan after the other, from file to file: what ``unet3d predict`` shows, skips and refuses."""
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from unet3d.cli.output import show_error
+from unet3d.errors import (
+    DatasetError,
+    RankError,
+    ResultExistsError,
+    Unet3dError,
+    VolumeError,
+    reason_of,
+    some,
+)
+
+if TYPE_CHECKING:
+    from unet3d.inference.predictor import Predictor
+    from unet3d.reports.scan_progress import ScanProgress
+    from unet3d.volumes.scan_search import FoundScans
+    from unet3d.volumes.scans import Scan
+
+logger = logging.getLogger(__name__)
+
+
+class Segmentation:
+    """The scans of one command."""
+
+    def __init__(self, scans: "FoundScans", *, statistics: bool, overwrite: bool) -> None:
+        """Say which scans need nothing, and which cannot be segmented.
+
+        Args:
+            scans: What was asked for.
+            statistics: Whether to describe each label, too.
+            overwrite: Whether to replace results.
+        """
+        self._scans = scans.to_segment
+        self._num_scans = len(scans.to_segment) + len(scans.kept) + len(scans.faults)
+        self._failures = [scan for scan, _ in scans.faults]
+        self._error: Unet3dError | OSError | None = None
+        self._statistics = statistics
+        self._overwrite = overwrite
+        for scan in scans.kept:
+            _show_kept(scan)
+        for _, error in scans.faults:
+            show_error(error, "Skipped")
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a scan to segment."""
+        return bool(self._scans)
+
+    @property
+    def error(self) -> Unet3dError | OSError | None:
+        """What the command ends with: why the only scan failed, or which ones did."""
+        if self._error is None and self._failures:
+            return DatasetError(
+                f"{len(self._failures)} of {self._num_scans} scans could not be segmented: "
+                f"{_names(self._failures)}"
+            )
+        return self._error
+
+    def segment(self, predictor: "Predictor") -> None:
+        """Segment one scan after the other, then let the ranks go that follow.
+
+        Args:
+            predictor: The network.
+
+        Raises:
+            RankError: Another rank died or hangs, so that nothing more can be segmented.
+        """
+        from rich.console import Console
+
+        from unet3d.reports.scan_progress import ScanProgress
+
+        progress = ScanProgress(Console(stderr=True), len(self._scans))
+        left = list(self._scans)
+        is_alone = self._num_scans == 1
+        try:
+            for number, scan in enumerate(self._scans, start=1):
+                began = time.monotonic()
+                try:
+                    with progress.shown(number, scan.images[0].name):
+                        self._write(scan, predictor, progress)
+                except RankError:
+                    raise
+                except (Unet3dError, OSError) as error:
+                    left.remove(scan)
+                    if is_alone:
+                        self._error = error
+                    else:
+                        # One bad scan of a folder must not stop the others.
+                        self._skip(scan, error)
+                else:
+                    left.remove(scan)
+                    seconds = time.monotonic() - began
+                    click.echo(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
+        finally:
+            if left and not is_alone:
+                advice = "name these" if self._overwrite else "give the same command again"
+                click.echo(f"Not segmented: {_names(left)}; to go on, {advice}", err=True)
+        predictor.end()
+
+    def _skip(self, scan: "Scan", error: Unet3dError | OSError) -> None:
+        if isinstance(error, ResultExistsError):
+            _show_kept(scan)
+            return
+        if isinstance(error, OSError):
+            error = Unet3dError(f"{scan.images[0]}: {reason_of(error)}")
+        show_error(error, "Skipped")
+        self._failures.append(scan)
+
+    def _write(self, scan: "Scan", predictor: "Predictor", progress: "ScanProgress") -> None:
+        from unet3d.volumes.memory_limits import explaining_memory
+        from unet3d.volumes.scan_search import refuse_existing
+        from unet3d.volumes.scans import (
+            label_statistics,
+            read_scan,
+            stamps,
+            write_segmentation,
+            write_statistics,
+        )
+
+        if not self._overwrite:
+            # Another process may be at work in the same folder.
+            refuse_existing(scan, self._statistics)
+        before = stamps(scan)
+        with explaining_memory(str(scan.images[0])):
+            progress.stage("reading")
+            image = read_scan(scan)
+            progress.stage("preparing")
+            labels = predictor.segment(image, progress.windows_done)
+            found = (
+                label_statistics(labels, image, predictor.label_names) if self._statistics else None
+            )
+            progress.stage("writing")
+            if stamps(scan) != before:
+                raise VolumeError(
+                    f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
+                    "segment it again"
+                )
+            write_segmentation(scan, labels, image.header, self._overwrite)
+            if found is not None:
+                write_statistics(scan, found, self._overwrite)
+        if not self._statistics and os.path.lexists(scan.statistics):
+            logger.warning(
+                "%s was there before and may describe another segmentation; --statistics writes it",
+                scan.statistics,
+            )
+
+
+def _show_kept(scan: "Scan") -> None:
+    click.echo(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
+
+
+def _names(scans: "list[Scan]") -> str:
+    return some([scan.images[0] for scan in scans])
