@@ -1,19 +1,24 @@
 """Shards of a volume in threads of one process, which tell one another tensors."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from unet3d.parallel.spatial.shard import Swap
+
 Result = TypeVar("Result")
+
+NOTHING = torch.empty(0)
 
 _LONGEST_SECONDS = 60
 
 
 class _Room:
     def __init__(self, count: int) -> None:
+        self.count = count
         self.barrier = threading.Barrier(count, timeout=_LONGEST_SECONDS)
         self.values: list[list[Tensor]] = [[]] * count
 
@@ -27,10 +32,12 @@ class ThreadMessages:
         self.log: list[tuple[str, int]] = []
         """Kind and bytes of each message."""
 
-    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
-        self.log.append(("swap", sent.numel()))
-        parts = self._tell(list(sent.split(counts)))
-        received.copy_(torch.cat([part[self._index] for part in parts]))
+    def swap(self, neighbours: Mapping[int, Swap]) -> None:
+        self.log.append(("swap", sum(swap.sent.nbytes for swap in neighbours.values())))
+        sent = [neighbours[r].sent if r in neighbours else NOTHING for r in range(self._room.count)]
+        told = self._tell(sent)
+        for rank, swap in neighbours.items():
+            swap.received.copy_(told[rank][self._index])
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
         self.log.append(("gather", sent.numel()))

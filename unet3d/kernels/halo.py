@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from unet3d.kernels.padding import with_padding
-from unet3d.kernels.sharding import Shard, current_shard
+from unet3d.kernels.sharding import Halo, Shard, current_shard
 
 
 def with_halo(x: Tensor) -> Tensor:
@@ -55,18 +55,26 @@ def empty_with_halo(like: Tensor, pads: bool = False) -> Tensor:
     return (whole[:, :, :, 1:-1] if pads else whole).permute(0, 4, 1, 2, 3)
 
 
-def put_halo(x: Tensor, planes: Tensor, pads: bool = False) -> None:
-    """Write the halo of a map.
+def fill_halo(x: Tensor, shard: Shard, pads: bool = False) -> Halo:
+    """Write the halo of a map, and return it.
 
     Args:
-        x: (N, C, X + 2, Y, Z), written.
-        planes: (2, N, C, Y, Z), as :meth:`~unet3d.kernels.sharding.Shard.exchange` returns them.
-        pads: Whether the map is stored with room for zeros around Z, which are written, too.
+        x: (N, C, X + 2, Y, Z), channels-last, whose own planes are there.
+        shard: The slab.
+        pads: Whether the map is stored with zeros around Z. It must be the same for all slabs.
     """
-    for plane, at in zip(planes, (0, x.shape[2] - 1), strict=True):
-        if pads:
-            with_padding(x)[:, :, at].zero_()
-        x[:, :, at].copy_(plane)
+    memory = _memory(x, pads)
+    halo = shard.exchange(memory[:, 1], memory[:, -2])
+    _put(memory, halo)
+    return halo
+
+
+def put_halo(x: Tensor, halo: Halo) -> None:
+    """Write the halo that :func:`fill_halo` returned to a map that is stored without zeros."""
+    memory = _memory(x, False)
+    z = memory.shape[3]
+    # What was received with zeros around Z is put without them.
+    _put(memory, tuple(p if p is None or p.shape[2] == z else p[:, :, 1:-1] for p in halo))  # type: ignore[arg-type]
 
 
 def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
@@ -80,11 +88,13 @@ def gradient_of_own(gradient: Tensor, shard: Shard) -> Tensor:
         (N, C, X, Y, Z), a view.
     """
     gradient = gradient.contiguous(memory_format=torch.channels_last_3d)
-    before, behind = shard.exchange(gradient[:, :, 0], gradient[:, :, -1])
-    own = inner(gradient)
-    own[:, :, 0].add_(before)
-    own[:, :, -1].add_(behind)
-    return own
+    memory = _memory(gradient, False)
+    before, behind = shard.exchange(memory[:, 0], memory[:, -1])
+    if before is not None:
+        memory[:, 1].add_(before)
+    if behind is not None:
+        memory[:, -2].add_(behind)
+    return inner(gradient)
 
 
 class _WithHalo(torch.autograd.Function):
@@ -93,9 +103,22 @@ class _WithHalo(torch.autograd.Function):
         ctx.shard = shard
         extended = empty_with_halo(x)
         inner(extended).copy_(x)
-        put_halo(extended, shard.exchange(x[:, :, 0], x[:, :, -1]))
+        fill_halo(extended, shard)
         return extended
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient_of_own(gradient, ctx.shard), None
+
+
+def _memory(x: Tensor, pads: bool) -> Tensor:
+    """View a channels-last map as (N, X, Y, Z, C), with the zeros around Z if it has them."""
+    return (with_padding(x) if pads else x).permute(0, 2, 3, 4, 1)
+
+
+def _put(memory: Tensor, halo: Halo) -> None:
+    for at, plane in zip((0, -1), halo, strict=True):
+        if plane is None:
+            memory[:, at].zero_()
+        else:
+            memory[:, at].copy_(plane)

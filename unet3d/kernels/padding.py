@@ -21,17 +21,18 @@ _PADDED = "_has_zeros_around_z"
 _FOLDED = "_was_folded"
 
 
-def can_fold(x: Tensor, channels: int) -> bool:
+def can_fold(x: Tensor, channels: int, elements: int | None = None) -> bool:
     """Return whether two neighbours along Z should be computed as one voxel.
 
     Args:
         x: The map, (N, C, X, Y, Z).
         channels: The smaller number of a convolution's inputs and outputs.
+        elements: Of the map, where another size than its own must decide; None: its own.
     """
     return (
         is_gpu(x.device)
         and x.dtype in (torch.bfloat16, torch.float16)
-        and x.numel() >= MIN_ELEMENTS
+        and (x.numel() if elements is None else elements) >= MIN_ELEMENTS
         and 8 <= channels <= MAX_CHANNELS
         and x.shape[-1] % 2 == 0
         and (has_room(x) or x.is_contiguous(memory_format=torch.channels_last_3d))

@@ -20,6 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+Halo = tuple[Tensor | None, Tensor | None]
+"""Planes from the slab before and from the one behind; None where the volume ends."""
+
 
 class Shard(Protocol):
     """A device's slab of a volume, and its way to the others; all of them call each method."""
@@ -41,16 +44,15 @@ class Shard(Protocol):
         """Return how many there are in the largest slab of what this one has so many of."""
         ...
 
-    def exchange(self, first: Tensor, last: Tensor) -> Tensor:
+    def exchange(self, first: Tensor, last: Tensor) -> Halo:
         """Give planes to the neighbours and return theirs.
 
         Args:
-            first: (N, C, Y, Z), for the slab before this one.
-            last: (N, C, Y, Z), for the one behind.
+            first: (N, Y, Z, C), for the slab before this one.
+            last: (N, Y, Z, C), for the one behind.
 
         Returns:
-            (2, N, C, Y, Z), from the slab before and from the one behind; zeros where there is
-            none.
+            (N, Y, Z, C) each.
         """
         ...
 
@@ -109,6 +111,16 @@ def voxels_of_volume(number: int, shard: Shard | None) -> int:
         shard: The slab that it is; None: it is whole.
     """
     return number if shard is None else shard.of_volume(number)
+
+
+def number_of_largest(number: int, shard: Shard | None) -> int:
+    """Return how many the largest slab has of what a map has so many of.
+
+    Args:
+        number: Of voxels or elements of a map.
+        shard: The slab that it is; None: it is whole.
+    """
+    return number if shard is None else shard.of_largest(number)
 
 
 def sum_of_losses(values: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule, most_alive
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
-from unet3d.parallel.step_capture import StepCapture, is_small
+from unet3d.parallel.step_capture import MAX_ELEMENTS, StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
 
 
@@ -45,6 +45,7 @@ class PipelineExecutor:
         recompute: Recompute,
         offloads_skips: bool = False,
         cuda_graphs: CudaGraphs = "auto",
+        max_captured: int = MAX_ELEMENTS,
         exchange: Callable[[BlockNetwork, Sequence[Stage]], GradientExchange] | None = None,
     ) -> None:
         """Move each stage's parameters to its device.
@@ -58,6 +59,7 @@ class PipelineExecutor:
             recompute: What is recomputed in backward instead of being kept.
             offloads_skips: Whether GPU stages keep skips in host memory while nothing reads them.
             cuda_graphs: Whether steps are captured where that is possible and worth it.
+            max_captured: Most elements of a micro-batch's image in a step that is captured.
             exchange: Creates the exchange of gradients between replicas; None: one replica.
 
         Raises:
@@ -84,6 +86,7 @@ class PipelineExecutor:
         self.observer: Observer = NoObserver()
         self._predictions: deque[torch.cuda.Event] = deque()
         self._gpus = {slot.device for slot in self.slots if slot.device.type == "cuda"}
+        self._max_captured = max_captured
         self._step_ends: list[torch.cuda.Event] = []
         self._routes = Routes(stages, module.outputs())
         offload = (
@@ -106,7 +109,9 @@ class PipelineExecutor:
         # Offloading resizes memory during a step, which a CUDA graph cannot follow.
         may_capture = cuda_graphs == "auto" and offload is None
         self._capture = (
-            StepCapture(self._eager, self._routes, self.exchange) if may_capture else None
+            StepCapture(self._eager, self._routes, self.exchange, max_captured)
+            if may_capture
+            else None
         )
 
     def forward_backward(
@@ -158,7 +163,7 @@ class PipelineExecutor:
             None where steps like this one are launched.
         """
         images, targets, _, run = self._divided(image, target, loss_fn, 1.0)
-        if self._capture is None or not is_small(images):
+        if self._capture is None or not is_small(images, self._max_captured):
             return None
         return CapturedStep(
             run=run,

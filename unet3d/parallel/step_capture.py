@@ -26,15 +26,16 @@ MAX_SHARE = 0.45
 captured step takes as much, and a smaller last batch is launched beside it."""
 
 
-def is_small(images: Sequence[Tensor]) -> bool:
+def is_small(images: Sequence[Tensor], max_elements: int = MAX_ELEMENTS) -> bool:
     """Return whether launching a step takes longer than running it, on devices with graphs.
 
     Args:
         images: Image of each micro-batch.
+        max_elements: Most elements of one.
     """
     return (
         len(images) <= MAX_MICRO_BATCHES
-        and images[0].numel() <= MAX_ELEMENTS
+        and images[0].numel() <= max_elements
         and all(image.shape == images[0].shape for image in images)
     )
 
@@ -43,7 +44,11 @@ class StepCapture:
     """Decides when a step is captured, and keeps the one that was captured last."""
 
     def __init__(
-        self, stages: Sequence[EagerStage], routes: Routes, exchange: GradientExchange
+        self,
+        stages: Sequence[EagerStage],
+        routes: Routes,
+        exchange: GradientExchange,
+        max_elements: int = MAX_ELEMENTS,
     ) -> None:
         """Begin with nothing captured.
 
@@ -51,7 +56,9 @@ class StepCapture:
             stages: The stages to capture.
             routes: The routes between them.
             exchange: Says where gradients are added up.
+            max_elements: Most elements of a micro-batch's image; larger steps are launched.
         """
+        self._max_elements = max_elements
         self._exchange = exchange
         self._stages = tuple(stages)
         self._routes = routes
@@ -133,7 +140,9 @@ class StepCapture:
         ]
 
     def _is_possible(self, images: Sequence[Tensor]) -> bool:
-        return is_small(images) and all(device.type in POOLS for device in self._devices)
+        return is_small(images, self._max_elements) and all(
+            device.type in POOLS for device in self._devices
+        )
 
     def _has_room(self) -> bool:
         for device in self._devices:

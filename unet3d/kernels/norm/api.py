@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from unet3d.kernels.halo import empty_with_halo, gradient_of_own, inner, put_halo
+from unet3d.kernels.halo import empty_with_halo, fill_halo, gradient_of_own, inner, put_halo
 from unet3d.kernels.norm import columns, op, reference, rows
 from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import can_fold, has_room, is_channels_last, mark_padded, was_folded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import Shard, current_shard, voxels_of_volume
+from unet3d.kernels.sharding import Halo, Shard, current_shard, number_of_largest, voxels_of_volume
 from unet3d.kernels.triton_support import triton_available
 from unet3d.memory.fake_devices import is_gpu
 
@@ -69,7 +69,8 @@ def instance_norm(
     stages = stages_for(x)
     if stages is reference and added is not None:
         x, added = sum_of(x, added), None
-    folds = stages is not reference and can_fold(x, x.shape[1])
+    largest = number_of_largest(x.numel(), shard)
+    folds = stages is not reference and can_fold(x, x.shape[1], largest)
     options = _Options(
         stages=stages,
         whole=_whole_for(x) if stages is reference and shard is None else None,
@@ -82,7 +83,7 @@ def instance_norm(
     )
     if stages is not reference:
         x, added = laid_out(x), None if added is None else channels_last(added)
-    y, mean, rstd, halo = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
+    y, mean, rstd, *planes = _InstanceNorm.apply(x, added, weight, bias, options)  # type: ignore[no-untyped-call]
     if options.pads_output:
         mark_padded(y)
     x, weight, bias = (value.detach() for value in (x, weight, bias))
@@ -93,6 +94,7 @@ def instance_norm(
         given = (x, weight, bias, mean, rstd)
         if options.whole is columns:
             return columns.normalize(*given, slope=negative_slope)
+        halo = (planes[0], planes[1]) if options.has_halo else None
         return normalized_again(*given, stages=stages, slope=negative_slope, halo=halo)
 
     offer(y, recompute, x)
@@ -118,9 +120,8 @@ def stages_for(x: Tensor, channels: int | None = None) -> Stages:
         channels: Of the map, where x is only of its size; None: those of x.
     """
     elements = x.numel() // x.shape[1] * (x.shape[1] if channels is None else channels)
-    shard = current_shard()
-    if shard is not None:  # what they exchange differs in size
-        elements = shard.of_largest(elements)
+    # What the two versions exchange differs in size.
+    elements = number_of_largest(elements, current_shard())
     if elements >= MIN_ELEMENTS and x.dtype in _FAST_TYPES and triton_available(x):
         return op
     return reference
@@ -129,6 +130,9 @@ def stages_for(x: Tensor, channels: int | None = None) -> Stages:
 def _whole_for(x: Tensor) -> ModuleType:
     """Return the module that does several of the reference's stages at once."""
     return columns if not is_gpu(x.device) and is_channels_last(x) else rows
+
+
+_NO_HALO: Halo = (None, None)
 
 
 class _Options(NamedTuple):
@@ -156,8 +160,8 @@ class _InstanceNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        stages, halo = options.stages, None
+    ) -> tuple[Tensor | None, ...]:
+        stages, halo = options.stages, _NO_HALO
         if options.whole is not None:
             y, mean, rstd = options.whole.forward(x, weight, bias, options.eps, options.slope)
         else:
@@ -172,9 +176,9 @@ class _InstanceNorm(torch.autograd.Function):
             )
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.options, ctx.adds = options, added is not None
-        ctx.mark_non_differentiable(mean, rstd, *(() if halo is None else (halo,)))
+        ctx.mark_non_differentiable(mean, rstd, *(plane for plane in halo if plane is not None))
         ctx.set_materialize_grads(False)  # these have none, and zeros would be launches
-        return y, mean, rstd, halo
+        return y, mean, rstd, *halo
 
     @staticmethod
     @once_differentiable
@@ -227,7 +231,7 @@ def merged(
 
 def normalized(
     x: Tensor, *affine: Tensor, stages: Stages, slope: float, pads: bool, shard: Shard | None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Halo]:
     """Return a normalised map, and its halo where it has one.
 
     Args:
@@ -238,20 +242,16 @@ def normalized(
         pads: Whether the result is stored with zeros around Z.
         shard: The slab whose halo belongs to the result; None: it has none.
 
-    Returns:
-        The map, and (2, N, C, Y, Z), the planes of the neighbours.
     """
     if shard is None:
-        return stages.normalize(x, *affine, slope=slope, pads=pads), None
+        return stages.normalize(x, *affine, slope=slope, pads=pads), _NO_HALO
     y = empty_with_halo(x, pads)
     stages.normalize_into(inner(y), x, *affine, slope=slope, pads=pads)
-    halo = shard.exchange(y[:, :, 1], y[:, :, -2])
-    put_halo(y, halo, pads)
-    return y, halo
+    return y, fill_halo(y, shard, pads)
 
 
 def normalized_again(
-    x: Tensor, *affine: Tensor, stages: Stages, slope: float, halo: Tensor | None
+    x: Tensor, *affine: Tensor, stages: Stages, slope: float, halo: Halo | None
 ) -> Tensor:
     """Return what :func:`normalized` did, without zeros around Z, and without asking anyone."""
     if halo is None:

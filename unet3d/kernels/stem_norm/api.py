@@ -25,7 +25,7 @@ from unet3d.kernels.norm.api import (
 )
 from unet3d.kernels.padding import can_fold, mark_padded
 from unet3d.kernels.recompute import offer
-from unet3d.kernels.sharding import Shard, current_shard, x_padding
+from unet3d.kernels.sharding import Shard, current_shard, number_of_largest, x_padding
 from unet3d.kernels.stem_norm import op
 
 
@@ -71,12 +71,12 @@ def conv3x3x3_instance_norm(
         has_halo=has_halo and shard is not None,
     )
     given = (x, kernel.to(x.dtype), weight, bias, options)
-    made, y, mean, rstd, halo, padded = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
+    made, padded, y, mean, rstd, *planes = _StemNorm.apply(*given)  # type: ignore[no-untyped-call]
     if padded:
         mark_padded(made)
     again = (y, weight.detach(), bias.detach(), mean, rstd)
-    how = {"stages": norm, "slope": negative_slope, "halo": halo}
-    offer(made, lambda: normalized_again(*again, **how), y)
+    halo = (planes[0], planes[1]) if options.has_halo else None
+    offer(made, lambda: normalized_again(*again, stages=norm, slope=negative_slope, halo=halo), y)
     return made  # type: ignore[no-any-return]
 
 
@@ -97,10 +97,11 @@ class _StemNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor, options: _Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool]:
+    ) -> tuple[Tensor | bool | None, ...]:
         y = torch.ops.unet3d.stem.default(x, kernel, *options.x_padding)
         mean, rstd = merged(norm, norm.moments(y), y, options.eps, options.shard)
-        pads = options.pads and can_fold(y, y.shape[1])
+        largest = number_of_largest(y.numel(), options.shard)
+        pads = options.pads and can_fold(y, y.shape[1], largest)
         affine = (weight, bias, mean, rstd)
         made, halo = normalized(
             *(y, *affine),
@@ -111,9 +112,10 @@ class _StemNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(x, kernel, y, *affine)
         ctx.options = options
-        ctx.mark_non_differentiable(y, mean, rstd, *(() if halo is None else (halo,)))
+        planes = (plane for plane in halo if plane is not None)
+        ctx.mark_non_differentiable(y, mean, rstd, *planes)
         ctx.set_materialize_grads(False)  # those have none, and zeros would be launches
-        return made, y, mean, rstd, halo, pads
+        return made, pads, y, mean, rstd, *halo
 
     @staticmethod
     @once_differentiable

@@ -32,7 +32,10 @@ from unet3d.parallel.spatial.flat_exchange import FlatExchange
 from unet3d.parallel.spatial.network import SlabNetwork
 from unet3d.parallel.spatial.shard import GroupMessages, Messages, NoMessages, VolumeShard
 from unet3d.parallel.stage_runner import place
-from unet3d.parallel.step_capture import MAX_ELEMENTS
+
+MAX_CAPTURED = 2**27
+"""Most elements of a slab's image in a step that is captured, if there is memory. Between messages
+GPUs wait for the host, however large the slabs are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +184,7 @@ class SpatialExecutor:
             self._training = None  # frees what was captured
             in_plane = image.numel() // x
             # The same for all, though a smaller slab alone would be worth it.
-            may_capture = in_plane * division.most_planes() <= MAX_ELEMENTS
+            may_capture = in_plane * division.most_planes() <= MAX_CAPTURED
             self._training = self._divided(division, may_capture=may_capture)
         return self._training
 
@@ -198,6 +201,7 @@ class SpatialExecutor:
             recompute=layout.recompute,
             offloads_skips=layout.offload == "skips",
             cuda_graphs=layout.cuda_graphs if may_capture else "off",
+            max_captured=MAX_CAPTURED,
             exchange=lambda module, stages: self._exchange,
         )
         return _Divided(shard=shard, pipeline=pipeline)

@@ -62,8 +62,11 @@ class FlatExchange:
             yield
             assert self._flat is not None  # it was made above
             # What gradients held before is the same in all ranks, and so is the mean of it.
-            dist.all_reduce(self._flat, group=self._process_group)
-            self._flat /= self._group.size
+            if self._flat.device.type == "cuda":
+                dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=self._process_group)
+            else:  # gloo knows no mean
+                dist.all_reduce(self._flat, group=self._process_group)
+                self._flat /= self._group.size
 
     def before_last_backward(self, stage: Stage) -> None:
         """Do nothing: the message goes out when backward has ended."""

@@ -1,27 +1,38 @@
 """A device's slab of a volume, and the messages between the devices that share one."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unet3d.kernels.sharding import Halo
 from unet3d.parallel.spatial.division import Division
+
+_DENSE = torch.contiguous_format
 
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """PyTorch 2.13 has another name for it, and warns of the old one."""
 
 
+class Swap(NamedTuple):
+    """What two devices give one another: contiguous tensors of one shape and type."""
+
+    received: Tensor
+    """Written."""
+    sent: Tensor
+    """Read."""
+
+
 class Messages(Protocol):
     """What a device tells the others that share a volume with it; all of them call each method."""
 
-    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
-        """Send each device its part of some bytes.
+    def swap(self, neighbours: Mapping[int, Swap]) -> None:
+        """Give something to neighbours, and take as much from them.
 
         Args:
-            received: uint8, written: as many bytes from each device as it is sent, in their order.
-            sent: uint8, as many.
-            counts: Bytes for each device.
+            neighbours: What goes to each of them, by its number.
         """
         ...
 
@@ -53,10 +64,25 @@ class GroupMessages:
             group: The processes whose devices share a volume, in the order of their slabs.
         """
         self._group = group
+        self._takes_lists = group.name() == "nccl"
 
-    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
-        """Send each device its part; see :class:`Messages`."""
-        dist.all_to_all_single(received, sent, counts, counts, group=self._group)
+    def swap(self, neighbours: Mapping[int, Swap]) -> None:
+        """Give to neighbours and take from them; see :class:`Messages`."""
+        swaps = [neighbours[rank] for rank in sorted(neighbours)]
+        size = self._group.size()
+        if self._takes_lists:  # from where the planes are
+            nothing = swaps[0].sent.new_empty(0)
+            pairs = [neighbours.get(rank, Swap(nothing, nothing)) for rank in range(size)]
+            received, sent = [pair.received for pair in pairs], [pair.sent for pair in pairs]
+            dist.all_to_all(received, sent, group=self._group)
+            return
+        packed = torch.cat([as_bytes(swap.sent) for swap in swaps])
+        unpacked = torch.empty_like(packed)
+        counts = [neighbours[r].sent.nbytes if r in neighbours else 0 for r in range(size)]
+        dist.all_to_all_single(unpacked, packed, counts, counts, group=self._group)
+        parts = torch.split(unpacked, [swap.received.nbytes for swap in swaps])
+        for swap, part in zip(swaps, parts, strict=True):
+            as_bytes(swap.received).copy_(part)
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
         """Give everyone all; see :class:`Messages`."""
@@ -70,7 +96,7 @@ class GroupMessages:
 class NoMessages:
     """Says nothing to anyone: memory is predicted without the others."""
 
-    def swap(self, received: Tensor, sent: Tensor, counts: list[int]) -> None:
+    def swap(self, neighbours: Mapping[int, Swap]) -> None:
         """Do nothing."""
 
     def gather(self, received: Tensor, sent: Tensor) -> None:
@@ -105,29 +131,24 @@ class VolumeShard:
         """Return how many the largest slab has; see the protocol."""
         return number * self.division.most_planes() // self._planes
 
-    def exchange(self, first: Tensor, last: Tensor) -> Tensor:
+    def exchange(self, first: Tensor, last: Tensor) -> Halo:
         """Give planes to the neighbours and return theirs; see the protocol."""
-        n, c, y, z = first.shape
-        shape = (2, n, y, z, c)
-        sent = torch.empty(shape, dtype=first.dtype, device=first.device)
-        received = torch.zeros_like(sent)
-        # A slab at an end of the volume has one neighbour.
-        there = slice(0 if self.index else 1, 2 if self.index < self.count - 1 else 1)
-        for place, plane in zip(sent[there], (first, last)[there], strict=True):
-            place.copy_(plane.permute(0, 2, 3, 1))
-        counts = [0] * self.count
-        for neighbour in (self.index - 1, self.index + 1):
-            if 0 <= neighbour < self.count:
-                counts[neighbour] = sent[0].numel() * sent.itemsize
-        if any(counts):
-            self._messages.swap(_as_bytes(received[there]), _as_bytes(sent[there]), counts)
-        return received.permute(0, 1, 4, 2, 3)
+        planes = {self.index - 1: first, self.index + 1: last}
+        swaps = {
+            neighbour: Swap(torch.empty_like(plane, memory_format=_DENSE), plane.contiguous())
+            for neighbour, plane in planes.items()
+            if 0 <= neighbour < self.count
+        }
+        if swaps:
+            self._messages.swap(swaps)
+        before, behind = (swaps.get(neighbour) for neighbour in planes)
+        return before and before.received, behind and behind.received
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the values of all slabs; see the protocol."""
         values = values.contiguous()
         received = values.new_empty((self.count, *values.shape))
-        self._messages.gather(_as_bytes(received), _as_bytes(values))
+        self._messages.gather(as_bytes(received), as_bytes(values))
         return received
 
     def gather_map(self, x: Tensor, level: int) -> Tensor:
@@ -154,5 +175,6 @@ class VolumeShard:
         return total.to(values.dtype)
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes."""
     return x.view(-1).view(torch.uint8)
