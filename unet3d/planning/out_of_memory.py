@@ -121,10 +121,9 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
             offloaded = replace(step, layout=replace(step.layout, offload="skips"))
             yield from _advice("--offload skips", offloaded, limits)
     yield from _over_more_gpus(prediction, limits)
-    first = replace(step, layout=replace(step.layout, shard=0))
-    size = largest_size(first, limits, prediction)
+    size = largest_size(step, limits, prediction)
     if size is not None:
-        smaller = replace(step, size=size)
+        smaller = replace(step, size=size).fullest()
         yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)
 
 
@@ -167,7 +166,7 @@ def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iter
         if count > most_shards:
             return
         layout = replace(step.layout, devices=(gpu,), cuts=None, num_shards=count, shard=0)
-        prediction = predict_memory(replace(step, layout=layout), counts_reserved=False)
+        prediction = predict_memory(replace(step, layout=layout).fullest(), counts_reserved=False)
         load = prediction.load({gpu: room})
         if load <= 1:
             peak = prediction.memory[0].peak_bytes / GIB
