@@ -37,7 +37,8 @@ from unet3d.parallel import Layout, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
-from unet3d.planning.memory_estimate import UNCOUNTED_BYTES, Step, largest_size
+from unet3d.planning.largest import largest_size
+from unet3d.planning.memory_estimate import UNCOUNTED_BYTES, Step
 
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "no time left"

@@ -1,5 +1,6 @@
 """What is said when a GPU runs out of memory, or will."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -42,8 +43,10 @@ def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
     _, *advice = message.split("what would fit: ")[1].split("--")
     assert advice[0].startswith("micro-batches 4 (predicted peak ")
     assert max(peaks_of(advice[0])) < 10
-    assert advice[1].startswith("set patches.size=")
-    x, y, z = map(int, advice[1].split("=")[1].split(" ")[0].split(","))
+    assert advice[1] == "parallel spatial "
+    assert advice[2].startswith("devices 0,1 (predicted peak ")
+    assert advice[3].startswith("set patches.size=")
+    x, y, z = map(int, advice[3].split("=")[1].split(" ")[0].split(","))
     assert x == y == z < 192
     assert all(voxels % 4 == 0 for voxels in (x, y, z))
 
@@ -53,9 +56,43 @@ def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
     step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, recompute="off")
     error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
     message = explain_out_of_memory(error, step)
-    assert "--parallel model --devices 0,1 (predicted peak " in message
+    assert "--parallel spatial --devices 0,1 (predicted peak " in message
+    assert "--parallel model" not in message
     assert "--set memory.recompute=level (predicted peak " in message
     assert "--micro-batches" not in message  # of a single sample
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
+    step = make_step(GPUS[:1], (640, 512, 512), 1, 1, "bfloat16", WIDE, num_shards=2, shard=1)
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY)
+    message = explain_out_of_memory(
+        error, replace(step, layout=replace(step.layout, devices=GPUS[1:2]))
+    )
+    assert "with slab 1 of 2 of patches of 640x512x512 voxels" in message
+    found = re.search(r"--parallel spatial over (\d+) GPUs like cuda:0 \(predicted peak", message)
+    assert found is not None
+    count = int(found[1])
+
+    def peak(num_shards: int) -> int:
+        sized = replace(step, layout=replace(step.layout, num_shards=num_shards, shard=0))
+        return predict_memory(sized, counts_reserved=False).needed_bytes()[GPUS[0]]
+
+    assert count > 2 and peak(count) <= 20 * 1024**3
+    # It is near the least: half as many would not do.
+    assert peak(max(2, count // 2)) > 20 * 1024**3
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("change", [{"norm": "batch"}, {}], ids=str)
+def test_stages_are_advised_where_a_volume_cannot_be_divided(change: dict[str, str]) -> None:
+    size = (192, 192, 192) if change else (1, 2048, 2048)
+    model = WIDE.model_copy(update=change)
+    step = make_step(GPUS[:1], size, 2, 1, "bfloat16", model, recompute="off")
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
+    message = explain_out_of_memory(error, step)
+    assert "--parallel model --devices 0,1" in message
+    assert "--parallel spatial" not in message
 
 
 @pytest.mark.usefixtures("two_gpus")

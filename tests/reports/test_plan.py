@@ -15,6 +15,7 @@ def way(devices: list[str], **more: Any) -> dict[str, Any]:
         "balance": None,
         "asked": False,
         "fits": True,
+        "predicted_seconds": None,
         "largest_shape": [320, 320, 256],
         "slots": slots,
     }
@@ -29,7 +30,7 @@ def record() -> dict[str, Any]:
         "precision": "bfloat16",
         "notes": ["A note."],
         "ways": [
-            way(["cuda:0"], fits=False, largest_shape=None),
+            way(["cuda:0"], fits=False, largest_shape=None, predicted_seconds=0.1344),
             way(["cuda:0", "cuda:1"], num_micro_batches=4, asked=True, balance="time"),
             way(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], replicas=2),
         ],
@@ -60,11 +61,40 @@ def test_the_table_has_a_row_for_each_slot_of_each_way(record: dict[str, Any]) -
 
 def test_each_way_has_a_line_that_can_be_typed(record: dict[str, Any]) -> None:
     assert [plan_line(way) for way in record["ways"]] == [
-        "--parallel none --devices cuda:0 --micro-batches 1: not even the smallest volume fits",
+        "--parallel none --devices cuda:0 --micro-batches 1: 134 ms a step, not even the smallest "
+        "volume fits",
         "--parallel model --devices cuda:0,cuda:1 --micro-batches 4 --balance time: "
         "up to 320x320x256 voxels (asked for)",
         "--parallel model --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
         "up to 320x320x256 voxels",
+    ]
+
+
+def test_groups_of_shards_are_named() -> None:
+    four = way(
+        ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
+        parallel="spatial",
+        replicas=2,
+        predicted_seconds=0.00512,
+    )
+    assert plan_line(four) == (
+        "--parallel spatial --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "
+        "5.1 ms a step, up to 320x320x256 voxels"
+    )
+
+
+def test_equal_rows_of_many_devices_are_one(record: dict[str, Any]) -> None:
+    many = way([f"cuda:{index}" for index in range(64)], parallel="spatial")
+    for index in (0, 63):  # at the ends
+        predicted = many["slots"][index]["predicted"]
+        many["slots"][index]["predicted"] = predicted | {"peak_bytes": 190 * 2**20}
+    record["ways"] = [many, way(["cpu"] * 9, parallel="spatial")]
+    found = [(name, slots, devices) for name, slots, devices, *_ in cells(plan_table(record))]
+    assert found == [
+        ("spatial, 1", "0", "cuda:0"),
+        ("", "1-62", "cuda:1-62"),
+        ("", "63", "cuda:63"),
+        ("spatial, 1", "0-8", "cpu"),
     ]
 
 

@@ -5,7 +5,16 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.reports.records import assert_is_picture, cells, heads
-from unet3d.reports.tuning import tuning_figure, tuning_lines, tuning_table, write_tuning_picture
+from unet3d.reports.tuning import (
+    mode_figure,
+    mode_lines,
+    mode_table,
+    tuning_figure,
+    tuning_lines,
+    tuning_table,
+    write_mode_picture,
+    write_tuning_picture,
+)
 
 GIB = 1024**3
 
@@ -143,3 +152,56 @@ def test_where_nothing_fits_there_is_still_a_table_and_a_picture(record: dict[st
         }
     assert tuning_table(record).row_count == 9
     assert all(not times for _, times in lines(tuning_figure(record)).values())
+
+
+def mode(name: str, seconds: float | None, predicted: float, fastest: bool) -> dict[str, Any]:
+    return {
+        "name": name,
+        "parallel": name.partition(",")[0].partition(" ")[0],
+        "seconds": seconds,
+        "predicted_seconds": predicted,
+        "peak_bytes": [] if seconds is None else [3 * GIB, 4 * GIB],
+        "fastest": fastest,
+    }
+
+
+@pytest.fixture
+def modes() -> dict[str, Any]:
+    return {
+        "batch_size": 2,
+        "size": [256, 256, 256],
+        "precision": "bfloat16",
+        "modes": [
+            mode("none, on cuda:0", 0.12, 0.134, False),
+            mode("data over 2 GPUs", None, 0.07, False),
+            mode("spatial over 2 GPUs", 0.06, 0.071, True),
+        ],
+    }
+
+
+def test_modes_have_a_row_each(modes: dict[str, Any]) -> None:
+    table = mode_table(modes)
+    assert "2 patches of 256x256x256 voxels, bfloat16" in str(table.title)
+    assert heads(table) == [
+        *("parallel", "ms a step", "predicted", "against one device", "peak MiB a rank"),
+    ]
+    assert cells(table) == [
+        ("none, on cuda:0", "120.0", "134.0", "1.00x", "4,096"),
+        ("data over 2 GPUs", "out of memory", "70.0", "–", ""),
+        ("spatial over 2 GPUs*", "60.0", "71.0", "2.00x", "4,096"),
+    ]
+    assert mode_lines(modes) == [
+        "The fastest is spatial over 2 GPUs: 60.0 ms a step against 120.0 on one device."
+    ]
+    for row in modes["modes"]:
+        row["fastest"] = row["parallel"] == "none"
+    assert mode_lines(modes) == ["The fastest is none, on cuda:0: 120.0 ms a step."]
+
+
+def test_modes_have_a_bar_each(modes: dict[str, Any], tmp_path: Path) -> None:
+    (axes,) = mode_figure(modes).axes
+    assert [bar.get_width() for bar in axes.patches] == [120.0, 0, 60.0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names[1] == "data over 2 GPUs\n(out of memory)"
+    write_mode_picture(modes, tmp_path / "modes.png")
+    assert_is_picture(tmp_path / "modes.png")

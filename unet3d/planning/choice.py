@@ -33,6 +33,7 @@ from unet3d.planning.tuning_cache import TuningKey, recall_tuned
 from unet3d.volumes.cache import Cache
 
 GIB = 1024**3
+MIB = 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,8 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
         return f"{name}, the only way to use these devices with this patch and batch"
     others = [option for option in options if option is not chosen]
     peak = max(memory.peak_bytes for memory in chosen.prediction.memory.values())
-    amount = f"{peak / GIB:.1f} GiB" + (" each" if len(chosen.dims.all_devices) > 1 else "")
+    amount = f"{peak / GIB:.1f} GiB" if peak > GIB / 10 else f"{peak / MIB:.0f} MiB"
+    amount += " each" if len(chosen.dims.all_devices) > 1 else ""
     one = next((option for option in others if option.dims.mode == "none"), None)
     against = ""
     if one is not None:

@@ -17,13 +17,13 @@ def largest_size(
 ) -> Shape | None:
     """Return the largest patch that fits, or None where even the smallest does not.
 
-    Over shards the whole patch grows.
+    Over shards the whole patch grows, and the fullest one counts.
 
     The memory of a step grows nearly linearly with the voxels. So the search goes to where a line
     through the last two sizes reaches the limit, and then verifies it.
 
     Args:
-        step: The step, of the first shard. Only the aspect of its patch's size matters.
+        step: The step. Only the aspect of its patch's size matters.
         device_bytes: Memory of each device.
         predicted: What was predicted for that step; None: it is predicted here.
     """
@@ -47,7 +47,7 @@ def largest_size(
     last = (0, 0.0)
     while too_large is None or too_large - fitting > 1:
         voxels = math.prod(scaled(scale))
-        sized = replace(step, size=scaled(scale))
+        sized = replace(step, size=scaled(scale)).fullest()
         if predicted is not None and sized == predicted.step:
             load = predicted.load(device_bytes)
         else:

@@ -69,7 +69,7 @@ class Step:
         return len(slab), *self.size[1:]
 
     def shards(self) -> tuple["Step", ...]:
-        """Return the step of each shard of a replica; the first one's slab is as large as any.
+        """Return the step of each shard of a replica; all have one kind of device.
 
         Raises:
             DeviceError: The patch has too few planes for the shards.
@@ -79,6 +79,17 @@ class Step:
             replace(self, layout=replace(self.layout, shard=shard))
             for shard in range(self.layout.num_shards)
         )
+
+    def fullest(self) -> "Step":
+        """Return the step of a shard that needs as much memory as any.
+
+        It has a largest slab and, where there are three shards or more, neighbours on both sides;
+        at an end of the volume at most half a percent more is needed, with thin slabs 5 % less.
+
+        Raises:
+            DeviceError: The patch has too few planes for the shards.
+        """
+        return max(self.shards(), key=lambda shard: shard.kind)
 
     @property
     def kind(self) -> tuple[int, int]:

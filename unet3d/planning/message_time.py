@@ -11,12 +11,10 @@ from unet3d.config import Shape
 from unet3d.model import Topology
 from unet3d.parallel.spatial.division import Division
 
-NUM_LOSS_MESSAGES = 2
-"""Small messages of a loss."""
 BESIDE_SECONDS = 36e-6
 """What a normalisation of a slab takes on a GPU besides its messages, in small kernels for the
 planes of its neighbours: four, three times, at 3 us each as in a captured step."""
-MEAN_BYTES = 4
+SUM_BYTES = 4
 """Of a number that is summed over ranks: float32."""
 
 
@@ -113,16 +111,16 @@ class Messages:
             norm_levels: The level of each normalisation.
         """
         divided = sum(level < self.division.num_divided for level in norm_levels)
-        whole = 2 if self.division.num_divided < self.topology.num_levels else 0
-        return 4 * divided + whole + NUM_LOSS_MESSAGES
+        # The image's planes and the loss take the place of the last normalisation's planes.
+        return 4 * divided + (2 if self._has_whole_levels() else 0)
 
     def seconds(self, norm_levels: Iterable[int], links: Links, num_samples: int) -> float:
         """Return what they take for one micro-batch.
 
-        Of each normalisation in a divided level: the moments are gathered forward and sums of its
-        gradient are added in backward, and each time the planes beside the slab are exchanged. The
-        map that enters the levels that are whole is gathered, and the gradient of what leaves them
-        is averaged.
+        Of each normalisation in a divided level: the moments are gathered forward, and sums of its
+        gradient are added in backward. Each time the planes beside the slab are exchanged, but not
+        those of the last one, which the head reads. The map that enters the levels that are whole
+        is gathered, and the gradient of what leaves them is averaged. The loss is one sum.
 
         Args:
             norm_levels: The level of each normalisation.
@@ -130,25 +128,35 @@ class Messages:
             num_samples: Of a micro-batch.
         """
         division, num_shards = self.division, self.division.num_shards
-        seconds = NUM_LOSS_MESSAGES * links.latency_seconds
-        for level in norm_levels:
-            if level < division.num_divided:
-                plane = num_samples * self._map_bytes(level) / division.planes(level)
-                seconds += 2 * links.exchange(plane) + 2 * links.latency_seconds + BESIDE_SECONDS
-        if division.num_divided < self.topology.num_levels:
-            above = num_samples * self._map_bytes(division.num_divided - 1)
-            below = num_samples * self._map_bytes(division.num_divided)
-            seconds += links.gather(above, num_shards) + links.sum(below, num_shards)
+        divided = [level for level in norm_levels if level < division.num_divided]
+        num_neighbours = min(2, num_shards - 1)
+
+        def exchange(level: int, channels: int) -> float:
+            elements = channels * self._voxels(level) / division.planes(level)
+            return links.exchange(num_neighbours * num_samples * self.element_bytes * elements)
+
+        channels = self.topology.channels
+        seconds = links.latency_seconds + exchange(0, self.topology.in_channels)
+        seconds += len(divided) * (2 * links.latency_seconds + BESIDE_SECONDS)
+        seconds += 2 * sum(exchange(level, channels[level]) for level in divided)
+        seconds -= 2 * exchange(0, channels[0])
+        if self._has_whole_levels():
+            above, below = division.num_divided - 1, division.num_divided
+            gathered = num_samples * self.element_bytes * channels[above] * self._voxels(above)
+            averaged = num_samples * SUM_BYTES * channels[below] * self._voxels(below)
+            seconds += links.gather(gathered, num_shards) + links.sum(averaged, num_shards)
         return seconds
 
-    def _map_bytes(self, level: int) -> int:
-        """Return the bytes of a sample's whole map."""
+    def _has_whole_levels(self) -> bool:
+        return self.division.num_divided < self.topology.num_levels
+
+    def _voxels(self, level: int) -> int:
+        """Return the voxels of a whole map."""
         strides = self.topology.strides[: level + 1]
-        voxels = math.prod(
+        return math.prod(
             length // math.prod(stride[axis] for stride in strides)
             for axis, length in enumerate(self.size)
         )
-        return self.element_bytes * self.topology.channels[level] * voxels
 
 
 def gradient_seconds(num_parameters: int, num_ranks: int, links: Links, is_flat: bool) -> float:
@@ -162,4 +170,4 @@ def gradient_seconds(num_parameters: int, num_ranks: int, links: Links, is_flat:
             ``DistributedDataParallel``.
     """
     beside = 0.0 if is_flat or links is GLOO else BUCKETS_SECONDS
-    return links.sum(MEAN_BYTES * num_parameters, num_ranks) + beside
+    return links.sum(SUM_BYTES * num_parameters, num_ranks) + beside

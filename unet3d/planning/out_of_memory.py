@@ -111,7 +111,7 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
         device: min(available_bytes(device), int(HEADROOM * needed[device])) for device in needed
     }
     whole = replace(step, layout=replace(step.layout, num_micro_batches=step.batch_size))
-    if step.layout.num_micro_batches < step.batch_size:
+    if step.layout.num_micro_batches < step.batch_size and _divides_batches(step):
         yield from _advice(f"--micro-batches {step.batch_size}", whole, limits)
     if step.layout.recompute != "level":
         again = replace(step, layout=replace(step.layout, recompute="level", offload="none"))
@@ -121,10 +121,9 @@ def _alternatives(prediction: MemoryEstimate) -> Iterator[str]:
             offloaded = replace(step, layout=replace(step.layout, offload="skips"))
             yield from _advice("--offload skips", offloaded, limits)
     yield from _over_more_gpus(prediction, limits)
-    first = replace(step, layout=replace(step.layout, shard=0))
-    size = largest_size(first, limits, prediction)
+    size = largest_size(step, limits, prediction)
     if size is not None:
-        smaller = replace(step, size=size)
+        smaller = replace(step, size=size).fullest()
         yield from _advice(f"--set patches.size={','.join(map(str, size))}", smaller, limits)
 
 
@@ -143,16 +142,21 @@ def _over_more_gpus(
         layout=replace(step.layout, num_replicas=1),
     )
     rule = SlabRule(topology=step.topology, num_shards=2)
-    if gpus and step.topology.norm != "batch" and rule.most_shards(step.size) > 1:
+    if gpus and _divides_batches(step) and rule.most_shards(step.size) > 1:
         least = min(free[gpu] for gpu in gpus)
         yield from _over_shards(whole, num_gpus, least, rule.most_shards(step.size))
     elif len(step.layout.devices) < num_gpus:
         flags = f"--parallel model --devices {','.join(map(str, range(num_gpus)))}"
         layout = replace(whole.layout, devices=gpus, cuts=None)
-        if step.batch_size > 1:
+        if step.batch_size > 1 and _divides_batches(step):
             flags += f" --micro-batches {step.batch_size}"
             layout = replace(layout, num_micro_batches=step.batch_size)
         yield from _advice(flags, replace(whole, layout=layout), free)
+
+
+def _divides_batches(step: Step) -> bool:
+    """Return whether samples are independent: a batch norm needs them together, and whole."""
+    return step.topology.norm != "batch"
 
 
 def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iterator[str]:
@@ -162,7 +166,7 @@ def _over_shards(step: Step, num_gpus: int, room: int, most_shards: int) -> Iter
         if count > most_shards:
             return
         layout = replace(step.layout, devices=(gpu,), cuts=None, num_shards=count, shard=0)
-        prediction = predict_memory(replace(step, layout=layout), counts_reserved=False)
+        prediction = predict_memory(replace(step, layout=layout).fullest(), counts_reserved=False)
         load = prediction.load({gpu: room})
         if load <= 1:
             peak = prediction.memory[0].peak_bytes / GIB

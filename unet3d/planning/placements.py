@@ -32,7 +32,7 @@ class PlacementOption:
     """The mode, and the devices of each copy of the network."""
     step: Step
     """The step of the replica with the largest share of the batch, on the first one's devices; of
-    shards, the first."""
+    shards, a fullest one."""
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     seconds: float | None
@@ -108,7 +108,7 @@ def make_option(
         settings=config.training,
         precision=precision,
         augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
-    )
+    ).fullest()
     return PlacementOption(
         dims=dims,
         step=step,

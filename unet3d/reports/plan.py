@@ -1,6 +1,7 @@
 """A plan for people: every way of placing a training, side by side."""
 
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -8,6 +9,9 @@ from rich.table import Table
 
 from unet3d.reports.format import amount, size_text
 from unet3d.reports.slots import PART_HEADS, bar_parts, memory_notes, unit_of
+
+MAX_ROWS = 8
+"""Devices of one way that have a row each, whatever it says."""
 
 
 def plan_table(record: Mapping[str, Any]) -> Table:
@@ -36,20 +40,39 @@ def plan_table(record: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for way in record["ways"]:
         mark = "*" if way["asked"] else ""
-        for slot in way["slots"]:
-            predicted = slot["predicted"]
-            bar = bar_parts(slot, way["slots"], "predicted")
-            values = [*bar.values(), predicted["peak_bytes"], slot["device_bytes"]]
-            is_first, is_last = slot is way["slots"][0], slot is way["slots"][-1]
+        rows = _rows(way, unit_bytes)
+        for index, (slots, devices, values) in enumerate(rows):
+            is_first, is_last = index == 0, index == len(rows) - 1
             table.add_row(
                 way_name(way) + mark if is_first else "",
-                str(slot["slot"]),
-                slot["device"],
-                *(amount(value, unit_bytes) for value in values),
+                slots,
+                devices,
+                *values,
                 ("yes" if way["fits"] else "NO") if is_first else "",
                 end_section=is_last,
             )
     return table
+
+
+def _rows(way: Mapping[str, Any], unit_bytes: int) -> list[tuple[str, str, list[str]]]:
+    """Return slot, device and numbers of each row; equal ones of many devices are one row."""
+    rows = []
+    for slot in way["slots"]:
+        bar = bar_parts(slot, way["slots"], "predicted")
+        values = [*bar.values(), slot["predicted"]["peak_bytes"], slot["device_bytes"]]
+        rows.append((slot, [amount(value, unit_bytes) for value in values]))
+    if len(rows) <= MAX_ROWS:
+        return [(str(slot["slot"]), slot["device"], values) for slot, values in rows]
+    runs = []
+    for values, run in groupby(rows, key=lambda row: row[1]):
+        slots = [slot for slot, _ in run]
+        first, last = slots[0], slots[-1]
+        number, device = str(first["slot"]), first["device"]
+        if len(slots) > 1:
+            number += f"-{last['slot']}"
+            device += "" if device == last["device"] else f"-{last['device'].partition(':')[2]}"
+        runs.append((number, device, values))
+    return runs
 
 
 def plan_line(way: Mapping[str, Any]) -> str:

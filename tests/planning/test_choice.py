@@ -1,0 +1,264 @@
+"""What mode auto takes on several devices, and what it says of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import DeviceError
+from unet3d.model import UNet3d
+from unet3d.planning import choice, placements
+from unet3d.planning.choice import Choice, choose_mode, tuning_key
+from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.placements import PlacementOption, possible_dims
+from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
+
+GIB = 1024**3
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Pretend that there are eight GPUs of 80 GiB."""
+    has = {"gib": 80.0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(placements, "device_bytes", lambda device: int(has["gib"] * GIB))
+    return has
+
+
+def chosen(cache: Path, *changes: str, ranks: Ranks | None = None) -> Choice:
+    config = settings(cache, *changes)
+    return choose_mode(config, plan_without_data(config), ranks=ranks)
+
+
+def settings(cache: Path, *changes: str) -> Config:
+    precise = ("training.precision=bfloat16", f"data.cache={cache}")
+    return load_config(None, [*precise, *changes])
+
+
+def placed(found: ParallelSettings) -> tuple[str, int, int]:
+    """Return mode, groups and number of devices."""
+    return found.mode, found.replicas, len(found.devices or ())
+
+
+FOUR = "parallel.devices=0,1,2,3"
+LARGE = "patches.size=256,256,256"
+SMALL = "patches.size=32,32,32"
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("changes", "found", "words"),
+    [
+        ((FOUR, LARGE, "training.batch_size=1"), ("spatial", 1, 4), "spatial over 4 GPUs"),
+        ((FOUR, LARGE, "training.batch_size=4"), ("data", 1, 4), "data over 4 GPUs"),
+        (
+            (FOUR, LARGE, "training.batch_size=2"),
+            ("spatial", 2, 4),
+            "2 replicas of spatial over 2 GPUs each",
+        ),
+        # A replica has a patch for each of its micro-batches.
+        (
+            (FOUR, LARGE, "training.batch_size=4", "training.micro_batches=4"),
+            ("spatial", 1, 4),
+            "spatial over 4 GPUs",
+        ),
+        ((FOUR, SMALL, "training.batch_size=1"), ("none", 1, 1), "none, on cuda:0"),
+        (
+            (FOUR, LARGE, "training.batch_size=4", "parallel.replicas=2"),
+            ("spatial", 2, 4),
+            "2 replicas of spatial over 2 GPUs each",
+        ),
+        (("parallel.devices=0,cpu", LARGE), ("model", 1, 2), "model over cuda:0,cpu"),
+        (("parallel.devices=0,0", LARGE), ("model", 1, 2), "model over cuda:0,cuda:0"),
+        (
+            ("parallel.devices=0,1", LARGE, "model.norm=batch"),
+            ("model", 1, 2),
+            "model over cuda:0,cuda:1",
+        ),
+        (
+            (FOUR, "patches.size=3,64,64", "training.batch_size=1", "model.num_levels=3"),
+            ("model", 1, 4),
+            "model over cuda:0,cuda:1,cuda:2,cuda:3",
+        ),
+        (  # fewer patches than groups
+            (FOUR, LARGE, "training.batch_size=1", "parallel.replicas=2"),
+            ("model", 2, 4),
+            "model over cuda:0,cuda:1,cuda:2,cuda:3",
+        ),
+        (("parallel.devices=0", LARGE), ("none", 1, 1), "none, on cuda:0"),
+    ],
+    ids=str,
+)
+def test_the_fastest_is_taken(
+    changes: tuple[str, ...], found: tuple[str, int, int], words: str, tmp_path: Path
+) -> None:
+    choice = chosen(tmp_path, *changes)
+    assert placed(choice.settings) == found
+    assert choice.line.startswith(f"parallel: {words}") and "\n" not in choice.line
+    assert chosen(tmp_path, *changes) == choice
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_line_says_why(tmp_path: Path) -> None:
+    config = settings(tmp_path, FOUR, LARGE, "training.batch_size=1")
+    network = plan_without_data(config)
+    devices = tuple(torch.device("cuda", index) for index in range(4))
+    memory = placements.memory_of(devices, None)
+    ways = possible_dims(config, network, devices)
+    one, spatial = choice.timed_options(config, network, ways, memory)
+    assert one.seconds is not None and spatial.seconds is not None
+    (shard,) = predict_memory(spatial.step, counts_reserved=False).memory.values()
+    assert choose_mode(config, network).line == (
+        f"parallel: spatial over 4 GPUs: predicted {1000 * spatial.seconds:.0f} ms a step against "
+        f"{1000 * one.seconds:.0f} on one; {shard.peak_bytes / GIB:.1f} GiB each"
+    )
+
+
+@pytest.mark.usefixtures("gpus")
+def test_what_does_not_fit_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = (FOUR, LARGE, "training.batch_size=4")
+    loads = {("none", 1): 3.0, ("data", 4): 1.01, ("spatial", 1): 0.9, ("spatial", 2): 1.2}
+
+    def load(option: PlacementOption) -> float:
+        return loads[option.dims.mode, option.dims.num_replicas]
+
+    monkeypatch.setattr(PlacementOption, "load", property(load))
+    found = chosen(tmp_path, *changes)
+    assert placed(found.settings) == ("spatial", 1, 4)
+    assert found.line.endswith("; data over 4 GPUs would be faster but does not fit")
+    loads["spatial", 1] = 1.02
+    found = chosen(tmp_path, *changes)
+    assert placed(found.settings) == ("data", 1, 4)
+    assert found.line.endswith(", which is too much, but the least of all")
+
+
+def test_memory_decides_what_fits(gpus: dict[str, float], tmp_path: Path) -> None:
+    changes = (FOUR, LARGE, "training.batch_size=1")
+    assert placed(chosen(tmp_path, *changes).settings) == ("spatial", 1, 4)
+    gpus["gib"] = 3.0
+    assert "which is too much" in chosen(tmp_path, *changes).line
+    gpus["gib"] = 4.0
+    assert "which is too much" not in chosen(tmp_path, *changes).line
+
+
+@pytest.mark.usefixtures("gpus")
+def test_only_as_much_as_needed_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Step] = []
+
+    def predict(step: Step, counts_reserved: bool = True) -> object:
+        asked.append(step)
+        return predict_memory(step, counts_reserved)
+
+    monkeypatch.setattr(placements, "predict_memory", predict)
+    chosen(tmp_path, "parallel.devices=0,1,2,3,4,5,6,7", LARGE, "training.batch_size=8")
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("gpus")
+def test_measured_steps_replace_predicted_ones(tmp_path: Path) -> None:
+    changes = ("parallel.devices=0,1", LARGE, "training.batch_size=1")
+    assert placed(chosen(tmp_path, *changes).settings)[0] == "spatial"
+    config = settings(tmp_path, *changes)
+    network = plan_without_data(config)
+    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
+    memory = placements.memory_of(devices, None)
+    one, spatial = choice.timed_options(
+        config, network, possible_dims(config, network, devices), memory
+    )
+    assert one.seconds is not None and spatial.seconds is not None
+
+    def remember(option: PlacementOption, seconds: float) -> None:
+        tuned = TunedConfig(
+            cuts=(),
+            num_micro_batches=1,
+            step_seconds=seconds,
+            measured="2026-11-22T12:00:00+00:00",
+        )
+        remember_tuned(tuning_key(config, option), tuned)
+
+    remember(one, 2 * one.seconds)  # all others take twice as long then, too
+    line = chosen(tmp_path, *changes).line
+    assert line.startswith(
+        f"parallel: spatial over 2 GPUs: predicted {2000 * spatial.seconds:.0f} ms a step against "
+        f"{2000 * one.seconds:.0f} on one"
+    )
+    remember(spatial, 3 * one.seconds)
+    found = chosen(tmp_path, *changes)
+    assert placed(found.settings) == ("none", 1, 1)
+    assert f"against {3000 * one.seconds:.0f} with spatial over 2 GPUs" in found.line
+
+
+@pytest.mark.usefixtures("gpus")
+def test_measured_blocks_correct_what_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(tmp_path, "parallel.devices=0,1", LARGE, "training.batch_size=1")
+    network = plan_without_data(config)
+    gpu = torch.device("cuda", 0)
+    assert choice.block_corrections(config, network, gpu, "bfloat16") == {}
+    with torch.device("meta"):
+        names = [block.name for block in UNet3d(network.topology).blocks()]
+    asked: list[tuple[object, ...]] = []
+
+    def known(model: UNet3d, *key: object) -> tuple[float, ...]:
+        asked.append(key)
+        return tuple(1.0 for _ in (*names, "loss"))
+
+    monkeypatch.setattr(choice, "known_seconds", known)
+    corrections = choice.block_corrections(config, network, gpu, "bfloat16")
+    assert list(corrections) == names and min(corrections.values()) > 10
+    assert asked == [(gpu, (256, 256, 256), 1, torch.bfloat16, tmp_path / "timings")]
+    memory = placements.memory_of((gpu,), None)
+    (option,) = choice.timed_options(
+        config, network, possible_dims(config, network, (gpu,)), memory
+    )
+    assert option.seconds == pytest.approx(len(names), rel=0.01)
+
+
+def test_processes_on_one_cpu_are_no_gain(tmp_path: Path) -> None:
+    found = chosen(tmp_path, "parallel.devices=cpu,cpu", SMALL, "training.precision=float32")
+    assert placed(found.settings) == ("none", 1, 1)
+    assert "against" in found.line and "CPU processes" in found.line
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes", "found"),
+    [
+        (2, (SMALL,), ("data", 1)),
+        (2, (SMALL, "training.batch_size=1"), ("spatial", 1)),
+        (4, (SMALL, "training.batch_size=2", "parallel.replicas=2"), ("spatial", 2)),
+        (2, (SMALL, "model.norm=batch"), ("data", 1)),
+        (4, ("patches.size=3,32,32", "model.num_levels=2", "training.batch_size=1"), ("data", 1)),
+    ],
+    ids=str,
+)
+def test_all_ranks_that_were_started_take_part(
+    num_ranks: int, changes: tuple[str, ...], found: tuple[str, int], tmp_path: Path
+) -> None:
+    for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
+        ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)
+        choice = chosen(tmp_path, "training.precision=float32", *changes, ranks=ranks)
+        assert (choice.settings.mode, choice.settings.replicas) == found
+        assert choice.settings.devices is None  # as they were
+
+
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(
+    ("changes", "error", "reason"),
+    [
+        (("parallel.devices=0,9",), DeviceError, "device '9' does not exist"),
+        (("parallel.devices=0,1,2", "parallel.replicas=2"), DeviceError, "do not divide by 2"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    changes: tuple[str, ...], error: type[Exception], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=reason):
+        chosen(tmp_path, *changes)

@@ -1,0 +1,75 @@
+"""How many messages shards exchange, and how long these take."""
+
+import pytest
+import torch
+
+from tests.shards import ThreadMessages, run_shards
+from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step
+from unet3d.config import ModelSettings, Shape
+from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel.spatial.division import SlabRule
+from unet3d.parallel.spatial.executor import SpatialExecutor
+from unet3d.planning.message_time import GLOO, NVLINK, Messages, gradient_seconds, links_between
+from unet3d.planning.step_time import count_work
+
+
+def messages_of(model: ModelSettings, size: Shape, num_shards: int) -> tuple[Messages, list[int]]:
+    step = make_step(GPUS[:1], size, model=model)
+    division = SlabRule(topology=step.topology, num_shards=num_shards).divide(size)
+    work = count_work(step.topology, size, 1, 2)
+    levels = [block.level for block in work for _ in range(block.num_norms)]
+    found = Messages(division=division, topology=step.topology, size=size, element_bytes=2)
+    return found, levels
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "microseconds"), [(1024, 11), (2**20, 19), (4 * 2**20, 35)], ids=str
+)
+def test_an_exchange_takes_what_two_h200_took(num_bytes: int, microseconds: float) -> None:
+    assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.12)
+
+
+def test_sums_take_what_two_h200_took() -> None:
+    assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(11, rel=0.01)
+    assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
+    assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
+    assert NVLINK.gather(1e8, 2) < NVLINK.gather(1e8, 8) < 2 * NVLINK.gather(1e8, 2)
+
+
+def test_launched_messages_take_longer() -> None:
+    assert links_between(False, True) is NVLINK
+    assert links_between(True, True) is links_between(True, False) is GLOO
+    assert links_between(False, False).exchange(1024) > 3 * NVLINK.exchange(1024)
+
+
+@pytest.mark.parametrize(
+    ("model", "size"), [(SMALL, (16, 16, 16)), (WIDE, (48, 48, 48)), (WIDE, (64, 64, 64))], ids=str
+)
+def test_as_many_are_counted_as_are_sent(model: ModelSettings, size: Shape) -> None:
+    def work(shard: int, messages: ThreadMessages) -> int:
+        step = make_step((CPU,), size, 1, model=model, num_shards=2, shard=shard)
+        executor = SpatialExecutor(UNet3d(step.topology), step.layout, messages=messages)
+        image = torch.randn(1, 2, *step.own_size)
+        target = torch.zeros(1, *step.own_size, dtype=torch.uint8)
+        executor.forward_backward(image, target, dice_cross_entropy, planes=size[0])
+        return len(messages.log)
+
+    found, levels = messages_of(model, size, 2)
+    assert run_shards(2, work) == [found.count(levels)] * 2
+
+
+def test_more_voxels_take_longer_and_more_samples_too() -> None:
+    times = []
+    for edge in (128, 256, 512):
+        found, levels = messages_of(LARGE, (edge,) * 3, 4)
+        times.append(found.seconds(levels, NVLINK, 1))
+        assert times[-1] < found.seconds(levels, NVLINK, 4) < 4 * times[-1]
+        assert times[-1] > found.count(levels) * NVLINK.latency_seconds
+    assert times == sorted(times)
+
+
+def test_gradients_go_by_the_bytes_of_the_network() -> None:
+    flat = gradient_seconds(31_200_000, 2, NVLINK, is_flat=True)
+    assert 1e3 * flat == pytest.approx(0.44, rel=0.01)
+    assert gradient_seconds(31_200_000, 2, NVLINK, is_flat=False) > 2 * flat
+    assert gradient_seconds(31_200_000, 4, GLOO, is_flat=True) > 100 * flat

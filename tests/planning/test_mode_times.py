@@ -1,0 +1,171 @@
+"""Steps of every mode, measured in ranks, and what a training makes of them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import run
+from unet3d.config import Config, load_config
+from unet3d.errors import Unet3dError
+from unet3d.planning import mode_times
+from unet3d.planning.choice import choose_mode
+from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.mode_times import ModeTimes, time_modes
+
+SMALL = (
+    "patches.size=16,16,16",
+    "model.base_channels=4",
+    "model.num_levels=2",
+    "training.batch_size=2",
+    "training.precision=float32",
+    "parallel.devices=cpu,cpu",
+)
+
+
+def settings(cache: Path, *changes: str) -> Config:
+    return load_config(None, [*SMALL, f"data.cache={cache}", *changes])
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+    """Return what steps take, by mode, instead of taking any; None: out of memory."""
+    times: dict[str, float | None] = {"none": 0.3, "data": 0.2, "spatial": 0.1}
+
+    def launch(arguments: Sequence[str], folder: Path, **options: Any) -> None:
+        command, option, path, record_option, record = arguments
+        assert (command, option, record_option) == ("plan", "--config", "--step-record")
+        parallel = load_config(Path(path)).parallel
+        assert options["num_ranks"] == len(parallel.devices or ())
+        assert (options["max_restarts"], options["on_gpus"]) == (0, False)
+        took = times[parallel.mode]
+        peaks = [] if took is None else [5] * options["num_ranks"]
+        Path(record).write_text(json.dumps({"seconds": took, "peak_bytes": peaks}))
+        if took is None:
+            raise Unet3dError("rank 1 ran out of memory")
+
+    monkeypatch.setattr(mode_times, "launch", launch)
+    return times
+
+
+def timed(config: Config) -> ModeTimes:
+    found = time_modes(config, plan_without_data(config))
+    assert found is not None
+    return found
+
+
+def test_every_mode_is_measured_and_remembered(
+    tmp_path: Path, seconds: dict[str, float | None]
+) -> None:
+    config = settings(tmp_path)
+    network = plan_without_data(config)
+    assert choose_mode(config, network).settings.mode == "none"
+    found = timed(config)
+    modes = [(row.option.dims.mode, row.seconds, row.peak_bytes) for row in found.rows]
+    assert modes == [("none", 0.3, (5,)), ("data", 0.2, (5, 5)), ("spatial", 0.1, (5, 5))]
+    assert found.fastest is found.rows[2]
+    assert len(set(found.remember())) == 3
+    choice = choose_mode(config, network)
+    assert choice.settings.mode == "spatial"
+    assert "predicted 100 ms a step against 300 on one" in choice.line
+    record = found.to_dict()
+    assert [row["fastest"] for row in record["modes"]] == [False, False, True]
+    assert json.loads(json.dumps(record)) == record
+    # Of another batch nothing is known.
+    assert choose_mode(settings(tmp_path, "training.batch_size=4"), network).settings.mode == "none"
+
+
+def test_what_runs_out_of_memory_is_a_row(tmp_path: Path, seconds: dict[str, float | None]) -> None:
+    seconds["spatial"] = None
+    found = timed(settings(tmp_path))
+    assert [row.seconds for row in found.rows] == [0.3, 0.2, None]
+    assert len(found.remember()) == 2
+    assert found.fastest is found.rows[1]
+    seconds |= {"none": None, "data": None}
+    assert timed(settings(tmp_path)).fastest is None
+
+
+def test_a_mode_that_is_named_is_measured_alone(
+    tmp_path: Path, seconds: dict[str, float | None]
+) -> None:
+    (row,) = timed(settings(tmp_path, "parallel.mode=data")).rows
+    assert row.option.dims.mode == "data"
+
+
+@pytest.mark.parametrize(
+    "changes", [("parallel.devices=cpu",), ("model.norm=batch",), ("parallel.mode=model",)], ids=str
+)
+def test_cuts_and_one_device_are_measured_elsewhere(
+    changes: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = settings(tmp_path, *changes)
+    assert time_modes(config, plan_without_data(config)) is None
+
+
+def test_other_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise Unet3dError("rank 1 was killed by SIGKILL")
+
+    monkeypatch.setattr(mode_times, "launch", fail)
+    with pytest.raises(Unet3dError, match="SIGKILL"):
+        timed(settings(tmp_path))
+
+
+def test_the_command_shows_draws_and_remembers(
+    tmp_path: Path,
+    seconds: dict[str, float | None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    options = [word for change in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", change)]
+    assert run("plan", "--measure", *options, "--json", "times.json") == 0
+    out = capsys.readouterr().out
+    table = out[out.index("Measured training steps") : out.index("The fastest is")]
+    assert max(map(len, table.splitlines())) <= 80
+    assert "spatial over 2 CPU processes*" in out and "3.00x" in out
+    assert "The fastest is spatial over 2 CPU processes: 100.0 ms a step against 300.0" in out
+    assert (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
+    record = json.loads((tmp_path / "times.json").read_text())
+    assert [row["parallel"] for row in record["modes"]] == ["none", "data", "spatial"]
+    seconds |= {"none": None, "data": None, "spatial": None}
+    assert run("plan", "--measure", *options) == 1
+    out, err = capsys.readouterr()
+    assert out.count("out of memory") == 3
+    assert "every setting ran out of memory" in err.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_ranks_take_the_steps(tmp_path: Path) -> None:
+    found = timed(settings(tmp_path, "parallel.replicas=1"))
+    assert [row.option.dims.mode for row in found.rows] == ["none", "data", "spatial"]
+    for row in found.rows:
+        assert row.seconds is not None and 0 < row.seconds < 60
+        # On CPUs what is predicted is what is measured.
+        assert list(row.peak_bytes) == [
+            shard.memory[0].peak_bytes
+            for _ in range(row.option.dims.num_replicas)
+            for shard in row.option.shards
+        ]
+
+
+@pytest.mark.multigpu
+def test_gpus_take_the_steps(tmp_path: Path) -> None:
+    found = timed(
+        settings(
+            tmp_path,
+            "parallel.devices=0,1",
+            "patches.size=128,128,128",
+            "model.base_channels=32",
+            "model.num_levels=5",
+            "training.precision=auto",
+        )
+    )
+    for row in found.rows:
+        assert row.seconds is not None
+        for shard, peak in zip(row.option.shards, row.peak_bytes, strict=False):
+            assert peak == pytest.approx(shard.memory[0].peak_bytes, rel=0.1)

@@ -1,0 +1,156 @@
+"""The ways in which a training can be placed, and the memory that each may take."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from unet3d.config import Config, load_config
+from unet3d.errors import ConfigError, DeviceError
+from unet3d.parallel import ParallelDims
+from unet3d.planning import placements
+from unet3d.planning.experiment import NetworkPlan, plan_without_data
+from unet3d.planning.memory_estimate import predict_memory
+from unet3d.planning.placements import (
+    PlacementOption,
+    make_option,
+    memory_of,
+    placed,
+    possible_dims,
+)
+
+CPU = torch.device("cpu")
+GPUS = tuple(torch.device("cuda", index) for index in range(8))
+MIB = 1024**2
+
+
+def planned(*changes: str) -> tuple[Config, NetworkPlan]:
+    config = load_config(None, ["patches.size=32,32,32", "training.precision=bfloat16", *changes])
+    return config, plan_without_data(config)
+
+
+def ways(devices: tuple[torch.device, ...], *changes: str) -> list[tuple[str, int, int]]:
+    """Return mode, replicas and shards of all that is possible."""
+    return [
+        (dims.mode, dims.num_replicas, dims.num_shards)
+        for dims in possible_dims(*planned(*changes), devices)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "found"),
+    [
+        (1, [("spatial", 1, 8)]),
+        (2, [("spatial", 1, 8), ("spatial", 2, 4)]),
+        (7, [("spatial", 1, 8), ("spatial", 2, 4), ("spatial", 4, 2)]),
+        (8, [("data", 8, 1), ("spatial", 1, 8), ("spatial", 2, 4), ("spatial", 4, 2)]),
+    ],
+)
+def test_all_devices_are_used_in_every_way(
+    batch_size: int, found: list[tuple[str, int, int]]
+) -> None:
+    assert ways(GPUS, f"training.batch_size={batch_size}") == [("none", 1, 1), *found]
+
+
+def test_replicas_that_are_asked_for_are_kept() -> None:
+    changes = ("training.batch_size=8", "parallel.mode=spatial")
+    assert ways(GPUS, *changes, "parallel.replicas=4") == [("spatial", 4, 2)]
+    assert ways(GPUS, *changes, "parallel.replicas=8") == [("data", 8, 1)]
+    # There is no other way to have three groups on six than stages, with a batch of two.
+    few = ("training.batch_size=2", "parallel.mode=spatial", "parallel.replicas=3")
+    assert ways(GPUS[:6], *few) == [("model", 3, 1)]
+
+
+def test_a_volume_needs_planes_for_its_shards() -> None:
+    thin = ("patches.size=4,64,64", "model.num_levels=3", "training.batch_size=2")
+    assert ways(GPUS[:4], *thin) == [("none", 1, 1), ("spatial", 1, 4), ("spatial", 2, 2)]
+    assert ways(GPUS, *thin) == [("none", 1, 1), ("spatial", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "change"),
+    [
+        ((GPUS[0], CPU), "model.norm=instance"),
+        ((GPUS[0], GPUS[0]), "model.norm=instance"),
+        (GPUS[:2], "model.norm=batch"),
+    ],
+    ids=str,
+)
+def test_stages_are_what_is_left(devices: tuple[torch.device, ...], change: str) -> None:
+    assert ways(devices, change) == [("none", 1, 1), ("model", 1, 1)]
+
+
+def test_more_devices_than_blocks_leave_one() -> None:
+    many = tuple(torch.device("cuda", index) for index in range(64))
+    assert ways(many, "training.batch_size=1") == [("none", 1, 1)]
+
+
+def test_a_mode_that_does_not_suit_the_devices_is_refused() -> None:
+    config, _ = planned()
+    dims = placed(config.parallel, "spatial", GPUS[:6], 3)
+    assert (dims.num_replicas, dims.num_shards) == (3, 2)
+    assert dims.replicas == (GPUS[:2], GPUS[2:4], GPUS[4:6])
+    with pytest.raises(DeviceError, match="do not divide by 4"):
+        placed(config.parallel, "spatial", GPUS[:6], 4)
+
+
+def option(dims: ParallelDims, memory: dict[torch.device, int]) -> PlacementOption:
+    config, network = planned("training.batch_size=4")
+    return make_option(
+        config, network, dims, precision="bfloat16", num_micro_batches=1, memory=memory
+    )
+
+
+def test_the_smallest_device_decides() -> None:
+    config, _ = planned()
+    memory = {gpu: (index + 2) * MIB for index, gpu in enumerate(reversed(GPUS))}
+    every = placed(config.parallel, "spatial", GPUS)
+    assert option(every, memory).limits == {GPUS[0]: 2 * MIB}
+    assert option(placed(config.parallel, "data", GPUS[:4]), memory).limits == {GPUS[0]: 6 * MIB}
+    stages = placed(config.parallel, "model", GPUS[:4], 2)
+    assert option(stages, memory).limits == {GPUS[0]: 7 * MIB, GPUS[1]: 6 * MIB}
+
+
+def test_processes_on_a_cpu_share_its_memory() -> None:
+    config, _ = planned()
+    memory = {CPU: 12 * MIB}
+    assert option(placed(config.parallel, "none", (CPU,)), memory).limits == {CPU: 12 * MIB}
+    for mode, count in (("data", 1), ("spatial", 1), ("spatial", 2)):
+        dims = placed(config.parallel, mode, (CPU,) * 4, count)
+        assert option(dims, memory).limits == {CPU: 3 * MIB}
+    stages = placed(config.parallel, "model", (CPU,) * 4, 2)
+    assert option(stages, memory).limits == {CPU: 6 * MIB}  # one process has two of them
+
+
+def test_an_option_is_the_step_of_one_process() -> None:
+    config, _ = planned()
+    dims = placed(config.parallel, "spatial", GPUS[:6], 2)
+    found = option(dims, dict.fromkeys(GPUS, 1024 * MIB))
+    layout = found.step.layout
+    assert (layout.devices, layout.num_shards, layout.shard) == ((GPUS[0],), 3, 1)
+    assert (found.step.batch_size, found.step.size) == (2, (32, 32, 32))
+    assert len(found.shards) == 3
+    # That of the largest slab stands for all: none needs noticeably more.
+    peaks = [shard.memory[0].peak_bytes for shard in found.shards]
+    assert max(peaks) == pytest.approx(found.prediction.memory[0].peak_bytes, rel=0.01)
+    assert found.prediction.memory == predict_memory(found.step, counts_reserved=False).memory
+    assert not found.fits and found.largest() is None  # a GPU needs 1.5 GiB beside the tensors
+    assert option(dims, dict.fromkeys(GPUS, 1024 * 2 * MIB)).fits
+
+
+def test_memory_of_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="cuda:0 is not on this machine"):
+        memory_of(GPUS[:2], None)
+    assert memory_of(GPUS[:2], 5) == {GPUS[0]: 5, GPUS[1]: 5}
+    assert memory_of((CPU, CPU), 5) == {CPU: 5}
+    both = memory_of((CPU, GPUS[0]), 5)  # what is given is that of the GPU
+    assert both[GPUS[0]] == 5 and both[CPU] > 5
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(placements, "device_bytes", lambda device: 7)
+    assert memory_of(GPUS[:2], None) == {GPUS[0]: 7, GPUS[1]: 7}  # taken to be alike
+
+
+def test_phantoms_can_be_placed(tmp_path: Path) -> None:
+    config = load_config(None, [f"data.cache={tmp_path}"])
+    assert len(possible_dims(config, plan_without_data(config), (CPU, CPU))) == 3

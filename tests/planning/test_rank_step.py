@@ -1,0 +1,61 @@
+"""A step in one rank: its time and its memory; several ranks are in test_mode_times.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from unet3d.config import Config, load_config
+from unet3d.errors import DoesNotFitError
+from unet3d.planning import rank_step
+from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.placements import make_option, placed
+from unet3d.planning.rank_step import measure_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load_config(
+        None,
+        [
+            "patches.size=16,16,16",
+            "model.base_channels=4",
+            "model.num_levels=2",
+            "training.precision=float32",
+            "parallel.mode=none",
+            "parallel.devices=cpu",
+            f"data.cache={tmp_path}",
+        ],
+    )
+
+
+def test_a_step_takes_time_and_what_was_predicted(config: Config, tmp_path: Path) -> None:
+    network, path = plan_without_data(config), tmp_path / "step.json"
+    measure_rank(config, network, path)
+    record = json.loads(path.read_text())
+    assert 0 < record["seconds"] < 60
+    option = make_option(
+        config,
+        network,
+        placed(config.parallel, "none", (CPU,)),
+        precision="float32",
+        num_micro_batches=1,
+        memory={CPU: 2**30},
+    )
+    assert record["peak_bytes"] == [option.prediction.memory[0].peak_bytes]
+
+
+def test_a_rank_without_memory_says_so(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rank_step, "parallelize", fail)
+    path = tmp_path / "step.json"
+    with pytest.raises(DoesNotFitError, match="rank 0 ran out of memory"):
+        measure_rank(config, plan_without_data(config), path)
+    assert json.loads(path.read_text()) == {"seconds": None, "peak_bytes": []}
