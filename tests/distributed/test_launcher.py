@@ -311,12 +311,14 @@ def can_make_networks() -> bool:
 
 @pytest.mark.trains
 @pytest.mark.slow
-def test_two_machines_train_one_network(cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["auto", "spatial"])
+def test_two_machines_train_one_network(mode: str, cache: Path, tmp_path: Path) -> None:
     names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]
     has_networks = os.geteuid() == 0 and can_make_networks()
     address, port = ("10.77.0.1" if has_networks else "127.0.0.1"), free_port()
     ends = [f"u3d{os.getpid() % 10**6}{node}" for node in range(2)]
     overrides = [*SMALL, f"data.cache={cache}", "training.batch_size=3", "training.epochs=2"]
+    overrides.append(f"parallel.mode={mode}")
     script = Path(__file__).with_name("rank_machine.py")
     agents = []
     try:

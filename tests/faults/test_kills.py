@@ -105,6 +105,14 @@ WORKS = {
         words=training("parallel.mode=spatial", "parallel.devices=cpu,cpu"),
         assert_same=assert_same_training,
     ),
+    "predicting ranks": Work(
+        make_inputs=make_scans,
+        words=(
+            *("predict", "scans", "-o", "out", "--checkpoint", "network.pt"),
+            *("--devices", "cpu,cpu", "--overlap", "0.6"),
+        ),
+        assert_same=assert_same_segmentations,
+    ),
 }
 
 

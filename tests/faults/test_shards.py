@@ -16,6 +16,9 @@ from unet3d.runs.checkpoint import load_checkpoint
 pytestmark = [pytest.mark.slow, pytest.mark.trains]
 
 SPREAD = ("parallel.mode=spatial", "parallel.devices=cpu,cpu", "parallel.timeout_seconds=4")
+on_cpu_and_gpus = pytest.mark.parametrize(
+    "devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)]
+)
 LONG = ("training.epochs=1000", "training.validate_every=1000")
 SECONDS = 100
 """More than any of these takes."""
@@ -56,6 +59,7 @@ def assert_goes_on(folder: Path, cache: Path, *changes: str) -> None:
     assert [epoch for epoch, _ in losses(folder)] == list(range(1, number + 1))
 
 
+@on_cpu_and_gpus
 @pytest.mark.parametrize(
     ("disturb", "words"),
     [
@@ -64,10 +68,11 @@ def assert_goes_on(folder: Path, cache: Path, *changes: str) -> None:
     ],
 )
 def test_a_lost_shard_is_named(
-    disturb: Callable[[list[int]], None], words: str, cache: Path, tmp_path: Path
+    disturb: Callable[[list[int]], None], words: str, devices: str, cache: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    status, errors, seconds = disturbed(folder, cache, disturb, *LONG)
+    changes = (f"parallel.devices={devices}", *LONG)
+    status, errors, seconds = disturbed(folder, cache, disturb, *changes)
     assert status == 1
     reasons = [line for line in errors if line.startswith("Error")]
     assert len(reasons) == 1 and reasons[0].startswith(words), errors
@@ -85,13 +90,15 @@ def test_a_killed_shard_is_started_again(cache: Path, tmp_path: Path) -> None:
     assert [epoch for epoch, _ in losses(tmp_path / "run")] == list(range(1, 13))
 
 
+@on_cpu_and_gpus
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_all_shards_which_save_first(
-    number: signal.Signals, cache: Path, tmp_path: Path
+    number: signal.Signals, devices: str, cache: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     latest = folder / "checkpoint-latest.pt"
-    process = start(folder, cache, *SPREAD, *LONG, "training.save_every_seconds=1000")
+    changes = (f"parallel.devices={devices}", *LONG, "training.save_every_seconds=1000")
+    process = start(folder, cache, *SPREAD, *changes)
     wait_for(folder / "metrics.jsonl", process)
     family = family_of(process.pid)
     assert not latest.exists()

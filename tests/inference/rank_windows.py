@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,26 @@ def error_of(executor: SharedExecutor, shape: tuple[int, ...]) -> str:
     raise AssertionError("there was no error")
 
 
+def follow_and_keep_nothing(executor: SharedExecutor) -> None:
+    """See that logits are freed in a rank which only takes part."""
+    compute, seen = executor._compute, []
+
+    def watched(*arguments: Any) -> torch.Tensor:
+        assert all(logits() is None for logits in seen)
+        made = compute(*arguments)
+        seen.append(weakref.ref(made))
+        return made
+
+    executor._compute = watched  # type: ignore[method-assign]
+    executor.follow()
+    assert len(seen) == 4 and all(logits() is None for logits in seen)
+
+
 def check_windows(group: Group) -> None:
     """Compare windows of many shapes with what one process computes."""
     executor = shared(group)
     if not group.is_first:
-        executor.follow()
+        follow_and_keep_nothing(executor)
         return
     for shape, batch_size in (((16, 8, 8), 1), ((10, 12, 6), 3), ((30, 8, 8), 1), ((8, 12, 6), 2)):
         image = image_of(shape, batch_size)

@@ -57,12 +57,23 @@ def made_cases() -> list[Case]:
 
 
 def validator(
-    cases: list[Case], group: Group, num_shards: int = 1, executor: Any = None
+    cases: list[Case],
+    group: Group,
+    num_shards: int = 1,
+    executor: Any = None,
+    window: str = "4,4,4",
 ) -> Validator:
     experiment: Any = SimpleNamespace(
-        config=load_config(None, ["inference.window=4,4,4"]),
+        config=load_config(None, [f"inference.window={window}"]),
         preprocessing=SimpleNamespace(label_names=NAMES),
-        topology=SimpleNamespace(total_stride=(2, 2, 2), num_classes=len(NAMES)),
+        topology=SimpleNamespace(
+            total_stride=(2, 2, 2),
+            num_classes=len(NAMES),
+            strides=((1, 1, 1), (2, 2, 2)),
+            channels=(4, 8),
+            num_levels=2,
+            deep_supervision=False,
+        ),
         patch_size=(4, 4, 4),
         validation=tuple(cases),
     )

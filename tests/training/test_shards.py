@@ -10,6 +10,7 @@ import torch
 
 from tests.ranks import environment
 from tests.training.shard_training import CHAIN
+from tests.trainings import losses, start
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -136,3 +137,27 @@ def test_the_summary_counts_replicas_and_shards(runs: Path) -> None:
     summary = json.loads((runs / "brief-groups" / "summary.json").read_text())
     assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 2]
     assert len(summary["devices"]) == 4
+
+
+@pytest.mark.multigpu
+def test_two_gpus_share_patches_that_they_augment(cache: Path, tmp_path: Path) -> None:
+    """Contrast and gamma take the statistics of a patch, which the GPUs gather from its slabs."""
+    changes = (
+        "patches.size=32,16,16",
+        "patches.augmentation.contrast_probability=1",
+        "patches.augmentation.gamma_probability=1",
+        "patches.augmentation.blur_probability=1",
+        "training.precision=float32",
+        "training.epochs=2",
+    )
+    for name, mode, devices in (("one", "none", "0"), ("two", "spatial", "0,1")):
+        placement = (f"parallel.mode={mode}", f"parallel.devices={devices}")
+        process = start(tmp_path / name, cache, *changes, *placement)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    (_, first), (_, second) = losses(tmp_path / "two")
+    (_, expected), (_, later) = losses(tmp_path / "one")
+    assert first == pytest.approx(expected, rel=2e-3)
+    assert second == pytest.approx(later, rel=2e-2)
+    rows = json.loads((tmp_path / "two" / "memory.json").read_text())["slots"]
+    assert [(row["rank"], row["device"]) for row in rows] == [(0, "cuda:0"), (1, "cuda:1")]

@@ -11,6 +11,7 @@ from tests.training.known_answers import Case, assert_right, made_cases, validat
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.distributed.ranks import Ranks
+from unet3d.errors import DeviceError
 from unet3d.training.validation import Validation
 
 
@@ -38,6 +39,16 @@ def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:
         windows = [window for case, _, window, _ in told if case == number]
         (num_windows,) = {of_case for case, _, _, of_case in told if case == number}
         assert windows[0] == 0 and windows[-1] == num_windows > 1
+
+
+@pytest.mark.parametrize(("window", "planes"), [("3,8,8", 4), ("whole", 6)])
+def test_windows_with_too_few_planes_are_refused_before_the_first_epoch(
+    cases: list[Case], window: str, planes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.training.validation.ShardSignals", lambda *_: None)
+    validator(cases, Group(Ranks()), planes, window=window)
+    with pytest.raises(DeviceError, match=f"has {planes} planes .* use at most {planes}$"):
+        validator(cases, Group(Ranks()), planes + 1, window=window)
 
 
 def both_ranks(cases: list[Case], requests: list[InterruptionRequest]) -> list[Validation]:

@@ -152,12 +152,3 @@ def changes_of(values: dict[str, Any]) -> list[str]:
         f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
         for key, value in given.items()
     ]
-
-
-def mode_for(devices: str | None) -> str:
-    """Return the parallel mode of a command that names devices but no mode.
-
-    Args:
-        devices: The value of ``--devices``, or None.
-    """
-    return "model" if devices and "," in devices else "none"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -151,13 +152,9 @@ class SharedExecutor:
         dtype = image_dtype(self.module)
         with deferred_interruption(is_rank=True) as request:
             while (shape := self._send(NO_SHAPE)) != NO_SHAPE:
+                empty = partial(torch.empty, shape, dtype=dtype, device=self.input_device)
                 try:
-                    self._compute(
-                        lambda shape=shape: torch.empty(  # type: ignore[misc]
-                            shape, dtype=dtype, device=self.input_device
-                        ),
-                        request,
-                    )
+                    self._compute(empty, request)
                 except RankError:
                     raise
                 except Unet3dError:
@@ -236,6 +233,5 @@ class SharedExecutor:
         """Leave the groups of the forward pass; ranks that wait there get an error."""
         self._executor = self._images = None
         gc.collect()
-        if dist.is_initialized():
-            break_groups()
+        break_groups()
         gc.collect()

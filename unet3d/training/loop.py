@@ -21,7 +21,7 @@ from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
-from unet3d.parallel.spatial.division import SlabRule
+from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
@@ -92,9 +92,7 @@ class TrainingLoop:
         shard = dims.shard_of(dims.rank)
         # All shards of a replica return its loss.
         self._adds_loss = shard == 0
-        rule = None
-        if dims.num_shards > 1:
-            rule = SlabRule(topology=experiment.topology, num_shards=dims.num_shards)
+        spatial = executor if isinstance(executor, SpatialExecutor) else None
         on_device = augments_on_device(self.config.patches.augmentation, executor.input_device)
         self.loader = PatchLoader(
             cases=experiment.training,
@@ -108,7 +106,8 @@ class TrainingLoop:
             augments_on_device=on_device,
             rank=dims.replica_of(dims.rank),
             num_ranks=dims.num_replicas,
-            slab=None if rule is None else partial(rule.slab, shard),
+            slab=None if spatial is None else partial(spatial.rule.slab, shard),
+            gather=None if spatial is None else spatial.gather,
         )
         self.validator = Validator(experiment, executor, group, dims.num_shards)
         self.saver = CheckpointSaver(

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 
+from unet3d.config import Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.distributed.shard_signals import ShardSignals
@@ -17,12 +19,14 @@ from unet3d.inference.evaluation import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
+    computed_window,
     join_windows,
     predict_logits,
 )
 from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.experiment import Experiment
 from unet3d.training.divergence import divergence_error, image_fault
 from unet3d.volumes.cache import PreparedCase
@@ -59,6 +63,9 @@ class Validator:
             executor: The placed network.
             group: The ranks: shard after shard, replica after replica.
             num_shards: How many of them have a slab of the same volume.
+
+        Raises:
+            DeviceError: A window has too few planes for them.
         """
         self._experiment = experiment
         self._executor = executor
@@ -66,6 +73,10 @@ class Validator:
         self._replica, self._shard = divmod(group.ranks.rank, num_shards)
         self._num_replicas = group.size // num_shards
         self._signals = ShardSignals(group, num_shards)
+        if num_shards > 1:  # it would be found out after an epoch
+            rule = SlabRule(topology=experiment.topology, num_shards=num_shards)
+            for size in self._window_sizes():
+                rule.divide(size)
 
     def validate(
         self,
@@ -111,10 +122,7 @@ class Validator:
     def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None] | None:
         """Return the Dice of each class in one case; None in a shard that is not the first."""
         experiment, executor = self._experiment, self._executor
-        settings = experiment.config.inference
-        window = settings.window
-        if window == "auto":
-            window = experiment.patch_size or "whole"
+        settings, window = experiment.config.inference, self._window
         image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
         windows = (image, experiment.topology, window, settings.overlap, settings.batch_size)
         if self._shard != 0:
@@ -132,6 +140,19 @@ class Validator:
         return dice_per_class(
             strongest_class(logits), label, len(experiment.preprocessing.label_names)
         )
+
+    @property
+    def _window(self) -> Shape | Literal["whole"]:
+        window = self._experiment.config.inference.window
+        return self._experiment.patch_size or "whole" if window == "auto" else window
+
+    def _window_sizes(self) -> set[Shape]:
+        """Return the voxels of all windows that will be computed."""
+        stride, window = self._experiment.topology.total_stride, self._window
+        if window != "whole":
+            return {computed_window(window, stride)}
+        cases = self._experiment.validation
+        return {computed_window(case.label().shape, stride) for case in cases}
 
     def _mean_over_cases(self, scores: list[list[float | None]], seconds: float) -> Validation:
         names = self._experiment.preprocessing.label_names

@@ -30,7 +30,13 @@ from unet3d.parallel.schedule import SCHEDULES
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.flat_exchange import FlatExchange
 from unet3d.parallel.spatial.network import SlabNetwork
-from unet3d.parallel.spatial.shard import GroupMessages, Messages, NoMessages, VolumeShard
+from unet3d.parallel.spatial.shard import (
+    GroupMessages,
+    Messages,
+    NoMessages,
+    VolumeShard,
+    gathered,
+)
 from unet3d.parallel.stage_runner import place
 
 MAX_CAPTURED = 2**27
@@ -176,6 +182,23 @@ class SpatialExecutor:
             return shard.gather_map(self._predicting.pipeline.predict(own), 0)
         with self._group.translate_dist_errors():
             return shard.gather_map(self._predicting.pipeline.predict(own), 0)
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
+
+        On a GPU they go out on the stream of the steps, which must be the current one.
+
+        Args:
+            values: Of this shard, on its device; of one shape in all of them.
+
+        Raises:
+            RankError: Another rank died or hangs.
+        """
+        num_shards = self.rule.num_shards
+        if self._group is None:
+            return gathered(values, num_shards, self._messages)
+        with self._group.translate_dist_errors():
+            return gathered(values, num_shards, self._messages)
 
     def _for_training(self, image: Tensor, planes: int | None) -> _Divided:
         x, y, z = image.shape[2:]

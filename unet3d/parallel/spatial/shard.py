@@ -146,10 +146,7 @@ class VolumeShard:
 
     def gather(self, values: Tensor) -> Tensor:
         """Return the values of all slabs; see the protocol."""
-        values = values.contiguous()
-        received = values.new_empty((self.count, *values.shape))
-        self._messages.gather(as_bytes(received), as_bytes(values))
-        return received
+        return gathered(values, self.count, self._messages)
 
     def gather_map(self, x: Tensor, level: int) -> Tensor:
         """Return a whole map from the slabs of all.
@@ -173,6 +170,20 @@ class VolumeShard:
         total = values.to(exact, memory_format=torch.contiguous_format, copy=True)
         self._messages.sum(total)
         return total.to(values.dtype)
+
+
+def gathered(values: Tensor, num_shards: int, messages: Messages) -> Tensor:
+    """Return the values of all devices that share a volume, (num_shards, ...); all of them call it.
+
+    Args:
+        values: Of this one, of one shape and type on all of them.
+        num_shards: How many there are.
+        messages: To the others.
+    """
+    values = values.contiguous()
+    received = values.new_empty((num_shards, *values.shape))
+    messages.gather(as_bytes(received), as_bytes(values))
+    return received
 
 
 def as_bytes(x: Tensor) -> Tensor:
