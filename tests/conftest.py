@@ -21,6 +21,7 @@ TRAINING_WORDS = {
     "torch.distributed.run",
     "tests.distributed.rank_training",
     "tests.parallel.rank_gradients",
+    "tests.parallel.spatial.slab_gradients",
     "tests.training.shard_training",
 }
 """Words of a command that starts a training."""

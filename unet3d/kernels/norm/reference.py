@@ -169,8 +169,12 @@ def _before_activation(
 def _batch_norm_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _rows(x)
+    if g.dtype != rows.dtype or g.stride() != rows.stride():
+        # On a CPU PyTorch adds up the wrong voxels where their memory layouts differ.
+        g = torch.empty_like(rows).copy_(g)
     statistics = (None, None, mean.flatten(), rstd.flatten())
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_batch_norm_backward(
-        g.to(x.dtype), _rows(x), weight.repeat(len(x)), *statistics, True, 0.0, wanted
+        g, rows, weight.repeat(len(x)), *statistics, True, 0.0, wanted
     )
     return gradients

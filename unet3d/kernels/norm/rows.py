@@ -52,6 +52,8 @@ def backward(
         g = torch.ops.aten.leaky_relu_backward.grad_input(
             g, before, slope, False, grad_input=before
         )
+    elif g.stride() != rows.stride():  # of two layouts PyTorch adds up the wrong voxels on a CPU
+        g = torch.empty_like(rows).copy_(g)
     dx, sum_gx, sum_g = torch.ops.aten.native_batch_norm_backward(
         g, rows, weight.repeat(n), None, None, mean.flatten(), rstd.flatten(), True, 0.0, _ALL
     )

@@ -1,0 +1,133 @@
+"""What the ranks of test_ranks.py do: gradients of slabs of their shares of batches.
+
+Usage: python -m tests.parallel.spatial.slab_gradients FOLDER cpu|cuda
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # which DDP imports, and the forks need not
+from torch import Tensor
+
+from tests.plain_network import make_batch, make_topology
+from tests.ranks import in_ranks
+from unet3d.config import ModelSettings
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.rendezvous import joined
+from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.parallel import Layout
+from unet3d.parallel.spatial import division
+from unet3d.parallel.spatial.executor import SpatialExecutor
+from unet3d.volumes.loader import share_of
+
+CASES = (
+    # replicas, shards, samples of the batch, micro-batches, options of the network
+    (1, 2, 1, 1, {}),
+    (1, 3, 2, 1, {"encoder": "residual", "deep_supervision": True}),
+    (2, 2, 5, 2, {}),
+    (2, 2, 1, 1, {"norm": "group"}),
+    (2, 1, 3, 1, {}),
+)
+STEPS = 2
+
+GPU_SIZE = (96, 64, 64)
+GPU_CASES: tuple[dict[str, Any], ...] = (
+    {"autocast": None},
+    {"autocast": None, "recompute": "level"},
+    {"autocast": torch.bfloat16},
+    {"autocast": torch.bfloat16, "recompute": "off", "cuda_graphs": "off"},
+    {"autocast": torch.bfloat16, "offload": "skips"},
+)
+GPU_STEPS = 6
+"""The last ones are replayed, where steps are captured."""
+
+
+def gpu_topology() -> Topology:
+    """Return a network whose finest maps are folded and whose last levels are whole."""
+    settings = ModelSettings(channels=(32, 64, 64, 64))
+    return plan_topology(settings, GPU_SIZE, (1.0, 1.0, 1.0), 1, 3)
+
+
+def gpu_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    image = torch.randn(2, 1, *GPU_SIZE, generator=generator) + 2
+    target = torch.randint(0, 3, (2, *GPU_SIZE), generator=generator, dtype=torch.uint8)
+    return image, target
+
+
+def on_cpus(folder: Path, group: Group, number: int) -> None:
+    num_replicas, num_shards, num_samples, num_micro_batches, options = CASES[number]
+    rank = group.ranks.rank
+    replica, shard = divmod(rank, num_shards)
+    # Every rank begins with weights of its own: the first one's must win.
+    torch.manual_seed(1 + rank)
+    model = UNet3d(make_topology(**options)).double()
+    layout = Layout(
+        devices=(torch.device("cpu"),),
+        num_micro_batches=num_micro_batches,
+        num_replicas=num_replicas,
+        num_shards=num_shards,
+        shard=shard,
+    )
+    executor = SpatialExecutor(model, layout, group)
+    image, target = make_batch(num_samples)
+    mine = share_of(range(num_samples), replica, num_replicas)
+    weight = len(mine) * num_replicas / num_samples
+    rows = list(mine or range(1))
+    slab = executor.rule.slab(shard, (16, 16, 8))
+    for step in range(STEPS):
+        model.zero_grad(set_to_none=step == 0)
+        terms = executor.forward_backward(
+            image[rows][:, :, slab.start : slab.stop],
+            target[rows][:, slab.start : slab.stop],
+            dice_cross_entropy,
+            weight,
+            planes=16,
+        )
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    share = len(mine) / num_samples / num_shards
+    (loss,) = group.sum([terms.total.item() * share])
+    torch.save((loss, gradients), folder / f"{number}-{rank}.pt")
+
+
+def on_gpus(folder: Path, group: Group, number: int) -> None:
+    rank = group.ranks.rank
+    device = torch.device("cuda", rank)
+    torch.manual_seed(1)
+    model = UNet3d(gpu_topology())
+    own = Layout(devices=(device,), num_shards=group.size, shard=rank, **GPU_CASES[number])
+    executor = SpatialExecutor(model, own, group)
+    image, target = gpu_batch()
+    slab = executor.rule.slab(rank, GPU_SIZE)
+    image = image[:, :, slab.start : slab.stop].to(device)
+    target = target[:, slab.start : slab.stop].to(device)
+    for _ in range(GPU_STEPS):
+        model.zero_grad(set_to_none=False)
+        terms = executor.forward_backward(image, target, dice_cross_entropy, planes=GPU_SIZE[0])
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    torch.save((terms.total.item(), gradients), folder / f"{number}-{rank}.pt")
+
+
+def take_part(folder: Path, number: int, work: Callable[[Path, Group, int], None]) -> None:
+    division.MIN_DIVIDED_ELEMENTS = 0 if work is on_cpus else 2**17
+    with joined(Ranks.from_environment()) as group:
+        group.open(60)
+        work(folder, group, number)
+
+
+def main() -> None:
+    folder, is_cuda = Path(sys.argv[1]), sys.argv[2] == "cuda"
+    sizes = [2] * len(GPU_CASES) if is_cuda else [case[0] * case[1] for case in CASES]
+    work = on_gpus if is_cuda else on_cpus
+    for number, size in enumerate(sizes):
+        if any(in_ranks(size, partial(take_part, folder, number, work))):
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""How volumes are divided into slabs."""
+
+import pickle
+
+import pytest
+
+from unet3d.errors import DeviceError
+from unet3d.model import Topology
+from unet3d.parallel.spatial.division import SlabRule, divide
+
+STANDARD = Topology(
+    in_channels=1,
+    num_classes=3,
+    channels=(32, 64, 128, 256, 320, 320),
+    strides=((1, 1, 1), *[(2, 2, 2)] * 5),
+)
+
+
+def rule_of(num_shards: int, **options: object) -> SlabRule:
+    return SlabRule(topology=Topology(**{**vars(STANDARD), **options}), num_shards=num_shards)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("num_divided", [1, 2, 3, 4])
+def test_slabs_cover_every_level_once(num_shards: int, num_divided: int) -> None:
+    division = divide(64, num_shards, (1, 2, 4, 8), num_divided)
+
+    for level in range(num_divided):
+        planes = [plane for shard in range(num_shards) for plane in division.slab(shard, level)]
+        assert planes == list(range(64 // 2**level)) == list(range(division.planes(level)))
+    sizes = [len(division.slab(shard)) for shard in range(num_shards)]
+    assert max(sizes) - min(sizes) <= 2 ** (num_divided - 1)
+    assert division.most_planes() == max(sizes)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_shards", "num_divided"),
+    [
+        ((256, 256, 256), 2, 4),  # 320 x 16^3 is 1.3 million elements
+        ((512, 512, 512), 2, 5),
+        ((32, 32, 32), 2, 1),  # a small volume is divided all the same
+        ((256, 256, 256), 20, 4),
+        ((256, 256, 256), 40, 3),  # level 3 has 32 planes
+    ],
+)
+def test_low_levels_stay_whole(
+    size: tuple[int, int, int], num_shards: int, num_divided: int
+) -> None:
+    assert rule_of(num_shards).divide(size).num_divided == num_divided
+
+
+def test_levels_with_a_head_are_divided() -> None:
+    rule = rule_of(2, deep_supervision=True)
+
+    assert rule.divide((32, 32, 32)).num_divided == 4
+    assert rule.most_shards((32, 32, 32)) == 4
+    with pytest.raises(
+        DeviceError, match="4 planes along X at the lowest level with a head.*at most 4"
+    ):
+        rule_of(5, deep_supervision=True).divide((32, 32, 32))
+
+
+def test_too_few_planes_name_the_most_devices() -> None:
+    with pytest.raises(DeviceError, match="32x64x64 voxels has 32 planes.*33 devices.*at most 32"):
+        rule_of(33).divide((32, 64, 64))
+    assert rule_of(32).divide((32, 64, 64)).bounds == tuple(range(33))
+
+
+def test_strides_of_one_along_x_are_followed() -> None:
+    rule = rule_of(3, strides=((1, 1, 1), (1, 2, 2), (2, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2)))
+
+    division = rule.divide((64, 256, 256))
+
+    assert division.steps == (1, 1, 2, 2, 4, 8)
+    assert all(bound % division.steps[division.num_divided - 1] == 0 for bound in division.bounds)
+
+
+def test_a_rule_can_be_handed_to_another_process() -> None:
+    rule = rule_of(3)
+
+    again = pickle.loads(pickle.dumps(rule))
+
+    assert [again.slab(shard, (64, 64, 64)) for shard in range(3)] == [
+        rule.slab(shard, (64, 64, 64)) for shard in range(3)
+    ]
