@@ -39,7 +39,7 @@ def make_loader(
         device=device,
         augments_on_device=augments_on_device(settings.patches.augmentation, device),
         rank=dims.replica_of(dims.rank),
-        num_ranks=dims.num_replicas,
+        num_ranks=dims.world_size // dims.num_shards,  # threads share what their process has
         slab=None if spatial is None else partial(spatial.rule.slab, shard),
         gather=None if spatial is None else spatial.gather,
     )
