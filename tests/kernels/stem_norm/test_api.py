@@ -13,8 +13,11 @@ from tests.kernels.norm.closed_form import EPS, closed_form
 from unet3d.kernels import conv3x3x3_instance_norm, recomputed_in_backward
 from unet3d.kernels.norm import api as norm_api
 from unet3d.kernels.norm import op as norm
+from unet3d.kernels.sharding import sharded
 from unet3d.kernels.stem_norm import op
 from unet3d.memory.saved_tensors import handling
+from unet3d.parallel.spatial.division import divide
+from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
 SLOPE = 0.01
 Size = tuple[int, int, int, tuple[int, int, int]]
@@ -73,6 +76,29 @@ def test_of_large_maps_one_is_kept() -> None:
         assert sorted(value.numel() for value in kept)[-2:] == [image.numel(), y.numel()]
         gradients = torch.autograd.grad(y, [kernel, *affine], torch.empty_like(y))
         assert [g.shape for g in gradients] == [kernel.shape, (32,), (32,)]
+
+
+class SizesGathered(NoMessages):
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def gather(self, received: Tensor, sent: Tensor) -> None:
+        self.sizes.append(sent.numel())
+
+
+def test_slabs_of_any_size_gather_the_same_moments() -> None:
+    # With their halos 16 planes have fewer than MIN_ELEMENTS, and 8 stand for more.
+    uneven = divide(24, 2, (1, 2, 4, 8), 4)
+    sizes = []
+    for index, planes in enumerate((16, 8)):
+        messages = SizesGathered()
+        with FakeTensorMode(), sharded(VolumeShard(index, uneven, messages)):
+            image = torch.empty(1, 1, planes + 2, 40, 44, device=FAKE_GPU, dtype=torch.bfloat16)
+            kernel = torch.empty(32, 1, 3, 3, 3, device=FAKE_GPU, dtype=torch.bfloat16)
+            affine = [torch.empty(32, device=FAKE_GPU) for _ in range(2)]
+            conv3x3x3_instance_norm(image, kernel, *affine, EPS, SLOPE, has_halo=True)
+        sizes.append(messages.sizes)
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.gpu

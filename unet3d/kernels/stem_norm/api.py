@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import conv3x3x3, is_stem
-from unet3d.kernels.halo import gradient_of_own
+from unet3d.kernels.halo import gradient_of_own, own_planes
 from unet3d.kernels.norm import op as norm
 from unet3d.kernels.norm.api import (
     channels_last,
@@ -55,7 +55,8 @@ def conv3x3x3_instance_norm(
     Returns:
         (N, O, X, Y, Z), of a slab its own planes, or those with their halo.
     """
-    if not (is_stem(x, kernel) and stages_for(x, kernel.shape[0]) is norm):
+    # The halo would make other slabs choose other stages, which wait for one another for ever.
+    if not (is_stem(x, kernel) and stages_for(own_planes(x), kernel.shape[0]) is norm):
         y = conv3x3x3(x, kernel)
         return instance_norm(
             *(y, weight, bias, eps, negative_slope), pads_output=pads_output, has_halo=has_halo
