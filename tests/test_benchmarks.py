@@ -425,3 +425,43 @@ def test_offload_is_measured_where_a_device_has_memory_of_its_own(scripts: None)
     on_gpu = settings_for(torch.device("cuda", 0))
     assert ("norm", "skips") in on_gpu and ("level", "skips") not in on_gpu
     assert all(offload == "none" for _, offload in settings_for(torch.device("cpu")))
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_volumes_over_several_devices_are_compared_with_one(tmp_path: Path) -> None:
+    small = ("--devices", "cpu,cpu", "--steps", "2", "--repeats", "1", *CHANNELS)
+    parts = ("--parts", "messages,step,predict", "--sizes", "16,32")
+    record, table = run("spatial.py", tmp_path / "spatial.json", *small, *parts)
+    assert "error" not in record and all(row["launched_us"] > 0 for row in record["messages"])
+    assert [row["size"] for row in record["step"]] == [[16] * 3, [32] * 3]
+    for row in record["step"]:
+        assert row["seconds"] > 0 and row["one"]["seconds"] > 0
+        assert row["loss"] == pytest.approx(row["one"]["loss"], rel=1e-3)
+    (predicted,) = record["predict"]
+    assert predicted["same_label"] > 0.98 and "predict 32: " in table
+    largest, _ = run(
+        "spatial.py", tmp_path / "largest.json", *small, "--parts", "largest", "--sizes", "32"
+    )
+    assert [row["trains"] for row in largest["largest"]] == [True]
+
+
+def test_scaling_prints_what_the_planner_predicts(scripts: None) -> None:
+    from scaling import comparison, largest, predicted, rows, step_of
+
+    channels = (4, 8, 8)
+    head, one, two = (line.split() for line in rows((32,), (1, 2), channels, "norm"))
+    assert head == ["cube", "GPUs", "ms", "ratio", "GiB", "each"]
+    assert one[:2] == ["32", "1"] and one[3] == "1.00x" and two[:2] == ["32", "2"]
+    assert float(two[4]) <= float(one[4])
+    _, found = (line.split() for line in largest((4.0,), (1, 2), channels, "norm"))
+    assert found[0] == "4.0" and int(found[2]) >= int(found[1]) > 32
+    measured = []
+    for count in (1, 2):
+        milliseconds, gib = predicted(step_of(32, count, channels, "norm"))
+        measured.append({"seconds": milliseconds / 1100, "peak_bytes": gib * 2**30})
+    row = {**measured[1], "peak_bytes": [0, measured[1]["peak_bytes"]], "one": measured[0]}
+    record = {"devices": ["", ""], "step": [{**row, "size": [32] * 3}]}
+    _, *compared = (line.split() for line in comparison(record, channels, "norm"))
+    assert [line[1] for line in compared] == ["1", "2"]
+    assert all((line[4], line[6]) == ("+10.0%", "+0.0%") for line in compared)
