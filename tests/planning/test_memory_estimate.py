@@ -281,6 +281,16 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
         assert peaks[0][0] < 0.75 * peaks[1][0]
 
 
+def test_a_slab_is_made_of_what_its_filters_reach() -> None:
+    still = AugmentationSettings(rotation_probability=0, scaling_probability=0)
+    cases = (((80, 80, 80), (1.0, 1.0, 1.0)),)
+    plan = DeviceAugmentation(settings=still, cases=cases, voxel_bytes=5, made_voxel_bytes=9)
+    step = make_step(GPUS[:1], size=(64, 64, 64), num_shards=2)
+    # Blur reaches 4 voxels and coarsening 3; what is made is not made in its place.
+    made = (32 + 4 + 3) * 64**2
+    assert replace(step, augmentation=plan).staging_bytes() == (9 + 2 * 4) * made
+
+
 @pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]])
 def test_augmentation_on_a_gpu_takes_a_second_batch_and_a_cut(
     devices: tuple[torch.device, ...],

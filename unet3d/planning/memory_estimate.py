@@ -112,7 +112,12 @@ class Step:
 
     def staging_bytes(self) -> int:
         """Return what a GPU takes to make a patch, on the stream beside the step."""
-        return 0 if self.augmentation is None else self.augmentation.staging_bytes(self.own_size)
+        if self.augmentation is None:
+            return 0
+        slab = None
+        if self.layout.num_shards > 1:
+            slab = self._slabs().slab(self.layout.shard, self.size)
+        return self.augmentation.staging_bytes(self.size, slab)
 
 
 @dataclass(frozen=True, kw_only=True)
