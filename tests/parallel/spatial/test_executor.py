@@ -3,6 +3,8 @@
 The shards are threads of this process (:mod:`tests.shards`); ``test_ranks`` has processes.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,15 +13,17 @@ from torch import Tensor
 
 from tests.shards import ThreadMessages, run_shards
 from unet3d.config import Recompute, Shape
-from unet3d.errors import ConfigError, DeviceError
+from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
 from unet3d.kernels.norm import api as norm
 from unet3d.kernels.sharding import sharded
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
-from unet3d.parallel import Layout, parallelize
+from unet3d.parallel import Layout, parallelize, step_capture
 from unet3d.parallel.spatial import division
+from unet3d.parallel.spatial import executor as executors
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
+from unet3d.parallel.spatial.flat_exchange import FlatExchange
+from unet3d.parallel.spatial.shard import Messages, NoMessages, VolumeShard
 
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
@@ -254,3 +258,44 @@ def test_a_step_is_captured_by_all_shards_or_none(wishes: tuple[bool, ...]) -> N
         return [executor._exchange.all_agree(wishes[index])]
 
     assert run_shards(len(wishes), work) == [[all(wishes)]] * len(wishes)
+
+
+def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a run resumes with the last, smaller batch of an epoch."""
+    asked: list[int] = []
+
+    def ask(messages: Messages, num_shards: int, device: torch.device, wish: bool) -> bool:
+        asked[-1] += 1
+        return False
+
+    monkeypatch.setattr(executors, "_all_shards", ask)
+    monkeypatch.setattr(step_capture, "POOLS", {"cpu": None})
+    image, target = batch_of(topology_of(), (24, 16, 8), 2)
+    # Slabs of 16 and 8 planes: of two samples the first exceeds it, of one sample neither does.
+    monkeypatch.setattr(executors, "MAX_CAPTURED", image[:1].numel())
+    for index, planes in enumerate((slice(0, 16), slice(16, 24))):
+        asked.append(0)
+        layout = Layout(devices=(CPU,), num_shards=2, shard=index)
+        executor = SpatialExecutor(network_of(topology_of()), layout)
+        for num_samples in (1, 2, 2, 2, 2, 2, 1, 1, 1, 1):
+            batch = image[:num_samples, :, planes], target[:num_samples, planes]
+            executor.forward_backward(*batch, dice_cross_entropy, planes=24)
+    assert asked == [1, 1]
+
+
+def test_a_rank_that_is_lost_while_they_agree_is_named() -> None:
+    class LostGroup:
+        @contextmanager
+        def translate_dist_errors(self) -> Iterator[None]:
+            try:
+                yield
+            except RuntimeError as error:
+                raise RankError("rank 1 is gone") from error
+
+    def fails(wish: bool) -> bool:
+        raise RuntimeError("gloo")
+
+    exchange = FlatExchange(UNet3d(topology_of()), None, None, fails)
+    exchange._group = LostGroup()  # type: ignore[assignment]
+    with pytest.raises(RankError, match="rank 1 is gone"):
+        exchange.all_agree(True)

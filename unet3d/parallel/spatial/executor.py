@@ -41,8 +41,8 @@ from unet3d.parallel.spatial.shard import (
 from unet3d.parallel.stage_runner import place
 
 MAX_CAPTURED = 2**27
-"""Most elements of a slab's image in a step that is captured, if there is memory. Between messages
-GPUs wait for the host, however large the slabs are."""
+"""Most elements of a micro-batch's image, in the largest slab, in a step that is captured, if there
+is memory. Between messages GPUs wait for the host, however large the slabs are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,16 +217,16 @@ class SpatialExecutor:
         division = self.rule.divide((x if planes is None else planes, y, z))
         if self._training is None or self._training.shard.division != division:
             self._training = None  # frees what was captured
-            in_plane = image.numel() // x
-            # The same for all, though a smaller slab alone would be worth it.
-            may_capture = in_plane * division.most_planes() <= MAX_CAPTURED
-            self._training = self._divided(division, may_capture=may_capture)
+            self._training = self._divided(division, may_capture=True)
         return self._training
 
     def _divided(self, division: Division, *, may_capture: bool) -> _Divided:
         layout = self._layout
         shard = VolumeShard(layout.shard, division, self._messages)
         network = SlabNetwork(self.module, shard)
+        # All agree on a step, whatever its batch, though a smaller slab alone would be worth it.
+        own_planes = len(division.slab(layout.shard))
+        max_captured = MAX_CAPTURED * own_planes // division.most_planes()
         pipeline = PipelineExecutor(
             module=network,
             stages=make_stages(network.blocks(), layout.devices, (), network.outputs()),
@@ -236,7 +236,7 @@ class SpatialExecutor:
             recompute=layout.recompute,
             offloads_skips=layout.offload == "skips",
             cuda_graphs=layout.cuda_graphs if may_capture else "off",
-            max_captured=MAX_CAPTURED,
+            max_captured=max_captured,
             exchange=lambda module, stages: self._exchange,
         )
         return _Divided(shard=shard, pipeline=pipeline)

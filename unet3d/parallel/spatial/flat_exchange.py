@@ -78,8 +78,14 @@ class FlatExchange:
         """Return whether all shards of the replica wish it: their messages are part of the step.
 
         Other replicas may have other numbers of samples, and so capture other steps.
+
+        Raises:
+            RankError: Another rank died or hangs.
         """
-        return self._shards(wish)
+        if self._group is None:
+            return self._shards(wish)
+        with self._group.translate_dist_errors():
+            return self._shards(wish)
 
     def memory_for(self, parameter: Tensor) -> Tensor:
         """Return the gradient itself, to which replays add."""
