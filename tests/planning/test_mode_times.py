@@ -69,7 +69,7 @@ def test_every_mode_is_measured_and_remembered(
     assert len(set(found.remember())) == 3
     choice = choose_mode(config, network)
     assert choice.settings.mode == "spatial"
-    assert "predicted 100 ms a step against 300 on one" in choice.line
+    assert "measured 100 ms a step against 300 on one" in choice.line
     record = found.to_dict()
     assert [row["fastest"] for row in record["modes"]] == [False, False, True]
     assert json.loads(json.dumps(record)) == record

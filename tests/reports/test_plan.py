@@ -15,7 +15,7 @@ def way(devices: list[str], **more: Any) -> dict[str, Any]:
         "balance": None,
         "asked": False,
         "fits": True,
-        "predicted_seconds": None,
+        "step_seconds": None,
         "largest_shape": [320, 320, 256],
         "slots": slots,
     }
@@ -30,7 +30,7 @@ def record() -> dict[str, Any]:
         "precision": "bfloat16",
         "notes": ["A note."],
         "ways": [
-            way(["cuda:0"], fits=False, largest_shape=None, predicted_seconds=0.1344),
+            way(["cuda:0"], fits=False, largest_shape=None, step_seconds=0.1344),
             way(["cuda:0", "cuda:1"], num_micro_batches=4, asked=True, balance="time"),
             way(["cuda:0", "cuda:1", "cuda:2", "cuda:3"], replicas=2),
         ],
@@ -75,7 +75,7 @@ def test_groups_of_shards_are_named() -> None:
         ["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
         parallel="spatial",
         replicas=2,
-        predicted_seconds=0.00512,
+        step_seconds=0.00512,
     )
     assert plan_line(four) == (
         "--parallel spatial --devices cuda:0,cuda:1,cuda:2,cuda:3 --replicas 2 --micro-batches 1: "

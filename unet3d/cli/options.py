@@ -32,7 +32,7 @@ PARALLEL_HELP = {
     "data": "a replica on each",
     "spatial": "a slab of each volume on each",
     "model": "encoder on one device, decoder on the next",
-    "auto": "the fastest of them that fits, which is the default",
+    "auto": "the fastest that fits (default)",
 }
 """What each mode means on several devices."""
 

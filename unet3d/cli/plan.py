@@ -1,5 +1,6 @@
 """``unet3d plan``."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,9 @@ def plan(
     No GPU is needed: --device-memory 80 describes one. With --measure, times are taken on the
     devices of this machine.
     """
+    if step_record is not None:
+        _measure_rank(config_path, step_record)
+        return
     if measure and device_memory is not None:
         raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")
     if picture is not None and not measure:
@@ -119,11 +123,6 @@ def plan(
         )
         network = plan_without_data(config)
         notes += [rounded] if (rounded := rounding(config, network)) else []
-    if step_record is not None:
-        from unet3d.planning.rank_step import measure_rank
-
-        measure_rank(config, network, step_record)
-        return
     if picture is not None:
         _measure(config, network, notes, picture, json_path)
     else:
@@ -229,6 +228,23 @@ def _measure(
         "same network, patch, batch and devices, unless micro-batches, balance or cuts are set.",
     ):
         show_line(line)
+
+
+def _measure_rank(config_path: Path | None, step_record: Path) -> None:
+    """Take part in the steps of a mode that ``--measure`` has started ranks for."""
+    from unet3d.distributed.ranks import Ranks, silence_torch
+
+    logger = logging.getLogger("unet3d")
+    if not logger.isEnabledFor(logging.DEBUG):
+        silence_torch()
+        logger.setLevel(logging.WARNING if Ranks.from_environment().is_first else logging.ERROR)
+
+    from unet3d.config import load_config
+    from unet3d.planning.experiment import plan_without_data
+    from unet3d.planning.rank_step import measure_rank
+
+    config = load_config(config_path)
+    measure_rank(config, plan_without_data(config), step_record)
 
 
 def _draw(

@@ -185,7 +185,8 @@ def choice_line(options: Sequence[PlacementOption], chosen: PlacementOption) -> 
     elif others:
         fastest = by_time(others)[0]
         against = f" against {_milliseconds(fastest)} with {in_words(fastest.dims)}"
-    line = f"{name}: predicted {_milliseconds(chosen)} ms a step{against}; {amount}"
+    how = "measured" if chosen.is_measured else "predicted"
+    line = f"{name}: {how} {_milliseconds(chosen)} ms a step{against}; {amount}"
     if not chosen.fits:
         return f"{line}, which is too much, but the least of all"
     too_large = [
@@ -292,6 +293,7 @@ def _as_measured(
         replace(
             option,
             seconds=found.get(index, option.seconds and factor * option.seconds),
+            is_measured=index in found,
         )
         for index, option in enumerate(options)
     )

@@ -84,7 +84,8 @@ class Comparison:
             "balance": way.balance,
             "asked": way is self.asked,
             "fits": way.fits,
-            "predicted_seconds": way.seconds,
+            "step_seconds": way.seconds,
+            "step_is_measured": way.is_measured,
             "slots": slots,
         }
 

@@ -60,11 +60,12 @@ class Links:
         return self.latency_seconds + through / self.sums_per_second
 
 
-NVLINK = Links(latency_seconds=11e-6, planes_per_second=175e9, sums_per_second=291e9)
-"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of 1 KiB takes 11 us, of
-1 MiB 19 and of 4 MiB 35; a gather or a sum of 640 floats 11 us; a sum of 125 MB 0.44 ms."""
+NVLINK = Links(latency_seconds=12e-6, planes_per_second=350e9, sums_per_second=291e9)
+"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of 1 KiB takes 12 us, of
+1 MiB 18, of 4 MiB 25 and of 16 MiB 60; a gather of 640 floats 8 us, a sum 12; a sum of 125 MB
+0.44 ms (``benchmarks/results/spatial-2026-11-22.json``)."""
 LAUNCHED_LATENCY_SECONDS = 65e-6
-"""Of a message that is launched and not replayed: 32 to 100 us on the same two H200."""
+"""Of a message that is launched and not replayed: 47 to 124 us on the same two H200."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 """Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
 cores, a message took 1 to 4 ms."""

@@ -36,7 +36,9 @@ class PlacementOption:
     limits: Mapping[torch.device, int]
     """Bytes that each device of the step may hold, so that every replica and shard fits."""
     seconds: float | None
-    """How long a step takes, as predicted; None: that is not known without measuring."""
+    """How long a step takes; None: that is not known without measuring."""
+    is_measured: bool = False
+    """Whether that was measured, not predicted."""
     balance: str | None = None
     """What its cut balances, where that is not the default."""
 

@@ -19,18 +19,22 @@ from unet3d.distributed.ranks import num_cores
 from unet3d.model import Topology, UNet3d
 from unet3d.model.layers import InstanceNorm, OtherNorm
 from unet3d.parallel.partition import block_flops
-from unet3d.parallel.spatial.division import Division, SlabRule
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.memory_estimate import Step
 from unet3d.planning.message_time import Messages, gradient_seconds, links_between
 
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
 times backward (``benchmarks/floor.py``)."""
-LARGE = 2**31 - 1
+LARGE_ELEMENTS = 2**31 - 1
 """Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
 LARGE_FACTOR = 1.13
 """What a block with such a map takes longer, on an H200: 580 ms at 512^3 and 1322 at 672^3, where
-smaller volumes promise 532 and 1202."""
+smaller volumes promise 530 and 1200."""
+SLAB_FACTOR = 1.05
+"""What a block of a divided level takes longer than its share, for the planes beside the slab; with
+it 40.1, 123.9 and 314 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
+(``benchmarks/results/spatial-2026-11-22.json``)."""
 LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
 OFFLOAD_FACTOR = 1.3
@@ -49,10 +53,10 @@ class Rates:
     """What a step of any size takes besides."""
 
 
-H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
+H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=3e-3)
 """An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
 copy (4.2e12; ``benchmarks/floor.py``). The factor and the constant are fitted to steps of 32 to 320
-channels: 19.3 ms at 128^3 with a batch of 2, 61.7 with 7, 67.6 at 256^3; all within 2.5 %."""
+channels: 11.6 ms at 128^3, 19.3 with a batch of 2, 61.7 with 7, 67.6 at 256^3; all within 3 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320
@@ -103,7 +107,7 @@ class BlockWork:
             self.num_operations / rates.operations_per_second
             + self.moved_bytes / rates.bytes_per_second
         )
-        return seconds * (LARGE_FACTOR if self.num_elements > LARGE else 1.0)
+        return seconds * (LARGE_FACTOR if self.num_elements > LARGE_ELEMENTS else 1.0)
 
 
 @lru_cache(maxsize=64)
@@ -213,7 +217,10 @@ def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> 
     def seconds(block: BlockWork) -> float:
         again = layout.recompute == "level" and block.in_encoder
         factor = corrections.get(block.name, 1.0) * (LEVEL_FACTOR if again else 1.0)
-        return factor * block.part(_share(division, block.level)).seconds(rates)
+        if division is None or block.level >= division.num_divided:
+            return factor * block.seconds(rates)
+        share = division.most_planes() / division.planes()
+        return SLAB_FACTOR * factor * block.part(share).seconds(rates)
 
     total = sum(map(seconds, work))
     if layout.offload == "skips" and not on_cpu:
@@ -243,13 +250,6 @@ def count_parameters(topology: Topology) -> int:
     """
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in UNet3d(topology).parameters())
-
-
-def _share(division: Division | None, level: int) -> float:
-    """Return the share of the largest slab in a level; all of one that is not divided."""
-    if division is None or level >= division.num_divided:
-        return 1.0
-    return division.most_planes() / division.planes()
 
 
 def _voxels(topology: Topology, size: Shape, level: int) -> int:

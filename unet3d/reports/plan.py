@@ -88,7 +88,7 @@ def plan_line(way: Mapping[str, Any]) -> str:
         + (f"--replicas {way['replicas']} " if _has_groups(way) else "")
         + f"--micro-batches {way['num_micro_batches']}"
         + (f" --balance {way['balance']}: " if way["balance"] else ": ")
-        + (f"{_milliseconds(way)} ms a step, " if way["predicted_seconds"] else "")
+        + (f"{_milliseconds(way)} ms a step, " if way["step_seconds"] else "")
         + (f"up to {size_text(shape)} voxels" if shape else "not even the smallest volume fits")
         + (" (asked for)" if way["asked"] else "")
     )
@@ -109,5 +109,5 @@ def _has_groups(way: Mapping[str, Any]) -> bool:
 
 
 def _milliseconds(way: Mapping[str, Any]) -> str:
-    milliseconds = 1000 * way["predicted_seconds"]
+    milliseconds = 1000 * way["step_seconds"]
     return f"{milliseconds:.1f}" if milliseconds < 10 else f"{milliseconds:.0f}"

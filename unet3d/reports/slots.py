@@ -65,6 +65,17 @@ def slot_line(index: int, device: str, precision: str, blocks: Sequence[str]) ->
     return f"slot {index} on {device}, {precision}: {number}, {ends}"
 
 
+def slab_line(planes: Sequence[int]) -> str:
+    """Return how patches are divided, in one short line.
+
+    Args:
+        planes: Planes of each slab of the largest patch, in order.
+    """
+    least, most = min(planes), max(planes)
+    each = f"{least}" if least == most else f"{least} to {most}"
+    return f"patches of {sum(planes)} planes along X: {len(planes)} slabs of {each}"
+
+
 def _place(slot: Mapping[str, Any]) -> tuple[int, str]:
     """Return where a slot is: ranks of two machines may each have a ``cuda:0``."""
     return slot.get("rank", 0), slot["device"]

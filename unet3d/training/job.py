@@ -29,6 +29,7 @@ from unet3d.parallel import (
     resolve_precision,
 )
 from unet3d.parallel.precision import precision_on, to_parameter_dtype
+from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.out_of_memory import (
@@ -37,7 +38,7 @@ from unet3d.planning.out_of_memory import (
     warn_if_too_large,
 )
 from unet3d.planning.tuning_cache import TuningKey, resolve_auto
-from unet3d.reports.slots import slot_line
+from unet3d.reports.slots import slab_line, slot_line
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.cores import (
     augmentation_line,
@@ -210,6 +211,10 @@ def _train(
     for slot in executor.slots:
         precise = precision_on(slot.device, precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
+    if isinstance(executor, SpatialExecutor):
+        division = executor.rule.divide(experiment.largest_patch())
+        planes = [len(division.slab(shard)) for shard in range(dims.num_shards)]
+        logger.info("%s", slab_line(planes))
     logger.info("%s", augmentation)
     with _explaining_memory(step, dims):
         return loop.run(console, quiet)

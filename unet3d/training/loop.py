@@ -21,11 +21,11 @@ from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
-from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.experiment import Experiment
 from unet3d.planning.memory_estimate import MemoryEstimate
 from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training.batches import loading_of, make_loader
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
 from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import epoch_metrics
@@ -33,9 +33,7 @@ from unet3d.training.recording import RunRecorder
 from unet3d.training.saving import CheckpointSaver
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation, Validator
-from unet3d.training.waiting import DataClock, Loading
-from unet3d.volumes.augment import augments_on_device
-from unet3d.volumes.loader import PatchLoader
+from unet3d.training.waiting import DataClock
 from unet3d.volumes.patches import Batch
 
 
@@ -89,26 +87,9 @@ class TrainingLoop:
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=group.size > 1
         )
-        shard = dims.shard_of(dims.rank)
         # All shards of a replica return its loss.
-        self._adds_loss = shard == 0
-        spatial = executor if isinstance(executor, SpatialExecutor) else None
-        on_device = augments_on_device(self.config.patches.augmentation, executor.input_device)
-        self.loader = PatchLoader(
-            cases=experiment.training,
-            settings=self.config.patches,
-            size=experiment.patch_size,
-            stride=experiment.topology.total_stride,
-            batch_size=self.config.training.batch_size,
-            seed=self.config.training.seed,
-            num_workers=num_workers,
-            device=executor.input_device,
-            augments_on_device=on_device,
-            rank=dims.replica_of(dims.rank),
-            num_ranks=dims.num_replicas,
-            slab=None if spatial is None else partial(spatial.rule.slab, shard),
-            gather=None if spatial is None else spatial.gather,
-        )
+        self._adds_loss = dims.shard_of(dims.rank) == 0
+        self.loader = make_loader(experiment, executor, dims, num_workers)
         self.validator = Validator(experiment, executor, group, dims.num_shards)
         self.saver = CheckpointSaver(
             experiment=experiment,
@@ -127,12 +108,8 @@ class TrainingLoop:
         )
         self.memory: dict[str, Any] | None = None
         self._clock = DataClock(executor.input_device)
-        self._loading = Loading(
-            devices=[slot.device for slot in executor.slots],
-            num_workers=num_workers,
-            num_ranks=group.ranks.local_world_size,
-            augments_on_cpu=self.config.patches.augmentation.enabled and not on_device,
-        )
+        num_ranks_here = group.ranks.local_world_size
+        self._loading = loading_of(self.config, executor, num_workers, num_ranks_here)
 
     def load(self) -> None:
         """Continue from the latest checkpoint; no file is changed before the first step is taken.

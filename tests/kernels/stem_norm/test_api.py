@@ -124,6 +124,6 @@ def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
     mean, rstd, _ = norm.merge(norm.moments(y), 5 * 7 * 9, EPS)
     affine = (weight.float(), bias.float(), mean, rstd)
     total = norm.total(norm.sums(dy, y, *affine, slope=SLOPE))
-    options = {"total": total, "kernel": kernel, "before": 1, "slope": SLOPE}
+    options = {"total": total, "voxels": 5 * 7 * 9, "kernel": kernel, "before": 1, "slope": SLOPE}
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(op.weight_gradient, (dy, image, y, *affine), options, test_utils=checks)

@@ -227,3 +227,30 @@ def test_too_thin_a_volume_is_refused() -> None:
     executor = parallelize(UNet3d(topology_of()), layout)
     with pytest.raises(DeviceError, match="8 planes.*at most 8"):
         executor.predict(torch.zeros(1, 2, 8, 16, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_shard_gathers_the_numbers_of_all_in_their_order(dtype: torch.dtype) -> None:
+    """Such as statistics of patches that are augmented in slabs."""
+
+    def gathered(index: int, messages: ThreadMessages) -> Tensor:
+        layout = Layout(devices=(CPU,), num_shards=3, shard=index)
+        executor = SpatialExecutor(UNet3d(topology_of()), layout, messages=messages)
+        own = torch.tensor([[index, 0.25], [-index, 7]], dtype=dtype)
+        return executor.gather(own[:, 0])  # not contiguous
+
+    expected = torch.tensor([[0, 0], [1, -1], [2, -2]], dtype=dtype)
+    for found in run_shards(3, gathered):
+        assert found.dtype == dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wishes", [(True, True, True), (True, False, True), (False, False, False)])
+def test_a_step_is_captured_by_all_shards_or_none(wishes: tuple[bool, ...]) -> None:
+    networks = [network_of(topology_of()) for _ in wishes]
+
+    def work(index: int, messages: ThreadMessages) -> list[bool]:
+        own = Layout(devices=(CPU,), num_shards=len(wishes), shard=index)
+        executor = SpatialExecutor(networks[index], own, messages=messages)
+        return [executor._exchange.all_agree(wishes[index])]
+
+    assert run_shards(len(wishes), work) == [[all(wishes)]] * len(wishes)

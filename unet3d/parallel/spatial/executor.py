@@ -8,6 +8,7 @@ in them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ class _LossOfVolume:
     def __call__(self, logits: Any, target: Tensor) -> Loss | Tensor:
         with sharded(self.shard):
             return self.loss_fn(logits, target)
+
+
+def _all_shards(messages: Messages, num_shards: int, device: torch.device, wish: bool) -> bool:
+    """Return whether all shards of the replica have a wish; waits for them."""
+    if isinstance(messages, NoMessages):
+        return wish
+    number = torch.tensor([float(wish)], device=device)
+    messages.sum(number)
+    return int(number.item()) == num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +129,9 @@ class SpatialExecutor:
             messages = messages or GroupMessages(process_group)
         self._messages = messages or NoMessages()
         self._group = group
-        self._exchange = FlatExchange(network, group, process_group)
+        # No method of this executor: a circle would keep the groups after it is gone.
+        agreed = partial(_all_shards, self._messages, layout.num_shards, device)
+        self._exchange = FlatExchange(network, group, process_group, agreed)
         self._training: _Divided | None = None
         self._predicting: _Divided | None = None
 

@@ -5,7 +5,7 @@ communicators that are at work in one process at a time can wait for one another
 the gradients add up in one piece of memory, which is averaged over all ranks at once.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,6 +25,7 @@ class FlatExchange:
         module: BlockNetwork,
         group: Group | None,
         process_group: dist.ProcessGroup | None,
+        shards: Callable[[bool], bool],
     ) -> None:
         """Copy the first rank's parameters.
 
@@ -32,10 +33,12 @@ class FlatExchange:
             module: The network, on its device.
             group: The ranks; None: memory is predicted, and there is nobody.
             process_group: Moves their tensors.
+            shards: Tells the other shards of a replica a wish, and returns whether all have it.
         """
         self._module = module
         self._group = group
         self._process_group = process_group
+        self._shards = shards
         self._flat: Tensor | None = None
         self._own: dict[Tensor, Tensor] = {}
         if group is not None:
@@ -72,8 +75,11 @@ class FlatExchange:
         """Do nothing: the message goes out when backward has ended."""
 
     def all_agree(self, wish: bool) -> bool:
-        """Return whether all ranks wish the same: their messages are part of a captured step."""
-        return wish if self._group is None else all(self._group.exchange(wish))
+        """Return whether all shards of the replica wish it: their messages are part of the step.
+
+        Other replicas may have other numbers of samples, and so capture other steps.
+        """
+        return self._shards(wish)
 
     def memory_for(self, parameter: Tensor) -> Tensor:
         """Return the gradient itself, to which replays add."""
