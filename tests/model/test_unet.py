@@ -1,4 +1,6 @@
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -249,3 +251,14 @@ def test_weights_beyond_the_memory_of_the_host_are_refused() -> None:
     with pytest.raises(DoesNotFitError, match=r"65536, 65536 channels takes [0-9.]+ TiB"):
         refuse_beyond_memory(wide)
     refuse_beyond_memory(replace(wide, channels=(2, 4)))
+
+
+def test_a_network_without_memory_needs_no_compiler() -> None:
+    """Random numbers on meta would import it, which takes a second of every command."""
+    script = (
+        "import sys, torch; from unet3d.model import Topology, UNet3d\n"
+        "with torch.device('meta'):\n"
+        "    UNet3d(Topology(in_channels=1, num_classes=2, channels=(4,), strides=((1, 1, 1),)))\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

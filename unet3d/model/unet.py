@@ -244,7 +244,8 @@ class UNet3d(nn.Module):
         self.encoder = Encoder(topology)
         self.decoder = Decoder(topology, self.encoder.outputs())
         for module in self.modules():
-            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+            # Random numbers on meta are nothing, but PyTorch imports its compiler for them.
+            if isinstance(module, nn.Conv3d | nn.ConvTranspose3d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, a=NEGATIVE_SLOPE)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

@@ -241,8 +241,8 @@ def rounding(config: Config, network: NetworkPlan) -> str | None:
     if isinstance(asked, str) or asked == size:
         return None
     return (
-        f"patches.size {_joined(asked)} is rounded up to {_joined(size)}, multiples of "
-        f"{_joined(network.topology.total_stride)} that the network can halve"
+        f"patches.size {_times(asked)} is rounded up to {_times(size)}, multiples of "
+        f"{_times(network.topology.total_stride)} that the network can halve"
     )
 
 
@@ -343,10 +343,6 @@ def _plan_patch(
     return NetworkPlan(
         topology=topology, size=patch, volume=(fingerprint.shape, fingerprint.spacing_mm)
     )
-
-
-def _joined(size: Shape) -> str:
-    return "x".join(map(str, size))
 
 
 def _times(numbers: tuple[float, ...]) -> str:
