@@ -165,7 +165,9 @@ class Bench:
     def measure_step(self, size: Shape) -> dict[str, Any]:
         """Measure a training step on one device and on all."""
         row: dict[str, Any] = {"size": list(size)}
-        row["one"] = self.group.exchange(self._one_device(size))[0]
+        ones = self.group.exchange(self._one_device(size))
+        # Two devices of a kind differ, and all together are as fast as the slowest.
+        row |= {"one": ones[0], "one_seconds_of_each": [one.get("seconds") for one in ones]}
         self._clear()
         row |= self._all_devices(size)
         self._clear()
@@ -405,6 +407,10 @@ def print_table(record: dict[str, Any], count: int) -> None:
             f"({one.get('loss', 0):.5f}), later {row['later_loss']:.5f} "
             f"({one.get('later_loss', 0):.5f})"
         )
+        each = [
+            f"{1000 * seconds:.2f}" for seconds in row.get("one_seconds_of_each", []) if seconds
+        ]
+        print(f"       one ms, by device: {' '.join(each)}")
     for row in record.get("predict", []):
         print(
             f"predict {row['size'][0]}: {row['one_seconds']:.4f} s on one, {row['seconds']:.4f} on "

@@ -147,7 +147,7 @@ def test_a_signal_ends_all_ranks_and_says_what_is_left(
     else:
         process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert process.returncode == 128 + number, errors
     _, left, stopped = errors.splitlines()
     assert left.startswith("Not segmented: scans/")

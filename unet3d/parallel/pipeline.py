@@ -27,7 +27,7 @@ from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
 from unet3d.parallel.schedule import Schedule, most_alive
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
-from unet3d.parallel.step_capture import MAX_ELEMENTS, StepCapture, is_small
+from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
 
 
@@ -45,7 +45,7 @@ class PipelineExecutor:
         recompute: Recompute,
         offloads_skips: bool = False,
         cuda_graphs: CudaGraphs = "auto",
-        max_captured: int = MAX_ELEMENTS,
+        max_captured: int | None = None,
         exchange: Callable[[BlockNetwork, Sequence[Stage]], GradientExchange] | None = None,
     ) -> None:
         """Move each stage's parameters to its device.
@@ -59,7 +59,8 @@ class PipelineExecutor:
             recompute: What is recomputed in backward instead of being kept.
             offloads_skips: Whether GPU stages keep skips in host memory while nothing reads them.
             cuda_graphs: Whether steps are captured where that is possible and worth it.
-            max_captured: Most elements of a micro-batch's image in a step that is captured.
+            max_captured: Most elements of a micro-batch's image in a step that is captured; None:
+                the usual number.
             exchange: Creates the exchange of gradients between replicas; None: one replica.
 
         Raises:

@@ -266,7 +266,12 @@ def _is_placed(module: nn.Module, device: torch.device, layout: torch.memory_for
     tensors = (*module.parameters(), *module.buffers())
     return all(
         tensor.device == device
-        and (tensor.dim() != 5 or tensor.is_contiguous(memory_format=layout))
+        and (
+            tensor.dim() != 5
+            # Also where an axis has one voxel, because operations look at its stride.
+            or tensor.stride()
+            == torch.empty(tensor.shape, device="meta", memory_format=layout).stride()
+        )
         for tensor in tensors
     )
 

@@ -26,16 +26,17 @@ MAX_SHARE = 0.45
 captured step takes as much, and a smaller last batch is launched beside it."""
 
 
-def is_small(images: Sequence[Tensor], max_elements: int = MAX_ELEMENTS) -> bool:
+def is_small(images: Sequence[Tensor], max_elements: int | None = None) -> bool:
     """Return whether launching a step takes longer than running it, on devices with graphs.
 
     Args:
         images: Image of each micro-batch.
-        max_elements: Most elements of one.
+        max_elements: Most elements of one; None: the usual number.
     """
+    most = MAX_ELEMENTS if max_elements is None else max_elements
     return (
         len(images) <= MAX_MICRO_BATCHES
-        and images[0].numel() <= max_elements
+        and images[0].numel() <= most
         and all(image.shape == images[0].shape for image in images)
     )
 
@@ -48,7 +49,7 @@ class StepCapture:
         stages: Sequence[EagerStage],
         routes: Routes,
         exchange: GradientExchange,
-        max_elements: int = MAX_ELEMENTS,
+        max_elements: int | None = None,
     ) -> None:
         """Begin with nothing captured.
 
@@ -56,7 +57,8 @@ class StepCapture:
             stages: The stages to capture.
             routes: The routes between them.
             exchange: Says where gradients are added up.
-            max_elements: Most elements of a micro-batch's image; larger steps are launched.
+            max_elements: Most elements of a micro-batch's image; larger steps are launched. None:
+                the usual number.
         """
         self._max_elements = max_elements
         self._exchange = exchange

@@ -25,7 +25,7 @@ class Links:
     latency_seconds: float
     """Of any message."""
     planes_per_second: float
-    """Bytes a second of planes between neighbours, both ways at once, and of maps that are
+    """Bytes a second to a neighbour, while as many come from there, and of maps that are
     gathered."""
     sums_per_second: float
     """Bytes a second that go through a device in a sum over all: twice those that are summed, less
@@ -60,10 +60,10 @@ class Links:
         return self.latency_seconds + through / self.sums_per_second
 
 
-NVLINK = Links(latency_seconds=12e-6, planes_per_second=350e9, sums_per_second=291e9)
-"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of 1 KiB takes 12 us, of
-1 MiB 18, of 4 MiB 25 and of 16 MiB 60; a gather of 640 floats 8 us, a sum 12; a sum of 125 MB
-0.44 ms (``benchmarks/results/spatial-2026-11-22.json``)."""
+NVLINK = Links(latency_seconds=12e-6, planes_per_second=175e9, sums_per_second=291e9)
+"""NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of half a KiB each way
+takes 12 us, of half a MiB 18, of 2 MiB 25 and of 8 MiB 60; a gather of 640 floats 8 us, a sum 12; a
+sum of 125 MB 0.44 ms (``benchmarks/results/spatial-2026-11-22.json``)."""
 LAUNCHED_LATENCY_SECONDS = 65e-6
 """Of a message that is launched and not replayed: 47 to 124 us on the same two H200."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)

@@ -334,7 +334,7 @@ def test_time_on_one_device_adds_up_to_the_network(
 
 def test_settings_that_balance_nothing_are_refused() -> None:
     for how in ("time", "memory"):
-        with pytest.raises(ConfigError, match=f"parallel.balance is {how} but parallel.mode none"):
+        with pytest.raises(ConfigError, match=f"parallel.balance is {how} but parallel.mode auto"):
             load_config(None, [f"parallel.balance={how}"])
         load_config(None, [f"parallel.balance={how}", "parallel.mode=model"])
     assert load_config(None, ["parallel.cuts=7"]).parallel.cuts == (7,)  # as the log names it

@@ -26,7 +26,7 @@ from unet3d.parallel.partition import make_stages
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.parallel.placement import Layout, Slot
 from unet3d.parallel.precision import lowered_on
-from unet3d.parallel.replicas import check_kinds, use_plain_strides
+from unet3d.parallel.replicas import check_kinds
 from unet3d.parallel.schedule import SCHEDULES
 from unet3d.parallel.spatial.division import Division, SlabRule
 from unet3d.parallel.spatial.flat_exchange import FlatExchange
@@ -121,7 +121,6 @@ class SpatialExecutor:
             check_kinds((stage,), group)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-                use_plain_strides(network)
             process_group = group.new_group(device)
             if layout.num_shards < group.size:
                 own = group.new_subgroup(device, layout.num_shards)
