@@ -210,6 +210,30 @@ def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.usefixtures("no_search")
+@pytest.mark.parametrize(
+    ("shape", "options", "mode"),
+    [
+        ("8,32,32", ("--devices", ",".join(["cpu"] * 9)), "none"),  # more than planes and blocks
+        ("32,32,32", ("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2"), "model"),
+    ],
+)
+def test_what_auto_has_no_alternative_to_is_starred(
+    shape: str,
+    options: tuple[str, ...],
+    mode: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "plan.json"
+    network = ("--set", "model.channels=4,8", "--batch-size", "1")
+    status, _, err = plan(capsys, "--shape", shape, *options, *network, "--json", str(path))
+    assert (status, err) == (0, "")
+    record = json.loads(path.read_text())
+    assert [way["parallel"] for way in record["ways"] if way["asked"]] == [mode]
+    assert record["choice"].startswith(f"parallel: {mode}")
+
+
+@pytest.mark.usefixtures("no_search")
 def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
     _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")

@@ -120,7 +120,7 @@ def compare(
     timed = {option.dims: option for option in timed_options(config, network, every, memory)}
     notes = list(_notes(config.parallel, memory_bytes))
     chosen, choice = asked, None
-    if len(candidates) > 1:
+    if candidates != (asked,):
         watch(0, len(every))
         options = [timed[dims] for dims in candidates]
         best = best_of(options)
