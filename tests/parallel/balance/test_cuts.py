@@ -337,7 +337,8 @@ def test_settings_that_balance_nothing_are_refused() -> None:
         with pytest.raises(ConfigError, match=f"parallel.balance is {how} but parallel.mode auto"):
             load_config(None, [f"parallel.balance={how}"])
         load_config(None, [f"parallel.balance={how}", "parallel.mode=model"])
-    assert load_config(None, ["parallel.cuts=7"]).parallel.cuts == (7,)  # as the log names it
+    settings = load_config(None, ["parallel.cuts=7", "parallel.mode=model"])
+    assert settings.parallel.cuts == (7,)  # as the log names it
     with pytest.raises(ConfigError, match="give encoder-decoder, time, memory or auto"):
         load_config(None, ["parallel.balance=fair", "parallel.mode=model"])
 
