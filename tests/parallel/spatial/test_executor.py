@@ -284,18 +284,17 @@ def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch: pytest.M
 
 
 def test_a_rank_that_is_lost_while_they_agree_is_named() -> None:
-    class LostGroup:
-        @contextmanager
-        def translate_dist_errors(self) -> Iterator[None]:
-            try:
-                yield
-            except RuntimeError as error:
-                raise RankError("rank 1 is gone") from error
+    @contextmanager
+    def translated() -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError("rank 1 is gone") from error
 
     def fails(wish: bool) -> bool:
         raise RuntimeError("gloo")
 
     exchange = FlatExchange(UNet3d(topology_of()), None, None, fails)
-    exchange._group = LostGroup()  # type: ignore[assignment]
+    exchange._errors = translated  # type: ignore[assignment]
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchange.all_agree(True)

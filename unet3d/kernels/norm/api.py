@@ -241,7 +241,6 @@ def normalized(
         slope: Negative slope of LeakyReLU.
         pads: Whether the result is stored with zeros around Z.
         shard: The slab whose halo belongs to the result; None: it has none.
-
     """
     if shard is None:
         return stages.normalize(x, *affine, slope=slope, pads=pads), _NO_HALO

@@ -7,6 +7,7 @@ in them.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -127,7 +128,7 @@ class SpatialExecutor:
                 messages = messages or GroupMessages(own)
             messages = messages or GroupMessages(process_group)
         self._messages = messages or NoMessages()
-        self._group = group
+        self._errors = nullcontext if group is None else group.translate_dist_errors
         # No method of this executor: a circle would keep the groups after it is gone.
         agreed = partial(_all_shards, self._messages, layout.num_shards, device)
         self._exchange = FlatExchange(network, group, process_group, agreed)
@@ -189,9 +190,7 @@ class SpatialExecutor:
         shard = self._predicting.shard
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
-        if self._group is None:
-            return shard.gather_map(self._predicting.pipeline.predict(own), 0)
-        with self._group.translate_dist_errors():
+        with self._errors():
             return shard.gather_map(self._predicting.pipeline.predict(own), 0)
 
     def gather(self, values: Tensor) -> Tensor:
@@ -205,11 +204,8 @@ class SpatialExecutor:
         Raises:
             RankError: Another rank died or hangs.
         """
-        num_shards = self.rule.num_shards
-        if self._group is None:
-            return gathered(values, num_shards, self._messages)
-        with self._group.translate_dist_errors():
-            return gathered(values, num_shards, self._messages)
+        with self._errors():
+            return gathered(values, self.rule.num_shards, self._messages)
 
     def _for_training(self, image: Tensor, planes: int | None) -> _Divided:
         x, y, z = image.shape[2:]

@@ -6,7 +6,7 @@ the gradients add up in one piece of memory, which is averaged over all ranks at
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,14 @@ class FlatExchange:
             shards: Tells the other shards of a replica a wish, and returns whether all have it.
         """
         self._module = module
-        self._group = group
+        self._num_ranks = 1 if group is None else group.size
+        self._errors = nullcontext if group is None else group.translate_dist_errors
         self._process_group = process_group
         self._shards = shards
         self._flat: Tensor | None = None
         self._own: dict[Tensor, Tensor] = {}
         if group is not None:
-            with group.translate_dist_errors(), torch.no_grad():
+            with self._errors(), torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
                     # A kernel may be stored channels-last, and a message wants it contiguous.
                     value = tensor.contiguous()
@@ -56,20 +57,17 @@ class FlatExchange:
         Raises:
             RankError: Another rank died or hangs.
         """
-        if self._group is None:
-            self._own_gradients()
+        with self._errors():
+            flat = self._own_gradients()
             yield
-            return
-        with self._group.translate_dist_errors():
-            self._own_gradients()
-            yield
-            assert self._flat is not None  # it was made above
+            if self._process_group is None:
+                return
             # What gradients held before is the same in all ranks, and so is the mean of it.
-            if self._flat.device.type == "cuda":
-                dist.all_reduce(self._flat, dist.ReduceOp.AVG, group=self._process_group)
+            if flat.device.type == "cuda":
+                dist.all_reduce(flat, dist.ReduceOp.AVG, group=self._process_group)
             else:  # gloo knows no mean
-                dist.all_reduce(self._flat, group=self._process_group)
-                self._flat /= self._group.size
+                dist.all_reduce(flat, group=self._process_group)
+                flat /= self._num_ranks
 
     def before_last_backward(self, stage: Stage) -> None:
         """Do nothing: the message goes out when backward has ended."""
@@ -82,9 +80,7 @@ class FlatExchange:
         Raises:
             RankError: Another rank died or hangs.
         """
-        if self._group is None:
-            return self._shards(wish)
-        with self._group.translate_dist_errors():
+        with self._errors():
             return self._shards(wish)
 
     def memory_for(self, parameter: Tensor) -> Tensor:
@@ -95,8 +91,8 @@ class FlatExchange:
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Do nothing: the gradients are where they belong."""
 
-    def _own_gradients(self) -> None:
-        """See that each gradient is its part of the flat memory."""
+    def _own_gradients(self) -> Tensor:
+        """See that each gradient is its part of the flat memory, and return that."""
         if self._flat is None:
             parameters = [p for p in self._module.parameters() if p.requires_grad]
             total = sum(parameter.numel() for parameter in parameters)
@@ -117,3 +113,4 @@ class FlatExchange:
             else:
                 own.copy_(owner.grad)
             owner.grad = own
+        return self._flat
