@@ -16,6 +16,7 @@ from tests.networks import place, random_checkpoint
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.config import InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
+from unet3d.inference import placing
 from unet3d.inference import predictor as prediction
 from unet3d.inference.predictor import Predictor
 from unet3d.memory import host
@@ -302,7 +303,7 @@ def test_float16_that_overflows_on_a_gpu_is_named(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = volume_of(noise(), tmp_path)
-    monkeypatch.setattr(prediction, "resolve_precision", lambda *arguments: "float16")
+    monkeypatch.setattr(placing, "resolve_precision", lambda *arguments: "float16")
     sound = place(checkpoint, "0").segment(image)
     assert len(np.unique(sound)) == 3
     # A product of 3000 and of more than 22 is beyond 65504.

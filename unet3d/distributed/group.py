@@ -10,7 +10,7 @@ JSON, everything else is tensors of numbers.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
 
+from unet3d.distributed.device_watch import DeviceWatch
 from unet3d.distributed.launched import MEETING_FOLDER
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.rank_watch import RankWatch
@@ -55,6 +56,7 @@ class _Channels:
     watch: RankWatch
     values: StoreExchange
     steps: StepMessages
+    devices: DeviceWatch
 
 
 class Group:
@@ -79,6 +81,7 @@ class Group:
                 watch=watch,
                 values=StoreExchange(stores.values, ranks, watch),
                 steps=StepMessages(watch),
+                devices=DeviceWatch(watch),
             )
 
     @property
@@ -152,15 +155,13 @@ class Group:
             raise RuntimeError("a single rank has no other to form a group with")
         timeout = self._channels.watch.timeout
         members = None if ranks is None else list(ranks)
+        backend = "gloo"
         if device.type == "cuda":
-            # The messages of every step notice a lost rank first, and can name it.
             # Else NCCL 2.28 registers the memory of captured messages, and replays wait for ever.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-            longer = 2 * timeout + timedelta(minutes=1)
-            group = dist.new_group(members, backend="nccl", timeout=longer)
-        else:
-            group = dist.new_group(members, backend="gloo", timeout=timeout)
-        return group  # type: ignore[no-any-return]
+            # A second net: NCCL names no rank, and does not see messages that were captured.
+            backend, timeout = "nccl", 2 * timeout + timedelta(minutes=1)
+        return dist.new_group(members, backend=backend, timeout=timeout)  # type: ignore[no-any-return]
 
     def new_subgroup(self, device: torch.device, size: int) -> dist.ProcessGroup:
         """Return a group of this rank and its neighbours; all ranks call it.
@@ -184,6 +185,7 @@ class Group:
             return
         self._channels.steps.wait()
         self.exchange(None)  # the rank that keeps the store or listens must leave last
+        self._channels.devices.close()
         dist.destroy_process_group()
 
     def note(self, step: int, text: str) -> None:
@@ -220,9 +222,8 @@ class Group:
         """
         if self._channels is None:
             return make()
-        result: Result = self._channels.values.from_first(
-            lambda: make() if to_plain is None else to_plain(make())
-        )
+        to_plain = to_plain or (lambda made: made)
+        result: Result = self._channels.values.from_first(lambda: to_plain(make()))
         return result if from_plain is None else from_plain(result)
 
     def file_from_first(self, path: Path, read: Callable[[Path], Result]) -> Result:
@@ -286,6 +287,15 @@ class Group:
         if self._channels is None:
             return stop, save
         return self._channels.steps.all_reduce_flags(stop, save)
+
+    def watching(self, *devices: torch.device) -> AbstractContextManager[None]:
+        """Return a context in which messages are queued on devices; see ``DeviceWatch.queueing``.
+
+        Args:
+            devices: Of this rank. The process ends where one of them waits too long.
+        """
+        own = self._channels
+        return nullcontext() if own is None else own.devices.queueing(*devices)
 
     @contextmanager
     def translate_dist_errors(self) -> Iterator[None]:

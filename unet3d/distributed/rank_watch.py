@@ -45,6 +45,7 @@ class RankWatch:
         self._store = store
         self._ranks = ranks
         self._purpose = purpose
+        self._has_missed = False
 
     def note(self, step: int, text: str) -> None:
         """Write down how far this rank is.
@@ -53,6 +54,9 @@ class RankWatch:
             step: Steps since the beginning.
             text: The same, for people.
         """
+        if self._has_missed:  # but could go on: ranks may do so when memory has run out
+            self._store.delete_key(f"missing/{self._ranks.rank}")
+            self._has_missed = False
         self._store.set(f"note/{self._ranks.rank}", json.dumps([step, text]))
 
     def notes(self) -> Notes:
@@ -78,7 +82,8 @@ class RankWatch:
             hangs = "timed out" in text
             if not (isinstance(error, dist.DistError) or "gloo" in text or hangs):
                 raise
-            raise self._lost(hangs) from error
+            self._has_missed = True
+            raise self.lost(hangs) from error
 
     def hanging(self, suspects: Sequence[int]) -> RankError:
         """Return the error that names the ranks which hang.
@@ -88,9 +93,22 @@ class RankWatch:
         """
         return self._error(suspects, self.notes(), hangs=True)
 
-    def _lost(self, hangs: bool) -> RankError:
-        """Return the error that names the missing rank: the one that does not miss another."""
-        others = [rank for rank in range(self._ranks.world_size) if rank != self._ranks.rank]
+    def is_missed(self) -> bool:
+        """Return whether another rank says now that it misses one."""
+        try:
+            return any(self._store.check([f"missing/{rank}"]) for rank in self._others())
+        except (RuntimeError, RankError):  # the store is gone
+            return False
+
+    def lost(self, hangs: bool) -> RankError:
+        """Return the error that names the missing rank: the one that does not miss another.
+
+        Takes ``GRACE_SECONDS``; any thread may call it.
+
+        Args:
+            hangs: Whether the rank is silent; else its connection is broken.
+        """
+        others = self._others()
         try:
             self._store.set(f"missing/{self._ranks.rank}", "")
             time.sleep(GRACE_SECONDS)
@@ -99,6 +117,9 @@ class RankWatch:
         except (RuntimeError, RankError):  # the store is gone too
             return LostRankError(f"the other ranks of this {self._purpose.name} are gone")
         return self._error(silent or others, notes, hangs)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._ranks.world_size) if rank != self._ranks.rank]
 
     def _error(self, suspects: Sequence[int], notes: Notes, hangs: bool) -> RankError:
         last = min(notes.get(rank, START)[0] for rank in suspects)

@@ -5,8 +5,10 @@ device on one machine or many; ``unet3d train`` sets the same for the ranks that
 """
 
 import json
+import logging
 import os
 import sys
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -16,10 +18,18 @@ from unet3d.distributed.launched import LAUNCHED, is_launched
 from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
 
+logger = logging.getLogger(__name__)
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Holds where a rank writes down why it ends."""
 
 RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+LEAVE_SECONDS = 10.0
+"""Time for a thread to end this process, once it has begun to say why."""
+
+_ending = threading.RLock()
+"""Taken, and never given back, by the thread that says why this process ends."""
 
 Kind = Literal["explained", "unexpected", "interrupted", "hang", "consequence"]
 """What ended a rank: an explained error, an unexpected one, a signal, another rank that hangs, or
@@ -112,10 +122,30 @@ def leave(status: int) -> NoReturn:
         status: Exit status.
     """
     if Ranks.from_environment().world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _leave_at_once(status)
     sys.exit(status)
+
+
+def end_process(error: Unet3dError) -> NoReturn:
+    """Say why this rank ends, and end it, also where its main thread can do neither.
+
+    Where the main thread says so at the same time, only one of them does.
+
+    Args:
+        error: The reason.
+    """
+    if not _ending.acquire(timeout=LEAVE_SECONDS):
+        os._exit(1)  # the main thread has said it, and stops in what it cleans up
+    report_end(error, kind_of(error))
+    if not is_launched():  # else the process that started the ranks shows it, once
+        logger.error("Error: %s", " ".join(str(error).split()))
+    _leave_at_once(1)
+
+
+def _leave_at_once(status: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def kind_of(error: Unet3dError) -> Kind:
@@ -132,11 +162,14 @@ def kind_of(error: Unet3dError) -> Kind:
 def report_end(error: BaseException, kind: Kind, signal_number: int = 0) -> None:
     """Write down why this rank ends, in the form and place that torch elastic expects.
 
+    The thread that calls it must end the process: another one that calls it waits for that.
+
     Args:
         error: The reason.
         kind: Kind of the reason.
         signal_number: The signal that asked to stop; 0: there was none.
     """
+    _ending.acquire()
     path = os.environ.get(ERROR_FILE)
     if path is None:
         return

@@ -13,8 +13,8 @@ with the last backward::
 A step that is replayed from CUDA graphs hands its gradients to the reducers at its end.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,7 @@ class ReducerExchange:
         if any(stage.slot.device.type == "cuda" for stage in stages):
             use_plain_strides(module)
         self._group = group
+        self._devices = tuple(dict.fromkeys(stage.slot.device for stage in stages))
         self._wrapped = []
         for stage in stages:
             if stage.slot.device.type == "cuda":
@@ -70,13 +71,19 @@ class ReducerExchange:
         if stages[0].slot.device.type == "cuda":
             torch.cuda.set_device(stages[0].slot.device)
 
-    def step(self) -> AbstractContextManager[None]:
-        """Turn errors of lost ranks into ones that name them; see :class:`GradientExchange`."""
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Name ranks that are lost in a step; see :class:`GradientExchange`.
+
+        Raises:
+            RankError: Another rank died or hangs.
+        """
         for wrapped in self._wrapped:
             # After the first step, DDP rebuilds its buckets once, in the order in which the
             # gradients came; until then there is one bucket, and nothing overlaps.
             wrapped.reducer._rebuild_buckets()
-        return self._group.translate_dist_errors()
+        with self._group.translate_dist_errors(), self._group.watching(*self._devices):
+            yield
 
     def before_last_backward(self, stage: Stage) -> None:
         """Have the stage's gradients exchanged as they come; see :class:`GradientExchange`."""

@@ -129,6 +129,7 @@ class SpatialExecutor:
             messages = messages or GroupMessages(process_group)
         self._messages = messages or NoMessages()
         self._errors = nullcontext if group is None else group.translate_dist_errors
+        self._watching = nullcontext if group is None else partial(group.watching, device)
         # No method of this executor: a circle would keep the groups after it is gone.
         agreed = partial(_all_shards, self._messages, layout.num_shards, device)
         self._exchange = FlatExchange(network, group, process_group, agreed)
@@ -155,7 +156,8 @@ class SpatialExecutor:
         divided = self._for_training(image, planes)
         divided.pipeline.observer = self.observer
         loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
-        return divided.pipeline.forward_backward(image, target, loss, scale)
+        with self._watching():
+            return divided.pipeline.forward_backward(image, target, loss, scale)
 
     def captured_step(
         self,
@@ -190,7 +192,7 @@ class SpatialExecutor:
         shard = self._predicting.shard
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
-        with self._errors():
+        with self._errors(), self._watching():
             return shard.gather_map(self._predicting.pipeline.predict(own), 0)
 
     def gather(self, values: Tensor) -> Tensor:
