@@ -110,9 +110,7 @@ class Bench:
         """Return what takes a training step and returns the loss."""
         executor = self.executor(size, num_shards)
         several = num_shards > 1
-        optimization = Optimization(
-            executor.module, TrainingSettings(), self.precision, keep_gradients=several
-        )
+        optimization = Optimization(executor.module, TrainingSettings(), self.precision)
         generator = torch.Generator().manual_seed(0)
         image = torch.randn((1, 1, *size), generator=generator).to(image_dtype(executor.module))
         target = torch.randint(3, (1, *size), generator=generator, dtype=torch.uint8)

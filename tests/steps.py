@@ -69,12 +69,11 @@ def measure_shards(step: Step) -> list[dict[int, SlotMemory]]:
 
 def _measure(step: Step, executor: Executor) -> dict[int, SlotMemory]:
     model, size, num_shards = executor.module, step.own_size, step.layout.num_shards
-    with_others = num_shards > 1
-    optimization = Optimization(model, step.settings, step.precision, keep_gradients=with_others)
+    optimization = Optimization(model, step.settings, step.precision)
     shape = (step.batch_size, step.topology.in_channels, *size)
     image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
     target = torch.zeros(step.batch_size, *size, dtype=torch.uint8)
-    planes = step.size[0] if with_others else None
+    planes = step.size[0] if num_shards > 1 else None
     target = target.to(executor.output_device)
     meter = MemoryMeter(executor.slots, model)
     for number in range(2):

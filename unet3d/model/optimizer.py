@@ -45,8 +45,9 @@ class Optimization:
             module: The network. Its parameters may be on several devices, and stay there.
             settings: Optimizer, rate, clipping.
             precision: ``float16`` needs its gradients scaled.
-            keep_gradients: Clear gradients in place. With replicas they are views of the buckets
-                that are exchanged, which exist anyway; new ones would take additional memory.
+            keep_gradients: Clear gradients in place. With ``DistributedDataParallel`` they are
+                views of the buckets that it exchanges, which exist anyway; new ones would take
+                additional memory.
         """
         self.keep_gradients = keep_gradients
         self.module = module
@@ -96,7 +97,11 @@ class Optimization:
         # With the scaler off, the first is a plain step and the second does nothing.
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        if self.keep_gradients:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            torch._foreach_zero_(gradients)  # the optimizer would launch a kernel for each
+        else:
+            self.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed training needs."""

@@ -40,9 +40,6 @@ logger = logging.getLogger(__name__)
 Run = Callable[[Sequence[StageRunner], StaticMail], Any]
 """Walks the schedule of a step."""
 
-MemoryFor = Callable[[Tensor], Tensor]
-"""Returns where the gradient of a parameter is added up."""
-
 
 class CapturedStep:
     """A step of one shape that can be replayed."""
@@ -55,7 +52,6 @@ class CapturedStep:
         routes: Routes,
         images: Sequence[Tensor],
         targets: Sequence[Tensor],
-        memory_for: MemoryFor = torch.zeros_like,
         make_pool: MakePool | None = None,
     ) -> None:
         """Capture a step; nothing is computed.
@@ -66,7 +62,6 @@ class CapturedStep:
             routes: The routes between them.
             images: Image of each micro-batch; only their shapes matter.
             targets: Target of each micro-batch; only their shapes matter.
-            memory_for: Returns where the gradient of a parameter is added up.
             make_pool: Creates the pool of graphs of a device; None: the one of the device's type.
 
         Raises:
@@ -83,11 +78,11 @@ class CapturedStep:
             for runner in stages
         ]
         self.gradients: list[tuple[Stage, dict[Tensor, Tensor]]] = []
-        """Gradients of each stage's parameters, to which replays add."""
+        """Gradients of each stage's parameters, which replays overwrite."""
         try:
             with ExitStack() as aliases:
                 for runner in stages:
-                    own = aliases.enter_context(aliased(runner.stage, memory_for))
+                    own = aliases.enter_context(aliased(runner.stage))
                     self.gradients.append((runner.stage, own))
                 run(self._stages, self._mail)
         finally:
@@ -110,10 +105,9 @@ class CapturedStep:
             The loss.
         """
         for _, gradients in self.gradients:
-            # Replays add to the gradients that parameters have from earlier replays.
-            fresh = [own for parameter, own in gradients.items() if parameter.grad is not own]
-            if fresh:
-                torch._foreach_zero_(fresh)
+            for parameter, own in gradients.items():
+                if parameter.grad is own:  # and has not been cleared, so it is to be added to
+                    parameter.grad = own.clone()
         self._mail.begin(images, targets)
         return run(self._stages, self._mail)
 
@@ -215,17 +209,18 @@ class _CapturedStage:
 
 
 @contextmanager
-def aliased(
-    stage: Stage, memory_for: MemoryFor = torch.zeros_like
-) -> Iterator[dict[Tensor, Tensor]]:
-    """Replace a stage's parameters by aliases, and yield the tensors that hold the gradients.
+def aliased(stage: Stage) -> Iterator[dict[Tensor, Tensor]]:
+    """Replace a stage's parameters by aliases in the context; collect the gradients of these.
 
     So a capture calls no hook of the parameters, nor any that autograd keeps for them in another
-    stream, as it does for ``DistributedDataParallel``.
+    stream, as it does for ``DistributedDataParallel``. An alias takes the first gradient that
+    reaches it as its own, so nothing has to be cleared first, nor added.
 
     Args:
         stage: The stage. Its parameters are restored after the context.
-        memory_for: Returns where the gradient of a parameter is added up.
+
+    Yields:
+        The gradient of each parameter that has got one; filled when the context ends.
     """
     gradients: dict[Tensor, Tensor] = {}
     owned = [
@@ -237,13 +232,13 @@ def aliased(
     aliases: dict[Tensor, nn.Parameter] = {}  # one for each, though modules may share it
     for module, name, parameter in owned:
         if parameter not in aliases:
-            alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            if parameter.requires_grad:
-                alias.grad = gradients[parameter] = memory_for(parameter)
-            aliases[parameter] = alias
+            aliases[parameter] = nn.Parameter(
+                parameter.detach(), requires_grad=parameter.requires_grad
+            )
         setattr(module, name, aliases[parameter])
     try:
         yield gradients
+        gradients |= {owner: own.grad for owner, own in aliases.items() if own.grad is not None}
     finally:
         for module, name, parameter in owned:
             setattr(module, name, parameter)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from unet3d.parallel.partition import Stage
@@ -26,14 +25,6 @@ class GradientExchange(Protocol):
 
         Args:
             wish: This one's wish.
-        """
-        ...
-
-    def memory_for(self, parameter: Tensor) -> Tensor:
-        """Return where a captured step adds up the gradient of a parameter.
-
-        Args:
-            parameter: Of a stage.
         """
         ...
 
@@ -61,18 +52,23 @@ class NoExchange:
         """Return the wish: nobody else takes part in the step."""
         return wish
 
-    def memory_for(self, parameter: Tensor) -> Tensor:
-        """Return memory of its own; see :class:`GradientExchange`."""
-        return torch.zeros_like(parameter)
-
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients to the parameters' own; see :class:`GradientExchange`.
 
         Those of a replayed step become the parameters' own, and the next replay overwrites them:
         whoever wants to keep them beyond ``zero_grad`` must copy them.
         """
-        for parameter, gradient in gradients.items():
-            if parameter.grad is None:
-                parameter.grad = gradient
-            elif parameter.grad is not gradient:
-                parameter.grad += gradient
+        add_to_parameters(gradients)
+
+
+def add_to_parameters(gradients: Mapping[Tensor, Tensor]) -> None:
+    """Add gradients to those of parameters; where there are none, they become the parameters' own.
+
+    Args:
+        gradients: Gradients by parameter.
+    """
+    for parameter, gradient in gradients.items():
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient

@@ -172,7 +172,6 @@ class PipelineExecutor:
             routes=self._routes,
             images=images,
             targets=targets,
-            memory_for=self.exchange.memory_for,
             make_pool=make_pool,
         )
 

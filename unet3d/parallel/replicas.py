@@ -93,10 +93,6 @@ class ReducerExchange:
         """Return the wish: the same messages go out whether a step is captured or not."""
         return wish
 
-    def memory_for(self, parameter: Tensor) -> Tensor:
-        """Return memory of its own; see :class:`GradientExchange`."""
-        return torch.zeros_like(parameter)
-
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
         """Add gradients through autograd, because the reducers wait for its hooks.
 

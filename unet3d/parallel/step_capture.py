@@ -56,7 +56,7 @@ class StepCapture:
         Args:
             stages: The stages to capture.
             routes: The routes between them.
-            exchange: Says where gradients are added up.
+            exchange: Says what all processes whose messages are part of a step agree on.
             max_elements: Most elements of a micro-batch's image; larger steps are launched. None:
                 the usual number.
         """
@@ -116,7 +116,6 @@ class StepCapture:
                 routes=self._routes,
                 images=images,
                 targets=targets,
-                memory_for=self._exchange.memory_for,
             )
         except torch.OutOfMemoryError:
             self._has_failed = True

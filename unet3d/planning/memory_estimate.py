@@ -191,8 +191,8 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         make_parameters_fake(model)
         _move_counters(executor.slots, model)
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
-        with_others = layout.num_replicas * layout.num_shards > 1
-        optimization = Optimization(model, settings, "float32", keep_gradients=with_others)
+        keeps = layout.num_replicas > 1 and layout.num_shards == 1
+        optimization = Optimization(model, settings, "float32", keep_gradients=keeps)
         if all(is_fake_device(device) for device in placed.devices):
             for group in optimization.optimizer.param_groups:
                 group["foreach"] = True  # what PyTorch chooses on GPUs
@@ -200,11 +200,8 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         image, target = image[:num_samples], target[:num_samples]
         planes = step.size[0] if layout.num_shards > 1 else None
         # The first step creates the optimizer's state, which later steps use.
-        if planes is None:
-            for parameter in model.parameters():
-                parameter.grad = torch.empty_like(parameter)
-        else:  # and the memory in which shards have their gradients
-            executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
         optimization.step(settings.learning_rate)
         meter = _Meter(executor.slots, model, recorder)
         executor.observer = meter

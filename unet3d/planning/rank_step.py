@@ -88,7 +88,8 @@ def _measured(config: Config, network: NetworkPlan, group: Group) -> dict[str, A
         precision=precision,
     )
     executor = parallelize(model, layout, group)
-    optimization = Optimization(model, config.training, precision, keep_gradients=group.size > 1)
+    keeps = group.size > 1 and dims.num_shards == 1
+    optimization = Optimization(model, config.training, precision, keep_gradients=keeps)
     shape = (step.batch_size, network.topology.in_channels, *step.own_size)
     image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
     classes = torch.uint8 if network.topology.num_classes <= 256 else torch.int64

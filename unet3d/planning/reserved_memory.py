@@ -57,6 +57,9 @@ def reserved_bytes(
     )
     if captured is None:
         return launched
+    if isinstance(executor, SpatialExecutor):  # a replay is followed by their exchange
+        (gpu,) = gpus
+        recorder.segments[gpu].allocate(executor.exchanged_bytes)
     return {
         gpu: max(launched[gpu], recorder.segments[gpu].reserved_bytes + pools[gpu].reserved_bytes)
         for gpu in gpus

@@ -85,7 +85,10 @@ class TrainingLoop:
         self.prediction = prediction
         self.state = TrainingState()
         self.optimization = Optimization(
-            executor.module, self.config.training, precision, keep_gradients=group.size > 1
+            executor.module,
+            self.config.training,
+            precision,
+            keep_gradients=group.size > 1 and dims.num_shards == 1,
         )
         # All shards of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0

@@ -195,6 +195,11 @@ class SpatialExecutor:
         with self._errors(), self._watching():
             return shard.gather_map(self._predicting.pipeline.predict(own), 0)
 
+    @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of the message that carries a step's gradients."""
+        return sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+
     def gather(self, values: Tensor) -> Tensor:
         """Return numbers of all shards of the replica, (num_shards, ...); each of them calls it.
 

@@ -2,7 +2,8 @@
 
 ``DistributedDataParallel`` would send while backward still exchanges planes, and two of NCCL's
 communicators that are at work in one process at a time can wait for one another for ever. So
-the gradients add up in one piece of memory, which is averaged over all ranks at once.
+the gradients are copied to one piece of memory, which is averaged over all ranks at once. They lie
+in it until they are cleared.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from unet3d.distributed.group import Group
 from unet3d.model import BlockNetwork
+from unet3d.parallel.gradient_exchange import add_to_parameters
 from unet3d.parallel.partition import Stage
 
 
@@ -40,8 +42,6 @@ class FlatExchange:
         self._errors = nullcontext if group is None else group.translate_dist_errors
         self._process_group = process_group
         self._shards = shards
-        self._flat: Tensor | None = None
-        self._own: dict[Tensor, Tensor] = {}
         if group is not None:
             with self._errors(), torch.no_grad():
                 for tensor in (*module.parameters(), *module.buffers()):
@@ -58,8 +58,8 @@ class FlatExchange:
             RankError: Another rank died or hangs.
         """
         with self._errors():
-            flat = self._own_gradients()
             yield
+            flat = self._flattened()
             if self._process_group is None:
                 return
             # What gradients held before is the same in all ranks, and so is the mean of it.
@@ -83,34 +83,37 @@ class FlatExchange:
         with self._errors():
             return self._shards(wish)
 
-    def memory_for(self, parameter: Tensor) -> Tensor:
-        """Return the gradient itself, to which replays add."""
-        self._own_gradients()
-        return self._own[parameter]
-
     def add(self, stage: Stage, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Do nothing: the gradients are where they belong."""
+        """Add gradients to the parameters' own; see :class:`GradientExchange`."""
+        add_to_parameters(gradients)
 
-    def _own_gradients(self) -> Tensor:
-        """See that each gradient is its part of the flat memory, and return that."""
-        if self._flat is None:
-            parameters = [p for p in self._module.parameters() if p.requires_grad]
-            total = sum(parameter.numel() for parameter in parameters)
-            first = parameters[0]
-            self._flat = torch.zeros(total, dtype=first.dtype, device=first.device)
-            start = 0
-            for parameter in parameters:
-                part = self._flat.narrow(0, start, parameter.numel())
-                self._own[parameter] = part.as_strided(
-                    parameter.shape, parameter.stride(), part.storage_offset()
-                )
-                start += parameter.numel()
-        for owner, own in self._own.items():
-            if owner.grad is own:
-                continue
-            if owner.grad is None:
-                own.zero_()
+    def _flattened(self) -> Tensor:
+        """Copy the gradients to one piece of memory, make them views of it, and return it."""
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
+        total = sum(parameter.numel() for parameter in parameters)
+        first = parameters[0]
+        flat = torch.empty(total, dtype=first.dtype, device=first.device)
+        parts, gradients, start = [], [], 0
+        for parameter in parameters:
+            part = flat.as_strided(parameter.shape, parameter.stride(), start)
+            start += parameter.numel()
+            if parameter.grad is None:  # no rank's loss depends on it
+                part.zero_()
             else:
-                own.copy_(owner.grad)
-            owner.grad = own
-        return self._flat
+                parts.append(part)
+                gradients.append(_with_strides_of(part, parameter.grad))
+            parameter.grad = part
+        torch._foreach_copy_(parts, gradients)
+        return flat
+
+
+def _with_strides_of(other: Tensor, x: Tensor) -> Tensor:
+    """View a tensor with another's strides where these mean the same.
+
+    Along an axis of length one a stride means nothing. But PyTorch compares it, and copies all
+    tensors one by one if one differs.
+    """
+    strides = zip(x.shape, x.stride(), other.stride(), strict=True)
+    if all(size == 1 or own == wanted for size, own, wanted in strides):
+        return x.as_strided(x.shape, other.stride())
+    return x

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.kernels import conv3x3x3, own_planes, upsample, with_halo
-from unet3d.kernels.conv.planes import some_planes
+from unet3d.kernels import conv3x3x3, upsample, with_halo
+from unet3d.kernels.conv.planes import channels_last, some_planes
+from unet3d.kernels.halo import empty_with_halo, inner
 from unet3d.kernels.sharding import sharded
 from unet3d.model import Block, UNet3d
 from unet3d.model.layers import HeadUnit, UpsampledUnit
@@ -151,9 +152,7 @@ class _Gathering(nn.Module):
         self._level = level
 
     def forward(self, x: Tensor) -> Any:
-        with sharded(self._shard):
-            own = own_planes(x)
-        whole: Tensor = _Gathered.apply(own, self._shard, self._level)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gathered.apply(x, self._shard, self._level)  # type: ignore[no-untyped-call]
         with sharded(None):
             return self.inner(whole)
 
@@ -173,23 +172,50 @@ class _SlabUpsampledUnit(UpsampledUnit):
         x = _MeanGradient.apply(x, shard)  # type: ignore[no-untyped-call]
         # The slab need not begin or end with a plane of the level below.
         first = max(own.start - 1, 0) // step
-        stop = min(-(-(own.stop + 1) // step), x.shape[2])
-        fine = upsample(x.narrow(2, first, stop - first), self.up.weight, self.up.stride)
+        coarse = _planes_of(x, range(first, min(-(-(own.stop + 1) // step), x.shape[2])))
+        fine = upsample(coarse, self.up.weight, self.up.stride)
         start = first * step
-        fine = some_planes(fine, range(own.start - 1 - start, own.stop + 1 - start))
+        fine = _planes_of(fine, range(own.start - 1 - start, own.stop + 1 - start))
         return conv3x3x3(fine, self.unit.conv.weight), added
 
 
+def _planes_of(x: Tensor, planes: range) -> Tensor:
+    """Return some planes of a map, zeros where they are outside; may be differentiated."""
+    chosen: Tensor = _Planes.apply(x, planes)  # type: ignore[no-untyped-call]
+    return chosen
+
+
+class _Planes(torch.autograd.Function):
+    """The gradient is channels-last, where that of a view would have a layout of PyTorch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, planes: range) -> Tensor:
+        ctx.size, ctx.planes = x.shape[2], planes
+        chosen = some_planes(x, planes)
+        return chosen.view_as(chosen)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        start = ctx.planes.start
+        return channels_last(some_planes(gradient, range(-start, ctx.size - start))), None
+
+
 class _Gathered(torch.autograd.Function):
+    """The whole map from slabs with their halos, which are left out."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VolumeShard, level: int) -> Tensor:
         ctx.slab, ctx.count = shard.division.slab(shard.index, level), shard.count
-        return shard.gather_map(x, level)
+        return shard.gather_map(inner(x), level)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         own = gradient.narrow(2, ctx.slab.start, len(ctx.slab))
-        return own * ctx.count, None, None
+        with_halo = empty_with_halo(own)
+        for halo in (with_halo[:, :, 0], with_halo[:, :, -1]):
+            halo.zero_()
+        torch.mul(own, ctx.count, out=inner(with_halo))
+        return with_halo, None, None
 
 
 class _MeanGradient(torch.autograd.Function):
@@ -200,4 +226,6 @@ class _MeanGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.sum(gradient) / ctx.shard.count, None
+        # In the order of memory, since a message is contiguous.
+        total = ctx.shard.sum(gradient.permute(0, 2, 3, 4, 1))
+        return total.permute(0, 4, 1, 2, 3) / ctx.shard.count, None
