@@ -1,12 +1,13 @@
 """A device that waits for ever for another rank ends its own, with one line; others go on."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -280,15 +281,32 @@ SECONDS = 60
 """More than any of these takes."""
 
 
-def stuck_environment(folder: Path) -> dict[str, str]:
-    """Return variables with which rank 0 gets stuck as soon as there is a file ``stuck``."""
+def variables(folder: Path, limit: str | None = None, *, is_stuck: bool = True) -> dict[str, str]:
+    """Return variables with which rank 0 gets stuck as soon as there is a file ``stuck``.
+
+    Args:
+        folder: Of that file.
+        limit: Seconds after which a rank is lost, of commands that have no option for it.
+        is_stuck: Whether it gets stuck at all.
+    """
     (folder / "sitecustomize.py").write_text(
         "import os\nif 'RANK' in os.environ:\n    import tests.distributed.stuck_device\n"
     )
     own = environment()
     own["PYTHONPATH"] = os.pathsep.join([str(folder), own["PYTHONPATH"]])
-    own["UNET3D_TEST_STUCK"] = str(folder / "stuck")
-    return own
+    if is_stuck:
+        own["UNET3D_TEST_STUCK"] = str(folder / "stuck")
+    return own if limit is None else own | {"UNET3D_TEST_LIMIT": limit}
+
+
+def command(arguments: Sequence[object], own: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "unet3d", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=own,
+    )
 
 
 def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -314,68 +332,78 @@ def assert_named(status: int, errors: str, advice: str) -> None:
     assert status == 1
 
 
+def assert_ends(process: subprocess.Popen[str], family: list[int], advice: str) -> None:
+    _, errors = process.communicate(timeout=SECONDS)
+    assert_named(process.returncode, errors, advice)
+    assert_all_end(family, 10)
+
+
 @pytest.mark.trains
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", SPREAD)
-def test_the_command_names_a_rank_that_another_ones_device_waits_for(
+def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
     mode: str, cache: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     arguments = words(folder, cache, *SPREAD[mode], *SHORT, *LATER)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "unet3d", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=stuck_environment(tmp_path),
-    )
+    process = command(arguments, variables(tmp_path))
     wait_until((folder / "checkpoint-latest.pt").exists, process)
     family, ranks = family_of(process.pid), children_of(process.pid)
     lose_second(tmp_path, process, ranks[1])
-    _, errors = process.communicate(timeout=SECONDS)
-    assert_named(process.returncode, errors, "--resume")
-    assert_all_end(family, 10)
+    assert_ends(process, family, "--resume")
+
+
+def predict_many(folder: Path, own: dict[str, str], devices: str) -> subprocess.Popen[str]:
+    """Segment many scans in one piece each, and return when the first is done."""
+    first = write_volume(folder / "scans/0.nii.gz", noise((40, 36, 33)))
+    for number in range(1, 200):
+        shutil.copy(first, folder / f"scans/{number}.nii.gz")
+    checkpoint, out = write_checkpoint(folder / "network.pt"), folder / "out"
+    network = ("predict", first.parent, "--checkpoint", checkpoint, "-o", out)
+    spread = ("--parallel", "spatial", "--devices", devices, "--window", "whole")
+    process = command((*network, *spread), own)
+    wait_until(lambda: any(out.glob("*_seg.nii.gz")), process)
+    return process
 
 
 @pytest.mark.slow
-def test_predict_names_a_rank_that_another_ones_device_waits_for(tmp_path: Path) -> None:
-    for seed in range(20):
-        write_volume(tmp_path / f"scans/{seed}.nii.gz", noise((40, 36, 33), seed=seed))
-    write_checkpoint(tmp_path / "network.pt")
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "unet3d", "predict", str(tmp_path / "scans")),
-            *("--checkpoint", str(tmp_path / "network.pt"), "--devices", "cpu,cpu"),
-            *("--window", "8,8,8", "--overlap", "0.8", "-o", str(tmp_path / "out")),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=stuck_environment(tmp_path) | {"UNET3D_TEST_LIMIT": "2"},
-    )
-    wait_until(lambda: any((tmp_path / "out").glob("*_seg.nii.gz")), process)
+def test_predict_names_a_rank_that_a_device_of_another_waits_for(tmp_path: Path) -> None:
+    process = predict_many(tmp_path, variables(tmp_path, "2"), "cpu,cpu")
     family, ranks = family_of(process.pid), children_of(process.pid)
     lose_second(tmp_path, process, ranks[1])
-    _, errors = process.communicate(timeout=SECONDS)
-    assert_named(process.returncode, errors, "give the same command again")
-    assert_all_end(family, 10)
+    assert_ends(process, family, "give the same command again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)])
+def test_a_frozen_rank_of_a_prediction_is_named(devices: str, tmp_path: Path) -> None:
+    process = predict_many(tmp_path, variables(tmp_path, "4", is_stuck=False), devices)
+    family, ranks = family_of(process.pid), children_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert_ends(process, family, "give the same command again")
+
+
+@pytest.mark.trains
+@pytest.mark.slow
+@pytest.mark.multigpu
+def test_a_frozen_replica_on_a_gpu_is_named(cache: Path, tmp_path: Path) -> None:
+    """Shards are in ``tests/faults/test_shards.py``."""
+    folder = tmp_path / "run"
+    on_gpus = ("parallel.devices=0,1", "parallel.timeout_seconds=4")
+    changes = (*SPREAD["data"], *SHORT, *on_gpus, *LATER)
+    process = command(words(folder, cache, *changes), environment())
+    wait_until((folder / "checkpoint-latest.pt").exists, process)
+    family, ranks = family_of(process.pid), children_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert_ends(process, family, "--resume")
 
 
 @pytest.mark.trains
 @pytest.mark.slow
 def test_a_rank_of_torchrun_says_it_once_itself(cache: Path, tmp_path: Path) -> None:
-    folder, port, own = tmp_path / "run", free_port(), stuck_environment(tmp_path)
+    folder, port, own = tmp_path / "run", free_port(), variables(tmp_path)
     arguments = words(folder, cache, *SPREAD["spatial"], *SHORT, *LATER)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "unet3d", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=own | rank_variables(rank, 2, port),
-        )
-        for rank in range(2)
-    ]
+    ranks = [command(arguments, own | rank_variables(rank, 2, port)) for rank in range(2)]
     try:
         wait_until((folder / "checkpoint-latest.pt").exists, ranks[0])
         lose_second(tmp_path, ranks[0], ranks[1].pid)
