@@ -256,17 +256,19 @@ def test_a_gpu_writes_how_far_it_is_into_host_memory() -> None:
     gpu = torch.device("cuda", 0)
     progress = GpuProgress(gpu)
     assert progress.reached() == 0
-    torch.cuda._sleep(2_000_000_000)  # about a second
-    progress.queue(1)
-    torch.cuda._sleep(2_000_000_000)
-    progress.queue(2)
+    progress.queue(1)  # which loads its kernels
+    torch.cuda.synchronize()
+    assert progress.reached() == 1
+    for number in (2, 3):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        progress.queue(number)
     seen = [progress.reached()]
     deadline = time.monotonic() + 60
-    while seen[-1] < 2:
+    while seen[-1] < 3:
         assert time.monotonic() < deadline
-        if progress.reached() != seen[-1]:
-            seen.append(progress.reached())
-    assert seen == [0, 1, 2]
+        if (number := progress.reached()) != seen[-1]:
+            seen.append(number)
+    assert seen == [1, 2, 3]
 
 
 # In processes: the main thread of rank 0 stops where nothing reaches it, and rank 1 altogether

@@ -105,3 +105,41 @@ def test_a_dead_rank_is_named(runs: Path, when: str) -> None:
 def test_a_hanging_rank_is_named_with_its_step(runs: Path, when: str) -> None:
     text = (runs / f"hanging-{when}.txt").read_text()
     assert text.startswith("RankError: rank 1 (in epoch 2, step 3) hangs: nothing for 1 s")
+
+
+def ended_by(folder: Path, code: str) -> tuple[int, str, dict[str, str]]:
+    """Return exit status, errors and report of a rank whose threads end it."""
+    head = "import threading, time\nfrom unet3d.distributed import ranks\n"
+    head += "from unet3d.errors import RankError\nerror = RankError('rank 1 hangs')\n"
+    own = environment() | {"TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    done = subprocess.run(
+        [sys.executable, "-c", head + code],
+        env=own,
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, done.stderr, json.loads((folder / "error.json").read_text())
+
+
+def test_of_several_threads_one_says_why_the_process_ends(tmp_path: Path) -> None:
+    code = """
+for _ in range(20):
+    threading.Thread(target=ranks.end_process, args=(error,)).start()
+time.sleep(50)
+"""
+    status, errors, report = ended_by(tmp_path, code)
+    assert (status, errors, report["kind"]) == (1, "Error: rank 1 hangs\n", "hang")
+
+
+def test_a_main_thread_that_says_why_but_cannot_end_is_ended(tmp_path: Path) -> None:
+    code = """
+ranks.LEAVE_SECONDS = 0.2
+ranks.report_end(error, "hang")
+threading.Thread(target=ranks.end_process, args=(RankError("again"),)).start()
+time.sleep(50)
+"""
+    status, errors, report = ended_by(tmp_path, code)
+    assert (status, errors, report["kind"]) == (1, "", "hang")
+    assert "rank 1 hangs" in str(report)

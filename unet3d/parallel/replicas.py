@@ -78,11 +78,11 @@ class ReducerExchange:
         Raises:
             RankError: Another rank died or hangs.
         """
-        for wrapped in self._wrapped:
-            # After the first step, DDP rebuilds its buckets once, in the order in which the
-            # gradients came; until then there is one bucket, and nothing overlaps.
-            wrapped.reducer._rebuild_buckets()
         with self._group.translate_dist_errors(), self._group.watching(*self._devices):
+            for wrapped in self._wrapped:
+                # After the first step, DDP rebuilds its buckets once, in the order in which the
+                # gradients came; until then there is one bucket, and nothing overlaps.
+                wrapped.reducer._rebuild_buckets()
             yield
 
     def before_last_backward(self, stage: Stage) -> None:
