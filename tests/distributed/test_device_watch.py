@@ -135,7 +135,10 @@ def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank: Rank) -> 
     assert rank.ended.wait(10), "now it has stopped"
 
 
-def test_a_device_that_has_done_all_may_wait_for_its_next_work(rank: Rank) -> None:
+def test_a_device_that_has_done_all_may_wait_for_its_next_work(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
     rank.queue()
     time.sleep(3 * LIMIT)
     rank.queue()
@@ -162,7 +165,10 @@ def test_the_main_thread_may_take_longer_to_queue_but_not_for_ever(
         assert rank.ended.wait(4 * LIMIT + 10), "the driver takes no more"
 
 
-def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(rank: Rank) -> None:
+def test_an_error_while_work_is_queued_leaves_nothing_to_wait_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", 0.0)
     with pytest.raises(torch.OutOfMemoryError), rank.watch.queueing(CPU):
         raise torch.OutOfMemoryError("CUDA out of memory")
     assert rank.device.queued == []

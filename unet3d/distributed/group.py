@@ -5,8 +5,8 @@ waiting, so it never times out (`store_exchange`, `rank_watch`). A *gloo* group 
 for every step, which is read one step after it was sent, so that no rank waits (`step_messages`),
 and the bytes of files. Gradients go through groups of their own; see
 :mod:`unet3d.parallel.replicas`. Where GPUs wait for their messages, nobody reads anything; so a
-thread watches them (`device_watch`). Nothing that one rank sends another is ever unpickled: values are
-JSON, everything else is tensors of numbers.
+thread watches them (`device_watch`). Nothing that one rank sends another is ever unpickled: values
+are JSON, everything else is tensors of numbers.
 """
 
 import os
