@@ -105,20 +105,6 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def put(computed: Tensor, planes: range, x: Tensor, wanted: range) -> None:
-    """Copy the wanted planes of computed ones to their place.
-
-    Args:
-        computed: (N, C, planes, Y, Z).
-        planes: Which planes were computed.
-        x: (N, C, X, Y, Z), written.
-        wanted: Some of the planes.
-    """
-    offset = wanted.start - planes.start
-    place = x.narrow(2, wanted.start, len(wanted))
-    place.copy_(computed.narrow(2, offset, len(wanted)))
-
-
 def gradients(
     dy: Tensor,
     x: Tensor,

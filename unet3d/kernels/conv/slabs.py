@@ -2,10 +2,10 @@
 
 Beyond 2^31 - 1 elements of one tensor cuDNN has only slow algorithms, or none. A slab of a
 channels-last volume along X is a view, so its input costs no copy; what is computed for it is
-copied to its place. A slab also reads the planes beside it that its kernel reaches, and computes a
-plane more where that lets it start like a whole volume does; such planes are dropped. Slabs are as
-few and as equal as can be, so that cuDNN looks for algorithms once or twice
-(:mod:`unet3d.kernels.conv.geometry`).
+written, or copied, to its place (:mod:`unet3d.kernels.conv.into`). A slab also reads the planes
+beside it that its kernel reaches, and computes a plane more where that lets it start like a whole
+volume does; such planes are dropped. Slabs are as few and as equal as can be, so that cuDNN looks
+for algorithms once or twice (:mod:`unet3d.kernels.conv.geometry`).
 
 Padding that differs before and behind along X, which PyTorch does not have, is done so too. Small
 float32 convolutions on a CPU go to :mod:`unet3d.kernels.conv.cpu`. Everything else takes PyTorch's
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unet3d.kernels.conv import cpu
 from unet3d.kernels.conv.geometry import Axis, Slab, divide
+from unet3d.kernels.conv.into import put, put_convolved
 from unet3d.kernels.conv.planes import (
     Padding,
     axis_of,
@@ -30,7 +31,6 @@ from unet3d.kernels.conv.planes import (
     gradients,
     padding_in_plane,
     plane_elements,
-    put,
     result_shape,
     samples,
     some_planes,
@@ -234,9 +234,8 @@ class _Convolution(torch.autograd.Function):
         for x_one, y_one in zip(samples(x), samples(y), strict=True):
             for slab in slabs:
                 planes = _planes(x_one, slab.x)
-                made = F.conv3d(planes, weight, None, tuple(stride), (slab.padding, *in_plane))
-                put(made, slab.y, y_one, slab.wanted)
-                del made  # before the next one
+                sides = (slab.padding, *in_plane)
+                put_convolved(y_one, slab, planes, weight, stride, sides)
         return y
 
     @staticmethod

@@ -191,8 +191,7 @@ class _Planes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, planes: range) -> Tensor:
         ctx.size, ctx.planes = x.shape[2], planes
-        chosen = some_planes(x, planes)
-        return chosen.view_as(chosen)
+        return some_planes(x, planes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -222,7 +221,7 @@ class _MeanGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shard: VolumeShard) -> Tensor:
         ctx.shard = shard
-        return x.view_as(x)
+        return x.detach()  # a view as itself may have other strides, which cuDNN takes for a layout
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -1,0 +1,98 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet3d.kernels.conv import into, slabs
+from unet3d.memory.allocations import counted_allocations
+
+Shape = tuple[int, int, int]
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("sides", [(0, 0), (1, 1), (1, 0), (0, 1), (3, 3)], ids=str)
+@pytest.mark.parametrize("size", [(1, 12, 4, 5), (2, 9, 4, 5)], ids=str)
+def test_planes_are_written_to_their_place(
+    size: tuple[int, int, int, int],
+    sides: tuple[int, int],
+    stride: int,
+    kernel: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call also makes planes that are wrong; none of them is left."""
+    if max(sides) >= kernel:
+        pytest.skip("a plane of the result would read nothing but zeros")
+    n, *space = size
+    x, weight = channels_last(tensor(n, 3, *space)), tensor(4, 3, kernel, 3, 3, seed=1)
+    expected = F.conv3d(F.pad(x, (1, 1, 1, 1, *sides)), weight, None, (stride, 1, 1))
+    called = []
+
+    def is_seen(x: Tensor) -> bool:
+        called.append(x.shape[2])
+        return True
+
+    monkeypatch.setattr(into, "writes_in_place", is_seen)
+    for limit in (150, 300, 420):
+        called.clear()
+        monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+        y = slabs.convolve(x, weight, (stride, 1, 1), (sides, 1, 1))
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        assert len(called) > n
+
+
+def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 2**18)
+    gpu = torch.device("cpu", 1)  # stands for one
+    peaks = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        with counted_allocations() as recorder:
+            x = torch.empty((1, 32, 64, 32, 32), dtype=dtype, device=gpu)
+            x = channels_last(x)
+            weight = torch.empty((32, 32, 3, 3, 3), dtype=dtype, device=gpu)
+            before = recorder.now[gpu]
+            recorder.peak[gpu] = before
+            y = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
+            plane = x.nbytes // 64
+            peaks[dtype] = (recorder.peak[gpu] - before - y.nbytes) / plane
+    assert peaks[torch.bfloat16] <= 1  # what a call must not overwrite
+    assert peaks[torch.float32] > 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("sides", [(0, 0), (1, 1), (1, 0)], ids=str)
+def test_cudnn_writes_planes_to_their_place(
+    sides: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = channels_last(tensor(2, 32, 37, 24, 20)), tensor(32, 32, 3, 3, 3, seed=1) * 0.03
+    x, weight = x.to("cuda", torch.bfloat16), weight.to("cuda", torch.bfloat16)
+    padded = F.pad(x.double(), (1, 1, 1, 1, *sides))
+    expected = F.conv3d(padded, weight.double(), None, (stride, 1, 1))
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 150_000)
+    y = slabs.convolve(x, weight, (stride, 1, 1), (sides, 1, 1))
+    assert y.is_contiguous(memory_format=torch.channels_last_3d)
+    errors = (y.double() - expected).flatten(3).norm(dim=(0, 1, 3)) / expected.flatten(3).norm(
+        dim=(0, 1, 3)
+    )
+    assert errors.max() <= 4e-3  # of every plane
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_kernel_copies_planes_to_their_place(dtype: torch.dtype) -> None:
+    x = torch.zeros((1, 4, 9, 5, 6), device="cuda", dtype=dtype)
+    x, made = channels_last(x), channels_last(torch.randn(1, 4, 6, 5, 6, device="cuda").to(dtype))
+    made[0, 0, 2] = float("nan")
+    into.put(made, range(2, 8), x, range(3, 7))
+    torch.testing.assert_close(x[:, :, 3:7], made[:, :, 1:5], rtol=0, atol=0, equal_nan=True)
+    assert not x[:, :, [0, 1, 2, 7, 8]].any()
