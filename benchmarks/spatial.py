@@ -2,15 +2,18 @@
 
     python benchmarks/spatial.py --json spatial.json
     python benchmarks/spatial.py --parts largest --sizes 832 --json largest.json
+    taskset -c 0-7 python benchmarks/spatial.py --parts waiting --sizes 256 --json waiting.json
     python benchmarks/spatial.py --devices cpu,cpu --sizes 16,32 --channels 4,8,8 --steps 2
 
-The parts, of which all but ``largest`` are measured in the same processes, one for each device:
+The parts; the first three are measured in the same processes, one for each device:
 
 messages   what the messages of a step take, launched and replayed from a CUDA graph
 step       a training step at batch 1 on the first device and on all, with the peak of each device
            and what the planner predicts; the loss of both is compared
 predict    the logits of a whole cube on the first device and on all
 largest    whether two steps of a cube run on all devices, in processes of its own for each cube
+waiting    a whole ``unet3d train --parallel spatial``, on patches of the first size: how long it
+           waits for data (``taskset`` gives it fewer cores)
 
 A time is that of a few steps in a row, as in training, from an idle machine to an idle machine,
 divided by their number: forward, backward, exchange of gradients, clipping, optimizer, and the
@@ -26,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +37,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import training
 from common import devices_named, reason_of, synchronize, tuning_key
 
 from unet3d.config import ModelSettings, Shape, TrainingSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.launched import MEETING_FOLDER
 from unet3d.distributed.processes import die_with_parent
-from unet3d.distributed.ranks import Ranks
+from unet3d.distributed.ranks import Ranks, num_cores
 from unet3d.distributed.rendezvous import joined
 from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
@@ -385,6 +389,20 @@ def measure(names: tuple[str, ...], changes: list[str]) -> dict[str, Any]:
         return record
 
 
+def measure_waiting(names: Sequence[str], size: int, arguments: argparse.Namespace) -> Any:
+    """Measure a whole training on patches of volumes that are a little larger."""
+    cube, volume = (",".join([str(voxels)] * 3) for voxels in (size, size + 32))
+    devices = ",".join(names)
+    given = training.make_parser().parse_args(
+        ["--parallel", "spatial", "--runs", devices, "--batch-size", "1", "--shape", cube,
+         "--volume", volume, "--channels", arguments.channels,
+         "--steps", str(arguments.steps or 24)]
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as cache:
+        run = training.run_training(given, Path(cache), devices)
+    return {"size": [size] * 3, "num_cores": num_cores(), **run}
+
+
 def print_table(record: dict[str, Any], count: int) -> None:
     """Print what was measured."""
     for row in record.get("messages", []):
@@ -415,7 +433,7 @@ def print_table(record: dict[str, Any], count: int) -> None:
             f"{count}: {row['one_seconds'] / row['seconds']:.3f}; labels alike "
             f"{row['same_label']:.5f}"
         )
-    for row in record.get("largest", []):
+    for row in record.get("largest", []) + record.get("waiting", []):
         print(row)
     if "error" in record:
         print(record["error"])
@@ -431,12 +449,15 @@ def main() -> None:
         run_rank(arguments, names)
         return
     parts = arguments.parts.split(",")
-    together = [part for part in parts if part != "largest"]
+    together = [part for part in parts if part not in ("largest", "waiting")]
     record = measure(names, ["--parts", ",".join(together)]) if together else {}
     for size in arguments.sizes.split(",") if "largest" in parts else ():
         attempt = measure(names, ["--parts", "largest", "--sizes", size])
         failed = {"size": [int(size)] * 3, "trains": False, "reason": attempt.get("error")}
         record.setdefault("largest", []).extend(attempt.get("largest", [failed]))
+    if "waiting" in parts:
+        first = int(arguments.sizes.split(",")[0])
+        record["waiting"] = [measure_waiting(names, first, arguments)]
     print_table(record, len(names))
     devices = devices_named(names)
     if arguments.json:

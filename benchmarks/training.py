@@ -15,8 +15,9 @@ a turn, so a queue that runs empty is not taken for a loader that is fast enough
 
 ``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_peer.py``), ``--patches`` what a patch
 costs one core and, on a GPU, the GPU (``patch_costs.py``), and ``--runs`` the later epochs of real
-``unet3d train`` commands on these devices, a replica on each. Several settings are measured in one
-call with ``--and``: the same options, with those of the command line as defaults.
+``unet3d train`` commands on these devices, with a replica on each, or with ``--parallel spatial`` a
+slab of each patch. Several settings are measured in one call with ``--and``: the same options, with
+those of the command line as defaults.
 """
 
 import argparse
@@ -62,7 +63,7 @@ RUN_STEPS_OF_TURN = 4
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", default="128,128,128", help="of a patch")
-    parser.add_argument("--batch-size", type=int, default=2, help="of each device with --runs")
+    parser.add_argument("--batch-size", type=int, default=2, help="of each replica")
     parser.add_argument("--augmentation", choices=("default", "mlperf", "none"), default="default")
     parser.add_argument("--augmentation-device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--workers", default="16,8,2", help="numbers of processes to try")
@@ -75,6 +76,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--nnunet", action="store_true", help="its trainer too")
     parser.add_argument("--patches", action="store_true", help="what one costs")
     parser.add_argument("--runs", nargs="*", default=[], help="devices of runs, such as 0 0,1")
+    parser.add_argument(
+        "--parallel", choices=("data", "spatial"), default="data", help="of runs on several devices"
+    )
     parser.add_argument("--and", action="append", default=[], help="options of another setting")
     parser.add_argument("--cache", type=Path, help="keep the volumes there")
     parser.add_argument("--json", type=Path)
@@ -91,7 +95,7 @@ def settings_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
         yield parser.parse_args(shlex.split(more), first)
 
 
-def values_of(arguments: argparse.Namespace, cache: Path, num_devices: int = 1) -> dict[str, Any]:
+def values_of(arguments: argparse.Namespace, cache: Path, num_replicas: int = 1) -> dict[str, Any]:
     """Return what differs from the default settings."""
     values: dict[str, Any] = {
         "data.cache": str(cache.absolute()),
@@ -100,7 +104,7 @@ def values_of(arguments: argparse.Namespace, cache: Path, num_devices: int = 1) 
         "data.num_folds": arguments.num_cases,
         "patches.size": parse_shape(arguments.shape),
         "model.channels": tuple(int(number) for number in arguments.channels.split(",")),
-        "training.batch_size": arguments.batch_size * num_devices,
+        "training.batch_size": arguments.batch_size * num_replicas,
     }
     augmentation: dict[str, Any] = {"device": arguments.augmentation_device}
     if arguments.augmentation == "none":
@@ -201,9 +205,10 @@ def ask_nnunet(
 
 
 def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> dict[str, Any]:
-    """Return the speed of ``unet3d train`` with a replica on each device, after its first epoch."""
+    """Return the speed of ``unet3d train`` on these devices, after its first epoch."""
     num_devices = len(devices.split(","))
-    values = values_of(arguments, cache, num_devices)
+    num_replicas = num_devices if arguments.parallel == "data" else 1
+    values = values_of(arguments, cache, num_replicas)
     batch_size = values["training.batch_size"]
     values["patches.per_case"] = patches_per_case(
         RUN_STEPS_OF_TURN * arguments.steps, batch_size, arguments.num_cases - 1
@@ -213,7 +218,7 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
     with tempfile.TemporaryDirectory() as folder:
         settings, output = Path(folder) / "settings.yaml", Path(folder) / "run"
         settings.write_text(Config().with_values(values).to_yaml())
-        mode = "data" if num_devices > 1 else "none"
+        mode = arguments.parallel if num_devices > 1 else "none"
         done = subprocess.run(
             [sys.executable, "-m", "unet3d", "train", "--quiet", "--config", str(settings),
              "--parallel", mode, "--devices", devices, "--output", str(output)],

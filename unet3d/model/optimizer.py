@@ -53,6 +53,9 @@ class Optimization:
         self.module = module
         self.settings = settings
         parameters = list(module.parameters())
+        # All in one pass over each parameter. In float16 PyTorch's SGD would leave momentum as its
+        # memory was, where the very first gradient overflows.
+        fused = precision != "float16"
         self.optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(
@@ -61,10 +64,14 @@ class Optimization:
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
                 nesterov=settings.momentum > 0,
+                fused=fused,
             )
         else:
             self.optimizer = torch.optim.AdamW(
-                parameters, lr=settings.learning_rate, weight_decay=settings.weight_decay
+                parameters,
+                lr=settings.learning_rate,
+                weight_decay=settings.weight_decay,
+                fused=fused,
             )
         first = parameters[0].device
         self.scaler = torch.amp.GradScaler(first.type, enabled=precision == "float16")

@@ -118,7 +118,7 @@ class _InstanceNormHead(torch.autograd.Function):
             dy,
             x,
             *affine,
-            total=total if shard is None else shard.sum(total[:2]),
+            total=total if shard is None else norm.total(shard.gather(total[:2])),
             voxels=num_voxels(x, shard),
             slope=options.slope,
             pads=options.pads_gradient,

@@ -135,7 +135,7 @@ class _StemNorm(torch.autograd.Function):
             x,
             y,
             *affine,
-            total=own if shard is None else shard.sum(own),
+            total=own if shard is None else norm.total(shard.gather(own)),
             voxels=num_voxels(y, shard),
             kernel=kernel,
             before=options.x_padding[0],
