@@ -83,7 +83,7 @@ def _(y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequ
 @torch.library.impl("unet3d::convolve_into", "cuda")
 def _(y: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int]) -> None:
     cudnn = torch.backends.cudnn
-    if torch.version.cuda is None or not cudnn.is_acceptable(x):  # type: ignore[no-untyped-call]
+    if torch.version.cuda is None or not cudnn.enabled:
         y.copy_(F.conv3d(x, weight, None, tuple(stride), tuple(padding)))
         return
     is_repeatable = cudnn.deterministic or torch.are_deterministic_algorithms_enabled()
