@@ -185,6 +185,45 @@ def test_a_resumed_optimizer_takes_the_same_steps(optimizer: str) -> None:
     assert torch.equal(second.weight, whole.weight)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (torch.channels_last_3d, torch.contiguous_format),
+        (torch.contiguous_format, torch.channels_last_3d),
+    ],
+    ids=str,
+)
+def test_a_run_can_go_on_where_kernels_are_stored_in_another_order(
+    layouts: tuple[torch.memory_format, torch.memory_format], optimizer: str
+) -> None:
+    """As on a GPU in float32 after one in bfloat16, or on a CPU after the first."""
+
+    def take_steps(module: nn.Conv3d, optimization: Optimization, numbers: range) -> None:
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            for parameter in module.parameters():
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            optimization.step(0.01)
+
+    def conv(layout: torch.memory_format) -> nn.Conv3d:
+        torch.manual_seed(0)
+        return nn.Conv3d(3, 4, 2).to(memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+    before, whole, after = conv(layouts[0]), conv(layouts[0]), conv(layouts[1])
+    take_steps(whole, make(whole, optimizer=optimizer), range(4))
+    first, second = make(before, optimizer=optimizer), make(after, optimizer=optimizer)
+    take_steps(before, first, range(2))
+    after.load_state_dict(before.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    take_steps(after, second, range(2, 4))
+    torch.testing.assert_close(after.weight, whole.weight, rtol=1e-6, atol=1e-7)
+    for values in second.optimizer.state.values():
+        for name, value in values.items():
+            assert name == "step" or value.dim() == 1 or value.stride() == after.weight.stride()
+
+
 def test_the_state_of_another_network_is_refused() -> None:
     optimization = make(nn.Linear(2, 1))
     with pytest.raises(ValueError, match="another number of parameters"):

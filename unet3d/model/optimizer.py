@@ -131,6 +131,11 @@ class Optimization:
         self.optimizer.load_state_dict({"state": stored["state"], "param_groups": own})
         for parameter, values in self.optimizer.state.items():
             self._check_state(parameter, values)
+            for name, value in values.items():
+                # On other devices kernels may be stored in another order, and a fused step goes
+                # through memory as it is.
+                if value is not None and name != "step":
+                    values[name] = torch.empty_like(parameter).copy_(value)
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
