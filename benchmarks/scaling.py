@@ -1,7 +1,7 @@
 """What a training step takes with 1 to 64 GPUs, on paper: seconds and memory of ``spatial``.
 
     python benchmarks/scaling.py
-    python benchmarks/scaling.py --against benchmarks/results/spatial-2026-11-22.json
+    python benchmarks/scaling.py --against benchmarks/results/spatial-2026-11-23.json
 
 Nothing is measured and no GPU is needed: seconds are those of :mod:`unet3d.planning.step_time`,
 peaks those of :mod:`unet3d.planning.memory_estimate`, which ``--parallel auto`` chooses by. GPUs

@@ -39,7 +39,7 @@ def test_one_gpu_takes_what_an_h200_took(edge: int, batch_size: int, millisecond
     ("edge", "milliseconds"), [(128, 9.7), (256, 40.1), (384, 123.9), (512, 314.4)]
 )
 def test_two_gpus_take_what_two_h200_took(edge: int, milliseconds: float) -> None:
-    """See ``benchmarks/results/spatial-2026-11-22.json``."""
+    """See ``benchmarks/results/spatial-2026-11-23.json``."""
     assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(milliseconds, rel=0.07)
 
 

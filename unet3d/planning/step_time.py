@@ -34,7 +34,7 @@ smaller volumes promise 530 and 1200."""
 SLAB_FACTOR = 1.05
 """What a block of a divided level takes longer than its share, for the planes beside the slab; with
 it 40.1, 123.9 and 314 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
-(``benchmarks/results/spatial-2026-11-22.json``)."""
+(``benchmarks/results/spatial-2026-11-23.json``)."""
 LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
 OFFLOAD_FACTOR = 1.3

@@ -6,7 +6,7 @@ from typing import NamedTuple
 BLOCK_ELEMENTS = 4096
 """Elements of the matrix in one program at a time: 32 values a thread with 4 warps."""
 MAX_BLOCK_CHANNELS = 64
-WANTED_PROGRAMS = 1056
+WANTED_PROGRAMS = 528
 """Eight for each of an H100's 132 processors, so that none waits long for the last."""
 
 
