@@ -118,10 +118,10 @@ class Messages:
     def seconds(self, norm_levels: Iterable[int], links: Links, num_samples: int) -> float:
         """Return what they take for one micro-batch.
 
-        Of each normalisation in a divided level: the moments are gathered forward, and sums of its
-        gradient are added in backward. Each time the planes beside the slab are exchanged, but not
-        those of the last one, which the head reads. The map that enters the levels that are whole
-        is gathered, and the gradient of what leaves them is averaged. The loss is one sum.
+        Of each normalisation in a divided level, the moments are gathered forward, and sums of its
+        gradient in backward. Each time the planes beside the slab are exchanged, but not those of
+        the last one, which the head reads. The map that enters the levels that are whole is
+        gathered, and the gradient of what leaves them is averaged. The loss is one sum.
 
         Args:
             norm_levels: The level of each normalisation.
