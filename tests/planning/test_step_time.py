@@ -27,20 +27,19 @@ def seconds(step: Step) -> float:
     return predicted
 
 
+# Measured: ``benchmarks/results/spatial-2026-11-23.json``.
 @pytest.mark.parametrize(
-    ("edge", "batch_size", "milliseconds"),
-    [(128, 1, 11.6), (128, 2, 19.3), (128, 7, 61.7), (256, 1, 67.6), (512, 1, 580), (672, 1, 1322)],
+    ("edge", "milliseconds"), [(128, 10.4), (256, 68.9), (384, 230.0), (512, 557.4)]
 )
-def test_one_gpu_takes_what_an_h200_took(edge: int, batch_size: int, milliseconds: float) -> None:
-    assert 1000 * seconds(on_gpu(edge, batch_size)) == pytest.approx(milliseconds, rel=0.04)
+def test_one_gpu_takes_what_an_h200_took(edge: int, milliseconds: float) -> None:
+    assert 1000 * seconds(on_gpu(edge)) == pytest.approx(milliseconds, rel=0.03)
 
 
 @pytest.mark.parametrize(
-    ("edge", "milliseconds"), [(128, 9.7), (256, 40.1), (384, 123.9), (512, 314.4)]
+    ("edge", "milliseconds"), [(128, 8.4), (256, 39.1), (384, 123.4), (512, 293.7)]
 )
 def test_two_gpus_take_what_two_h200_took(edge: int, milliseconds: float) -> None:
-    """See ``benchmarks/results/spatial-2026-11-23.json``."""
-    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(milliseconds, rel=0.07)
+    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(milliseconds, rel=0.03)
 
 
 @pytest.mark.parametrize(

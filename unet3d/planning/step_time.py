@@ -28,12 +28,12 @@ NORM_PASSES = 8
 times backward (``benchmarks/floor.py``)."""
 LARGE_ELEMENTS = 2**31 - 1
 """Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
-LARGE_FACTOR = 1.13
-"""What a block with such a map takes longer, on an H200: 580 ms at 512^3 and 1322 at 672^3, where
-smaller volumes promise 530 and 1200."""
+LARGE_FACTOR = 1.10
+"""What a block with such a map takes longer, on an H200: 557 ms at 512^3, where smaller volumes
+promise 520."""
 SLAB_FACTOR = 1.05
 """What a block of a divided level takes longer than its share, for the planes beside the slab; with
-it 40.1, 123.9 and 314 ms at 256^3, 384^3 and 512^3 on two H200 are met within 4 %
+it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 2.5 %
 (``benchmarks/results/spatial-2026-11-23.json``)."""
 LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
@@ -53,10 +53,10 @@ class Rates:
     """What a step of any size takes besides."""
 
 
-H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=3e-3)
+H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
 """An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
 copy (4.2e12; ``benchmarks/floor.py``). The factor and the constant are fitted to steps of 32 to 320
-channels: 11.6 ms at 128^3, 19.3 with a batch of 2, 61.7 with 7, 67.6 at 256^3; all within 3 %."""
+channels: 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320

@@ -71,12 +71,10 @@ def test_on_a_gpu_there_is_no_copy_of_what_is_computed(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("sides", [(0, 0), (1, 1), (1, 0)], ids=str)
-@pytest.mark.parametrize("channels", [1, 32])  # of one channel, strides do not tell the layout
 def test_cudnn_writes_planes_to_their_place(
-    channels: int, sides: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
+    sides: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x, weight = tensor(2, channels, 37, 24, 20), tensor(32, channels, 3, 3, 3, seed=1) * 0.03
-    x = channels_last(x)
+    x, weight = channels_last(tensor(2, 32, 37, 24, 20)), tensor(32, 32, 3, 3, 3, seed=1) * 0.03
     x, weight = x.to("cuda", torch.bfloat16), weight.to("cuda", torch.bfloat16)
     padded = F.pad(x.double(), (1, 1, 1, 1, *sides))
     expected = F.conv3d(padded, weight.double(), None, (stride, 1, 1))

@@ -71,8 +71,11 @@ def put_convolved(
 
 
 def writes_in_place(x: Tensor) -> bool:
-    """Return whether convolutions of a tensor can be written to memory that is there."""
-    return is_gpu(x.device) and x.dtype in _LOW_TYPES
+    """Return whether convolutions of a tensor can be written to memory that is there.
+
+    Of one channel, strides do not tell the layout that cuDNN is to take.
+    """
+    return is_gpu(x.device) and x.dtype in _LOW_TYPES and x.shape[1] > 1
 
 
 @torch.library.impl("unet3d::convolve_into", "cpu")
