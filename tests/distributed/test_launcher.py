@@ -17,6 +17,7 @@ import torch
 from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
+from unet3d.distributed import launcher
 from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.ranks import Kind, Ranks, report_end
@@ -50,6 +51,27 @@ def probe_folder(folder: Path) -> Path:
         "        json.dump(sys.path, file)\n"
     )
     return folder
+
+
+def test_a_rank_that_cannot_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has said why; what it waits for is a rank that hangs."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        from unet3d.distributed.ranks import report_end\n"
+        "        from unet3d.errors import RankError\n"
+        "        report_end(RankError('rank 1 (in epoch 3) hangs'), 'hang')\n"
+        "    time.sleep(1000)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(launcher, "LEAVING_SECONDS", 1.0)
+    monkeypatch.setattr(launcher, "END_SECONDS", 1.0)
+    began = time.monotonic()
+    with pytest.raises(Unet3dError, match=r"^rank 1 \(in epoch 3\) hangs$"):
+        launch(["--version"], tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
+    assert time.monotonic() - began < 30
 
 
 def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ POLL_SECONDS = 0.05
 END_SECONDS = 10.0
 """Time for ranks that cannot go on without another, in which they say so."""
 
+LEAVING_SECONDS = 5.0
+"""Time for a rank to end that has said why. It may take long where its GPU still waits for a rank
+that hangs, which nobody else ends."""
+
 PREFIX = "unet3d-ranks-"
 """How the names of the folders begin in which ranks meet."""
 
@@ -211,6 +215,7 @@ def _wait(
     Returns:
         How those failed that did, but not those that only ended because they were asked to.
     """
+    leaving_since: dict[int, float] = {}
     while any(rank.process.poll() is None for rank in ranks):
         if request.signal_number is not None:
             _end(ranks, request.signal_number, stop_seconds)
@@ -219,8 +224,25 @@ def _wait(
         if failures:
             _end(ranks, signal.SIGTERM, END_SECONDS)
             return failures
+        if _is_stuck(ranks, leaving_since):
+            _end(ranks, signal.SIGTERM, END_SECONDS)
+            return _failures(ranks)
         time.sleep(POLL_SECONDS)
     return _failures(ranks)
+
+
+def _is_stuck(ranks: Sequence[_Rank], leaving_since: dict[int, float]) -> bool:
+    """Return whether a rank has said why it ends, and does not.
+
+    Args:
+        ranks: All of them.
+        leaving_since: When each was first seen to have said so; added to.
+    """
+    now = time.monotonic()
+    leaving = [rank for rank in ranks if rank.process.poll() is None and rank.error_file.exists()]
+    return any(
+        now - leaving_since.setdefault(rank.number, now) > LEAVING_SECONDS for rank in leaving
+    )
 
 
 def _failures(ranks: Sequence[_Rank]) -> list[Failure]:

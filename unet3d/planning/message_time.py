@@ -62,10 +62,10 @@ class Links:
 
 NVLINK = Links(latency_seconds=12e-6, planes_per_second=175e9, sums_per_second=291e9)
 """NCCL inside a CUDA graph, measured on two H200 of one host: an exchange of half a KiB each way
-takes 12 us, of half a MiB 18, of 2 MiB 25 and of 8 MiB 60; a gather of 640 floats 8 us, a sum 12; a
-sum of 125 MB 0.44 ms (``benchmarks/results/spatial-2026-11-23.json``)."""
+takes 11 us, of half a MiB 17, of 2 MiB 24 and of 8 MiB 57; a gather of 640 floats 8 to 13 us, a sum
+12; a sum of 125 MB 0.44 ms (``benchmarks/results/spatial-2026-11-23.json``)."""
 LAUNCHED_LATENCY_SECONDS = 65e-6
-"""Of a message that is launched and not replayed: 47 to 124 us on the same two H200."""
+"""Of a message that is launched and not replayed: 36 to 124 us on such GPUs."""
 GLOO = Links(latency_seconds=1e-3, planes_per_second=1e9, sums_per_second=1e9)
 """Gloo between processes of one machine: orders of magnitude. Between two that shared two busy
 cores, a message took 1 to 4 ms."""
