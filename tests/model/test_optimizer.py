@@ -119,13 +119,13 @@ def train_steps(
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_scaled_gradients_make_the_same_steps(num_devices: int) -> None:
-    """The loss is scaled by a power of two and unscaled again; only the optimizer rounds anew."""
+    """A scale is a power of two, so it changes no bit: the loss is scaled and unscaled again."""
     plain, without = train_steps(1, "float32")
     scaled, with_scale = train_steps(num_devices, "float16")
     assert without.scale == 1.0
     assert with_scale.scale == 2.0**16
     for a, b in zip(plain.parameters(), scaled.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -139,6 +139,31 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(bad: float) -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert optimization.scale == 2.0**15
     assert module.weight.grad is None
+    # Nothing of it is left in the momentum.
+    others = make(copy.deepcopy(module), "float32")
+    for one, scale in ((optimization, 2.0**15), (others, 1.0)):
+        for parameter in one.module.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25 * scale)
+        one.step(0.01)
+    for a, b in zip(module.parameters(), others.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_parameter_may_get_its_first_gradient_later() -> None:
+    module, plain = nn.Linear(2, 1), nn.Linear(2, 1)
+    plain.load_state_dict(module.state_dict())
+    optimization = make(module, momentum=0.9, weight_decay=0.1)
+    reference = torch.optim.SGD(
+        plain.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1, nesterov=True
+    )
+    for number in range(4):
+        for one in (module, plain):
+            one.weight.grad = torch.full((1, 2), 0.1 * (number + 1))
+            one.bias.grad = torch.full((1,), 0.2) if number > 1 else None
+        optimization.step(0.01)
+        reference.step()
+    for a, b in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def test_the_scale_is_resumed() -> None:

@@ -53,9 +53,6 @@ class Optimization:
         self.module = module
         self.settings = settings
         parameters = list(module.parameters())
-        # All in one pass over each parameter. In float16 PyTorch's SGD would leave momentum as its
-        # memory was, where the very first gradient overflows.
-        fused = precision != "float16"
         self.optimizer: torch.optim.Optimizer
         if settings.optimizer == "sgd":
             self.optimizer = torch.optim.SGD(
@@ -64,14 +61,14 @@ class Optimization:
                 momentum=settings.momentum,
                 weight_decay=settings.weight_decay,
                 nesterov=settings.momentum > 0,
-                fused=fused,
+                fused=True,  # one pass over each parameter
             )
         else:
             self.optimizer = torch.optim.AdamW(
                 parameters,
                 lr=settings.learning_rate,
                 weight_decay=settings.weight_decay,
-                fused=fused,
+                fused=True,
             )
         first = parameters[0].device
         self.scaler = torch.amp.GradScaler(first.type, enabled=precision == "float16")
@@ -101,6 +98,7 @@ class Optimization:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.module.parameters(), self.settings.gradient_clip)
+        self._begin_momentum()
         # With the scaler off, the first is a plain step and the second does nothing.
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -109,6 +107,19 @@ class Optimization:
             torch._foreach_zero_(gradients)  # the optimizer would launch a kernel for each
         else:
             self.optimizer.zero_grad()
+
+    def _begin_momentum(self) -> None:
+        """Let the momentum of parameters that have none yet begin at zero.
+
+        PyTorch's fused SGD takes momentum of all parameters or of none, and leaves it as its memory
+        was where the very first gradient overflows.
+        """
+        if self.settings.optimizer != "sgd" or self.settings.momentum == 0:
+            return
+        for parameter in self.module.parameters():
+            state = self.optimizer.state[parameter] if parameter.grad is not None else None
+            if state is not None and state.get("momentum_buffer") is None:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state_dict(self) -> dict[str, object]:
         """Return what a resumed training needs."""

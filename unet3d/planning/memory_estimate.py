@@ -193,11 +193,6 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         # A scaler reads values, which fake tensors lack; it holds only a few numbers itself.
         keeps = layout.num_replicas > 1 and layout.num_shards == 1
         optimization = Optimization(model, settings, "float32", keep_gradients=keeps)
-        if step.precision == "float16":
-            for group in optimization.optimizer.param_groups:
-                group["fused"] = False
-                # What PyTorch chooses on GPUs.
-                group["foreach"] = all(is_fake_device(device) for device in placed.devices)
         image, target, *kept = _batch(step, executor)
         image, target = image[:num_samples], target[:num_samples]
         planes = step.size[0] if layout.num_shards > 1 else None
