@@ -123,6 +123,21 @@ def test_a_device_that_gets_no_further_names_the_lost_rank(
     assert LIMIT <= seconds < LIMIT + 2
 
 
+def test_work_that_is_waited_for_before_all_is_queued_has_no_longer_limit(rank: Rank) -> None:
+    """As where ranks agree on something on their GPUs in the middle of a step."""
+    with rank.watch.queueing(CPU):
+        rank.stop_at(0)
+        assert rank.ended.wait(10)
+    assert len(rank.errors) == 1
+
+
+def test_the_rest_of_a_step_is_queueing_too(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_watch, "QUEUEING_SECONDS", LIMIT)
+    with rank.watch.queueing(CPU):
+        rank.queue()
+        assert rank.ended.wait(10)
+
+
 def test_progress_is_enough_however_far_the_main_thread_is_ahead(rank: Rank) -> None:
     for _ in range(1000):
         rank.queue()

@@ -88,7 +88,8 @@ class _Device:
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.num_queued = 0
-        self.is_queueing = False
+        self.depth = 0
+        """Contexts in which the main thread is queueing, one in another."""
         self._silent_seconds = 0.0
         self._seen = (0, False)
 
@@ -101,7 +102,7 @@ class _Device:
         reached = self.progress.reached()
         is_waited_for = reached < self.num_queued
         before, self._seen = self._seen, (reached, is_waited_for)
-        is_idle = not is_waited_for and not self.is_queueing
+        is_idle = not is_waited_for and self.depth == 0
         if is_idle or self._seen != before:
             self._silent_seconds = 0.0
         else:
@@ -129,6 +130,9 @@ class DeviceWatch:
     def queueing(self, *devices: torch.device) -> Iterator[None]:
         """Watch over devices from this context on, until they have done what is queued in it.
 
+        Where work is waited for before all is queued, it needs a context of its own inside, which
+        ends before the wait: else that counts as time to queue, of which there is more.
+
         Nothing may be captured where the context ends. An error in it leaves what was queued alone:
         whoever gets it knows what the devices wait for.
 
@@ -137,12 +141,12 @@ class DeviceWatch:
         """
         watched = [self._watched(device) for device in devices if device.type in PROGRESS]
         for one in watched:
-            one.is_queueing = True
+            one.depth += 1
         try:
             yield
         finally:
             for one in watched:
-                one.is_queueing = False
+                one.depth -= 1
         for one in watched:
             one.num_queued += 1
             one.progress.queue(one.num_queued)

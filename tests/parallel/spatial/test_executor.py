@@ -3,7 +3,7 @@
 The shards are threads of this process (:mod:`tests.shards`); ``test_ranks`` has processes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial import executor as executors
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.parallel.spatial.flat_exchange import FlatExchange
-from unet3d.parallel.spatial.shard import Messages, NoMessages, VolumeShard
+from unet3d.parallel.spatial.shard import Messages, NoMessages, Swap, VolumeShard
 
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
@@ -220,6 +220,31 @@ def test_gradients_add_up_over_batches() -> None:
         torch.testing.assert_close((one + two) / 2, 2 * parameter.grad, rtol=1e-8, atol=1e-10)
 
 
+def test_what_shards_agree_on_is_watched_before_it_is_waited_for() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def watching() -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    class OtherAgrees:
+        def swap(self, neighbours: Mapping[int, Swap]) -> None:
+            raise AssertionError
+
+        def gather(self, received: Tensor, sent: Tensor) -> None:
+            raise AssertionError
+
+        def sum(self, values: Tensor) -> None:
+            log.append("sum")
+            values += 1
+
+    assert executors._all_shards(OtherAgrees(), 2, CPU, watching, True)
+    assert log == ["begin", "sum", "end"]
+    assert not executors._all_shards(OtherAgrees(), 2, CPU, watching, False)
+
+
 def test_batch_normalisation_is_refused() -> None:
     layout = Layout(devices=(CPU,), num_shards=2)
     with pytest.raises(ConfigError, match=r"batch normalisation.*model\.norm=instance"):
@@ -264,7 +289,7 @@ def test_uneven_slabs_ask_alike_whether_a_step_is_captured(monkeypatch: pytest.M
     """Also where a run resumes with the last, smaller batch of an epoch."""
     asked: list[int] = []
 
-    def ask(messages: Messages, num_shards: int, device: torch.device, wish: bool) -> bool:
+    def ask(*_: object) -> bool:
         asked[-1] += 1
         return False
 

@@ -6,8 +6,8 @@ it works on several machines, with replicas, and each replays its own CUDA graph
 in them.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,12 +58,19 @@ class _LossOfVolume:
             return self.loss_fn(logits, target)
 
 
-def _all_shards(messages: Messages, num_shards: int, device: torch.device, wish: bool) -> bool:
+def _all_shards(
+    messages: Messages,
+    num_shards: int,
+    device: torch.device,
+    watching: Callable[[], AbstractContextManager[None]],
+    wish: bool,
+) -> bool:
     """Return whether all shards of the replica have a wish; waits for them."""
     if isinstance(messages, NoMessages):
         return wish
-    number = torch.tensor([float(wish)], device=device)
-    messages.sum(number)
+    with watching():  # not in the next line, which waits for the others
+        number = torch.tensor([float(wish)], device=device)
+        messages.sum(number)
     return int(number.item()) == num_shards
 
 
@@ -131,7 +138,7 @@ class SpatialExecutor:
         self._errors = nullcontext if group is None else group.translate_dist_errors
         self._watching = nullcontext if group is None else partial(group.watching, device)
         # No method of this executor: a circle would keep the groups after it is gone.
-        agreed = partial(_all_shards, self._messages, layout.num_shards, device)
+        agreed = partial(_all_shards, self._messages, layout.num_shards, device, self._watching)
         self._exchange = FlatExchange(network, group, process_group, agreed)
         self._training: _Divided | None = None
         self._predicting: _Divided | None = None
