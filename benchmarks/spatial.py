@@ -1,7 +1,7 @@
 """One volume over several devices (``--parallel spatial``) against one device, in one run.
 
     python benchmarks/spatial.py --json spatial.json
-    python benchmarks/spatial.py --parts largest --sizes 832 --json largest.json
+    python benchmarks/spatial.py --parts largest --sizes 864 --json largest.json
     taskset -c 0-7 python benchmarks/spatial.py --parts waiting --sizes 256 --json waiting.json
     python benchmarks/spatial.py --devices cpu,cpu --sizes 16,32 --channels 4,8,8 --steps 2
 

@@ -1,6 +1,7 @@
 """The plain network on one device, with which every way of spreading it is compared."""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +52,25 @@ def plain_logits(topology: Topology, num_samples: int) -> Tensor:
 def assert_close(actual: Tensor, expected: Tensor, name: str) -> None:
     error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
     assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
+
+
+def assert_same_in_ranks(
+    by_rank: Sequence[tuple[float, dict[str, Tensor]]], loss: Tensor, expected: dict[str, Tensor]
+) -> None:
+    """See that all ranks have the loss and, to the bit alike, the gradients of the plain network.
+
+    Args:
+        by_rank: Loss and gradients of each rank.
+        loss: What :func:`plain_gradients` returned.
+        expected: The gradients that it returned.
+    """
+    for own_loss, gradients in by_rank:
+        assert abs(own_loss - loss.item()) <= TOLERANCE * loss.item()
+        assert list(gradients) == list(expected)
+        for name, value in gradients.items():
+            assert torch.equal(value, by_rank[0][1][name]), name
+            if expected[name].norm() > 1e-12:
+                assert_close(value, expected[name], name)
 
 
 def assert_gradients(model: UNet3d, expected: dict[str, Tensor]) -> None:

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from tests.parallel.rank_gradients import CASES, STEPS, WORLD_SIZES
-from tests.plain_network import assert_close, make_batch, make_topology, plain_gradients
+from tests.plain_network import (
+    assert_close,
+    assert_same_in_ranks,
+    make_batch,
+    make_topology,
+    plain_gradients,
+)
 from tests.ranks import environment
 from unet3d.errors import ConfigError
 from unet3d.model import UNet3d, dice_cross_entropy
@@ -41,13 +47,7 @@ def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> N
             torch.load(answers / f"{num_ranks}-{case}-{step}-{rank}.pt")
             for rank in range(num_ranks)
         ]
-        for loss, gradients in by_rank:
-            assert abs(loss - expected_loss.item()) <= 1e-10 * expected_loss.item()
-            assert list(gradients) == list(expected)
-            for name, value in gradients.items():
-                assert torch.equal(value, by_rank[0][1][name]), name
-                if expected[name].norm() > 1e-12:
-                    assert_close(value, expected[name], f"step {step}, {name}")
+        assert_same_in_ranks(by_rank, expected_loss, expected)
 
 
 @pytest.mark.trains

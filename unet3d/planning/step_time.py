@@ -29,8 +29,8 @@ times backward (``benchmarks/floor.py``)."""
 LARGE_ELEMENTS = 2**31 - 1
 """Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
 LARGE_FACTOR = 1.10
-"""What a block with such a map takes longer, on an H200: 557 ms at 512^3, where smaller volumes
-promise 520."""
+"""What a block with such a map takes longer, on an H200: the step at 512^3, where level 0 has such
+maps, 557 ms, where smaller volumes promise 532."""
 SLAB_FACTOR = 1.05
 """What a block of a divided level takes longer than its share, for the planes beside the slab; with
 it 39.1, 123.4 and 294 ms at 256^3, 384^3 and 512^3 on two H200 are met within 2.5 %

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parallel.spatial.slab_gradients import CASES, GPU_CASES, gpu_batch, gpu_topology
-from tests.plain_network import assert_close, make_topology, plain_gradients
+from tests.plain_network import assert_same_in_ranks, make_topology, plain_gradients
 from tests.ranks import environment
 from unet3d.model import UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize
@@ -47,13 +47,7 @@ def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
     by_rank = [
         torch.load(answers / f"{case}-{rank}.pt") for rank in range(num_replicas * num_shards)
     ]
-    for loss, gradients in by_rank:
-        assert abs(loss - expected_loss.item()) <= 1e-10 * expected_loss.item()
-        assert list(gradients) == list(expected)
-        for name, value in gradients.items():
-            assert torch.equal(value, by_rank[0][1][name]), name
-            if expected[name].norm() > 1e-12:
-                assert_close(value, expected[name], name)
+    assert_same_in_ranks(by_rank, expected_loss, expected)
 
 
 @pytest.mark.multigpu
