@@ -23,7 +23,7 @@ from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial import executor as executors
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.parallel.spatial.flat_exchange import FlatExchange
-from unet3d.parallel.spatial.shard import Messages, NoMessages, Swap, VolumeShard
+from unet3d.parallel.spatial.shard import NoMessages, Swap, VolumeShard
 
 TOLERANCE = 1e-10
 CPU = torch.device("cpu")
