@@ -356,7 +356,13 @@ def assert_named(status: int, errors: str, advice: str) -> None:
 
 
 def assert_ends(process: subprocess.Popen[str], family: list[int], advice: str) -> None:
-    _, errors = process.communicate(timeout=SECONDS)
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        for one in (process.pid, *family):
+            os.kill(one, signal.SIGKILL)
+        process.communicate()
+        raise
     assert_named(process.returncode, errors, advice)
     assert_all_end(family, 10)
 

@@ -4,6 +4,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_copies_of_a_file_are_where_the_launcher_deletes_those_of_a_killed_rank(
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "meeting").mkdir()
     monkeypatch.setenv("UNET3D_MEETING_FOLDER", str(tmp_path / "meeting"))
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: Mock())
     folders = in_threads(
         2, lambda one: one.file_from_first(tmp_path / "file", lambda at: at.parent)
     )

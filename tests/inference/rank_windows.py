@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,17 @@ def image_of(shape: tuple[int, ...], batch_size: int = 1) -> torch.Tensor:
     return torch.randn((batch_size, 1, *shape), generator=generator, dtype=torch.float64)
 
 
-def spread(num_ranks: int) -> ParallelSettings:
-    devices = map(str, range(num_ranks)) if ON_GPUS else ("cpu",) * num_ranks
-    return ParallelSettings(mode="spatial", devices=tuple(devices))
+def spread(num_ranks: int, timeout_seconds: float = 60) -> ParallelSettings:
+    devices = tuple(map(str, range(num_ranks))) if ON_GPUS else ("cpu",) * num_ranks
+    return ParallelSettings(mode="spatial", devices=devices, timeout_seconds=timeout_seconds)
 
 
 def predicted(executor: SharedExecutor, image: torch.Tensor) -> torch.Tensor:
     return executor.predict(image.to(executor.input_device)).cpu()
 
 
-def shared(group: Group) -> SharedExecutor:
-    executor = place_network(CHECKPOINT, spread(group.size), group).executor
+def shared(group: Group, timeout_seconds: float = 60) -> SharedExecutor:
+    executor = place_network(CHECKPOINT, spread(group.size, timeout_seconds), group).executor
     assert isinstance(executor, SharedExecutor)
     return executor
 
@@ -189,6 +190,31 @@ LOSSES: dict[str, tuple[Callable[[], object], float]] = {
 """What happens to a rank, and after how many seconds of silence it counts as hanging."""
 
 
+LATE_SECONDS = 1
+"""Silence after which a rank counts as hanging that does not ask for a window."""
+
+
+def check_late(group: Group, out: Path) -> None:
+    """Have the second rank hang after a window, before it hears of the next one."""
+    executor = shared(group, LATE_SECONDS)
+    if group.is_first:
+        predicted(executor, image_of(SMALL))
+        (out / "late.txt").write_text(error_of(executor, SMALL))
+        os._exit(0)
+    compute = executor._compute
+
+    def sleepy(*arguments: Any) -> torch.Tensor:
+        logits = compute(*arguments)
+        time.sleep(5)
+        return logits
+
+    executor._compute = sleepy  # type: ignore[method-assign]
+    try:
+        executor.follow()
+    finally:
+        os._exit(0)
+
+
 def check_loss(group: Group, out: Path, name: str, fail: Callable[[], object]) -> None:
     """Lose the second rank in the middle of a window."""
     failing(group, 1, fail)
@@ -229,6 +255,8 @@ def main(out: Path) -> None:
                 lambda group: check_loss(group, out, name, fail), limit
             ),
         )
+    late = partial(check_late, out=out)
+    waiting += start_ranks(2, lambda: in_group(late, LATE_SECONDS))
     sys.exit(any(statuses + ends_of(waiting)))
 
 

@@ -53,8 +53,11 @@ def test_a_rank_that_ends_in_a_window_is_named(errors: dict[str, str], how: str)
     )
 
 
-def test_a_rank_that_hangs_in_a_window_is_named(errors: dict[str, str]) -> None:
-    assert errors["hanging"] == (
+@pytest.mark.parametrize("when", ["hanging", "late"])
+def test_a_rank_that_hangs_in_a_window_or_after_it_is_named(
+    errors: dict[str, str], when: str
+) -> None:
+    assert errors[when] == (
         "RankError: rank 1 (in window 1) hangs: nothing for 1 s; give the same command again"
     )
 

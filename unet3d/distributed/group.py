@@ -36,6 +36,9 @@ Result = TypeVar("Result")
 JOIN_SECONDS = 600
 ENDLESS = timedelta(days=365)
 
+PIECE_BYTES = 16 * 1024**2
+"""What is sent of a file at a time; it must get through before a rank counts as hanging."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stores:
@@ -237,17 +240,18 @@ class Group:
         """
         if self._channels is None:
             return read(path)
+        limit = self._channels.watch.timeout
         if self.is_first:
             found = read(path)
-            self._broadcast_file(path)
+            self._broadcast_file(path, limit)
             return found
         # Where `unet3d train` has started the ranks, it deletes the copy of one that is killed.
         meeting_folder = os.environ.get(MEETING_FOLDER)
         with NamedTemporaryFile(prefix="unet3d-", dir=meeting_folder) as copy:
-            self._broadcast_file(Path(copy.name))
+            self._broadcast_file(Path(copy.name), limit)
             return read(Path(copy.name))
 
-    def _broadcast_file(self, path: Path) -> None:
+    def _broadcast_file(self, path: Path, limit: timedelta) -> None:
         """Send the bytes of the first rank's file to all others, which write them."""
         num_bytes = self.from_first(lambda: path.stat().st_size)
         content = torch.from_file(
@@ -255,7 +259,8 @@ class Group:
         )
         self.exchange(None)  # now all of them wait for it
         with self.translate_dist_errors():
-            dist.broadcast(content, 0)
+            for piece in torch.split(content, PIECE_BYTES):
+                dist.broadcast(piece, 0, async_op=True).wait(limit)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in their order; all of them call it.

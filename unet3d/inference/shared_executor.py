@@ -161,10 +161,14 @@ class SharedExecutor:
                     continue  # the first rank has it, too, and decides
 
     def _send(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the first rank's shape in all of them; the others may wait for it for long."""
+        """Return the first rank's shape in all of them."""
         sent = torch.tensor(shape)
         with self._group.translate_dist_errors():
-            dist.broadcast(sent, 0)
+            work = dist.broadcast(sent, 0, async_op=True)
+            if self._group.is_first:  # the others only have to take it
+                work.wait(self._timeout)
+            else:  # the first rank may read or write a scan for long
+                work.wait()
         return tuple(sent.tolist())
 
     def _compute(self, image: Callable[[], Tensor], request: InterruptionRequest) -> Tensor:
