@@ -113,7 +113,7 @@ def make_request(
         cases={case.name: (str(case.images[0]), str(case.label)) for case in dataset.cases},
         labels=dict(zip(dataset.label_names, dataset.label_values, strict=True)),
         validation=tuple(case.name for case in experiment.validation),
-        size=experiment.planned_size,
+        size=experiment.largest_patch(config.training.batch_size),
         batch_size=config.training.batch_size,
         channels=experiment.topology.channels,
         strides=experiment.topology.strides,

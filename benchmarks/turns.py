@@ -54,7 +54,7 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
         TuningKey(
             config=experiment.config,
             topology=experiment.topology,
-            size=experiment.planned_size,
+            size=experiment.largest_patch(experiment.config.training.batch_size),
             devices=dims.devices,
             precision=precision,
             num_replicas=1,
@@ -78,9 +78,9 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
 
 def batch_on_host(experiment: Experiment) -> Batch:
     """Return a batch that this process makes."""
-    sampler = sampler_of(experiment)
-    cuts = (sampler.cut(0, index) for index in range(experiment.config.training.batch_size))
-    return CutBatch(cuts=tuple(cuts), shape=experiment.planned_size).augmented()
+    sampler, batch_size = sampler_of(experiment), experiment.config.training.batch_size
+    cuts = (sampler.cut(0, index) for index in range(batch_size))
+    return CutBatch(cuts=tuple(cuts), shape=experiment.largest_patch(batch_size)).augmented()
 
 
 class Measurement:

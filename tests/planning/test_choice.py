@@ -11,8 +11,8 @@ from unet3d.errors import DeviceError
 from unet3d.model import UNet3d
 from unet3d.planning import choice, placements
 from unet3d.planning.choice import Choice, choose_mode, tuning_key
-from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import PlacementOption, possible_dims
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
 

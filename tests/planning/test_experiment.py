@@ -1,7 +1,6 @@
 """From settings to patch size, network and cases, on made and on real data."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.volumes.samples import write_json, write_msd, write_volume
 from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DatasetError, DeviceError
 from unet3d.planning import experiment
-from unet3d.planning.experiment import fitting_size, plan_experiment, report_findings
+from unet3d.planning.experiment import plan_experiment, report_findings
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 from unet3d.volumes import preprocess
@@ -28,50 +27,6 @@ def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
 
 
 # The patch
-
-
-@pytest.mark.parametrize(
-    ("shape", "spacing_mm", "max_voxels", "expected"),
-    [
-        ((256, 256, 256), (1, 1, 1), 128**3, (128, 128, 128)),
-        ((256, 256, 256), (0.3, 0.3, 0.3), 128**3, (128, 128, 128)),
-        ((100, 90, 80), (1, 1, 1), 128**3, (100, 90, 80)),
-        ((128, 128, 128), (1, 1, 1), 128**3, (128, 128, 128)),
-        # Slices four times as thick: a quarter as many, for a cube in mm.
-        ((512, 512, 512), (1, 1, 4), 64 * 64 * 16, (64, 64, 16)),
-        ((512, 512, 512), (4, 1, 2), 16 * 64 * 32, (16, 64, 32)),
-        # An axis that is whole leaves its share of the budget to the others.
-        ((512, 512, 16), (1, 1, 1), 64 * 64 * 16, (64, 64, 16)),
-        ((512, 8, 512), (1, 1, 1), 64 * 64 * 8, (64, 8, 64)),
-        ((10, 10, 10), (1, 1, 1), 1, (1, 1, 1)),
-        ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 1000)),
-    ],
-)
-def test_a_patch_is_a_cube_in_mm_within_the_budget(
-    shape: Any, spacing_mm: Any, max_voxels: int, expected: Any
-) -> None:
-    assert fitting_size(shape, spacing_mm, max_voxels) == expected
-
-
-def test_no_larger_cube_would_have_fitted() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        shape = tuple(int(size) for size in rng.integers(20, 400, 3))
-        spacing_mm = tuple(float(mm) for mm in rng.uniform(0.4, 5, 3))
-        budget = int(rng.integers(20**3, 150**3))
-        size = fitting_size(shape, spacing_mm, budget)
-        assert math.prod(size) <= budget
-        assert all(voxels <= available for voxels, available in zip(size, shape, strict=True))
-        if size == shape:
-            continue
-        # The edge at which one more voxel fits along some axis, and the precision of the search.
-        cut = [axis for axis in range(3) if size[axis] < shape[axis]]
-        edge_mm = min((size[axis] + 1) * spacing_mm[axis] for axis in cut) + min(spacing_mm) / 4
-        larger = [
-            min(voxels, math.floor(edge_mm / mm))
-            for voxels, mm in zip(shape, spacing_mm, strict=True)
-        ]
-        assert math.prod(larger) > budget, (shape, spacing_mm, budget, size)
 
 
 @pytest.mark.parametrize(

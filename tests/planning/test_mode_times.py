@@ -12,8 +12,8 @@ from unet3d.config import Config, load_config
 from unet3d.errors import Unet3dError
 from unet3d.planning import mode_times
 from unet3d.planning.choice import choose_mode
-from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.mode_times import ModeTimes, time_modes
+from unet3d.planning.network_plan import plan_without_data
 
 SMALL = (
     "patches.size=16,16,16",

@@ -9,8 +9,8 @@ from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import ParallelDims
 from unet3d.planning import placements
-from unet3d.planning.experiment import NetworkPlan, plan_without_data
 from unet3d.planning.memory_estimate import predict_memory
+from unet3d.planning.network_plan import NetworkPlan, plan_without_data
 from unet3d.planning.placements import (
     PlacementOption,
     make_option,

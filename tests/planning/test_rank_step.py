@@ -9,7 +9,7 @@ import torch
 from unet3d.config import Config, load_config
 from unet3d.errors import DoesNotFitError
 from unet3d.planning import rank_step
-from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import make_option, placed
 from unet3d.planning.rank_step import measure_rank
 

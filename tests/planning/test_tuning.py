@@ -20,8 +20,8 @@ from unet3d.parallel.balance import stopwatch as timings
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning import bench, placements, tuning
 from unet3d.planning.bench import Bench, Row, promising_neighbours
-from unet3d.planning.experiment import plan_without_data
 from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning import Progress, Tuning, micro_batch_counts, tune
 from unet3d.planning.tuning_cache import recall_tuned, remember_tuned, resolve_auto
 

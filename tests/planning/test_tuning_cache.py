@@ -13,7 +13,7 @@ from unet3d.config import Config, ModelSettings, load_config
 from unet3d.errors import CacheError
 from unet3d.model import plan_topology
 from unet3d.parallel.balance import stopwatch as timings
-from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import (
     TunedConfig,
     TuningKey,

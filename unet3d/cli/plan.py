@@ -21,7 +21,7 @@ from unet3d.errors import ConfigError, DoesNotFitError, reason_of
 
 if TYPE_CHECKING:
     from unet3d.config import Config
-    from unet3d.planning.experiment import NetworkPlan
+    from unet3d.planning.network_plan import NetworkPlan
 
 TOO_LARGE = (
     "every setting ran out of memory; use smaller patches (--shape), a smaller network "
@@ -112,7 +112,7 @@ def plan(
     with working("starting"):
         from unet3d.planning.comparison import dims_of
         from unet3d.planning.cpu_defaults import load_settings
-        from unet3d.planning.experiment import plan_without_data, rounding
+        from unet3d.planning.network_plan import plan_without_data, rounding
 
         notes: list[str] = []
         config = load_settings(
@@ -240,7 +240,7 @@ def _measure_rank(config_path: Path | None, step_record: Path) -> None:
         logger.setLevel(logging.WARNING if Ranks.from_environment().is_first else logging.ERROR)
 
     from unet3d.config import load_config
-    from unet3d.planning.experiment import plan_without_data
+    from unet3d.planning.network_plan import plan_without_data
     from unet3d.planning.rank_step import measure_rank
 
     config = load_config(config_path)

@@ -1,26 +1,27 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
+from unet3d.config.configuration import Config, load_config
 from unet3d.config.settings import (
-    MAX_PATCH_VOXELS,
     AugmentationSettings,
-    Balance,
-    Channels,
-    Config,
-    CudaGraphs,
     DataSettings,
-    Few,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
-    Offload,
     ParallelSettings,
     PatchSettings,
     PhantomSettings,
+    TrainingSettings,
+)
+from unet3d.config.values import (
+    MAX_PATCH_VOXELS,
+    Balance,
+    Channels,
+    CudaGraphs,
+    Few,
+    Offload,
     Recompute,
     Shape,
     Spacing,
-    TrainingSettings,
-    load_config,
 )
 
 __all__ = [

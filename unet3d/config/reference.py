@@ -9,8 +9,8 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import BaseModel
 
+from unet3d.config.configuration import Config
 from unet3d.config.explain import in_words, is_section
-from unet3d.config.settings import Config
 
 _WIDTH = 96
 _HEADER = """\

@@ -1,101 +1,29 @@
-"""The configuration: every setting, its meaning, its limits, and the one place of its default.
+"""The sections of a configuration: every setting, its meaning and the one place of its default."""
 
-A configuration file is YAML with the sections below and holds only what differs from the defaults;
-``--set section.key=value`` overrides it. The resolved configuration of a run is written to
-``config.yaml`` in its folder.
-"""
+from typing import Annotated, Any, Literal
 
-import math
-import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
+from unet3d.config.values import (
+    MAX_PATCH_VOXELS,
+    MAX_PHANTOM_VOXELS,
+    NUMBER,
+    Balance,
+    Channels,
+    CudaGraphs,
+    Few,
+    FilePath,
+    Fraction,
+    Many,
+    Name,
+    Offload,
+    Recompute,
+    Scale,
+    Shape,
+    Spacing,
+    of_few_voxels,
 )
-from pydantic_core import PydanticCustomError
-
-from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
-from unet3d.config.explain import explain, known_setting
-from unet3d.errors import ConfigError, reason_of
-from unet3d.inputs.plain_data import at_most, is_printable, printable, shown
-from unet3d.inputs.reading import read_bytes
-
-
-def _number(value: Any) -> Any:
-    """Refuse ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
-    if isinstance(value, bool):
-        raise PydanticCustomError("no_number", "a truth value is no number")
-    return value
-
-
-def _path(path: Path) -> Path:
-    """Refuse a path that no file system can hold, such as one with a NUL."""
-    try:
-        name = os.fsencode(path)
-    except UnicodeEncodeError:
-        name = b"\0"
-    if b"\0" in name or len(name) > _MAX_PATH:
-        raise PydanticCustomError("no_path", "not a path")
-    return path
-
-
-def _name(name: str) -> str:
-    if not is_printable(name):
-        raise PydanticCustomError("no_name", "not a name")
-    return name
-
-
-_MAX_PATH = 4096
-"""Bytes of a path that Linux takes."""
-MAX_PATCH_VOXELS = 2**33
-"""More than a patch can have on all GPUs of a large machine: 2048^3."""
-_MAX_PHANTOM_VOXELS = 2**30
-
-# Each upper limit is beyond every sensible value, and small enough that nothing made from it
-# overflows. Integers are strict, because otherwise `yes` would be read as 1.
-NUMBER = BeforeValidator(_number)
-FilePath = Annotated[Path, AfterValidator(_path)]
-Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
-Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
-"""A number of passes or repetitions."""
-Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""A number of things that are in memory, or run, at the same time."""
-Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""Channels of a level."""
-Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
-"""Voxels along one axis."""
-Shape = tuple[Voxels, Voxels, Voxels]
-"""Voxels along X, Y, Z."""
-Millimetres = Annotated[float, Field(ge=1e-9, le=1e6), NUMBER]
-Spacing = tuple[Millimetres, Millimetres, Millimetres]
-"""Distance in mm of neighbouring voxels along X, Y, Z."""
-Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
-Scale = Annotated[float, Field(ge=0.01, le=100), NUMBER]
-Balance = Literal["encoder-decoder", "time", "memory"]
-Recompute = Literal["norm", "level", "off"]
-Offload = Literal["none", "skips"]
-CudaGraphs = Literal["auto", "off"]
-
-
-Size = TypeVar("Size", bound=str | Shape)
-
-
-def _of_few_voxels(key: str, size: Size, most: int) -> Size:
-    """Refuse three sizes that are allowed alone, but not together."""
-    if not isinstance(size, str) and math.prod(size) > most:
-        shape = "x".join(map(str, size))
-        raise ValueError(f"{key} is {shape}, {math.prod(size):,} voxels; give at most {most:,}")
-    return size
+from unet3d.inputs.plain_data import at_most
 
 
 class Section(BaseModel):
@@ -129,7 +57,7 @@ class PhantomSettings(Section):
     @field_validator("shape")
     @classmethod
     def _few_voxels(cls, shape: Shape) -> Shape:
-        return _of_few_voxels("data.phantom.shape", shape, _MAX_PHANTOM_VOXELS)
+        return of_few_voxels("data.phantom.shape", shape, MAX_PHANTOM_VOXELS)
 
 
 class DataSettings(Section):
@@ -227,7 +155,7 @@ class PatchSettings(Section):
     @field_validator("size")
     @classmethod
     def _few_voxels(cls, size: str | Shape) -> str | Shape:
-        return _of_few_voxels("patches.size", size, MAX_PATCH_VOXELS)
+        return of_few_voxels("patches.size", size, MAX_PATCH_VOXELS)
 
 
 class ModelSettings(Section):
@@ -416,194 +344,4 @@ class InferenceSettings(Section):
     @field_validator("window")
     @classmethod
     def _few_voxels(cls, window: str | Shape) -> str | Shape:
-        return _of_few_voxels("inference.window", window, MAX_PATCH_VOXELS)
-
-
-class Config(Section):
-    """Everything needed to repeat a run."""
-
-    data: DataSettings = DataSettings()
-    patches: PatchSettings = PatchSettings()
-    model: ModelSettings = ModelSettings()
-    training: TrainingSettings = TrainingSettings()
-    parallel: ParallelSettings = ParallelSettings()
-    memory: MemorySettings = MemorySettings()
-    inference: InferenceSettings = InferenceSettings()
-
-    @model_validator(mode="after")
-    def _settings_agree(self) -> Self:
-        if self.training.num_micro_batches > self.training.batch_size:
-            raise ValueError(
-                f"training.micro_batches is {self.training.micro_batches} but a batch "
-                f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
-            )
-        if self.memory.offload == "skips" and self.memory.recompute == "level":
-            raise ValueError(
-                "memory.offload=skips with memory.recompute=level would offload nothing: skips are "
-                "recomputed; use memory.offload=none, or memory.recompute=norm"
-            )
-        self._check_mode()
-        if self.model.norm == "batch" and self.training.num_micro_batches > 1:
-            raise ValueError(
-                "model.norm=batch with training.micro_batches "
-                f"{self.training.micro_batches} would take its statistics from portions of "
-                "the batch and train another network; use model.norm=instance"
-            )
-        return self
-
-    def _check_mode(self) -> None:
-        parallel, mode = self.parallel, self.parallel.mode
-        if parallel.replicas > 1 and mode in ("none", "data"):
-            raise ValueError(
-                f"parallel.replicas is {parallel.replicas} but parallel.mode {mode} has no groups "
-                "of devices; use --parallel spatial or --parallel model, or --parallel data with "
-                "a replica on each of --devices"
-            )
-        threads = parallel.engine == "dataparallel"
-        if threads and mode != "data":
-            raise ValueError(
-                f"parallel.engine is dataparallel but parallel.mode is {mode}; add --parallel data"
-            )
-        if threads and self.training.num_micro_batches > 1:
-            raise ValueError(
-                f"parallel.engine dataparallel takes no micro-batches, but training.micro_batches "
-                f"is {self.training.micro_batches}; use parallel.engine=ddp"
-            )
-        if parallel.output_device is not None and not threads:
-            raise ValueError(
-                f"parallel.output_device is {parallel.output_device} but only "
-                "parallel.engine=dataparallel gathers what the replicas make; leave it out"
-            )
-        if mode == "spatial" and self.model.norm == "batch":
-            raise ValueError(
-                "model.norm is batch but parallel.mode spatial takes the statistics of each sample "
-                "alone, over its slabs; use model.norm=instance, or --parallel model"
-            )
-        if mode != "model":
-            self._check_uncut()
-
-    def _check_uncut(self) -> None:
-        """Refuse what says where a network is cut, in a mode that does not cut it."""
-        for key, value, is_set in (
-            ("balance", self.parallel.balance, self.parallel.wanted_balance != "encoder-decoder"),
-            ("cuts", self.parallel.cuts, self.parallel.cuts is not None),
-        ):
-            if is_set:
-                shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-                raise ValueError(
-                    f"parallel.{key} is {shown} but parallel.mode {self.parallel.mode} does not "
-                    f"cut the network; add --parallel model, or leave {key} out"
-                )
-
-    def with_values(self, values: Mapping[str, Any]) -> "Config":
-        """Return a copy with some settings replaced.
-
-        Args:
-            values: Dotted key to value, such as ``{"training.epochs": 10}``.
-
-        Raises:
-            ConfigError: A key is unknown or a value is refused.
-        """
-        tree = self.model_dump(mode="json")
-        for key, value in values.items():
-            _put(tree, key, value)
-        return _validated(tree, "settings")
-
-    @classmethod
-    def from_plain(cls, values: Mapping[str, Any]) -> "Config":
-        """Read what ``model_dump(mode="json")`` gave, such as from another rank.
-
-        Args:
-            values: Sections of settings.
-
-        Raises:
-            ConfigError: It holds unknown keys or refused values.
-        """
-        return _validated(dict(values), "settings")
-
-    @classmethod
-    def from_yaml(cls, text: str) -> "Config":
-        """Read what :meth:`to_yaml` wrote.
-
-        Raises:
-            ConfigError: It is not YAML, or holds unknown keys or refused values.
-        """
-        return _validated(_parsed(text, "stored settings"), "stored settings")
-
-    def to_yaml(self) -> str:
-        """Return every setting as YAML that :func:`load_config` reads back."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
-
-
-def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Config:
-    """Read a configuration file and apply overrides.
-
-    Args:
-        path: A YAML file, or None for the defaults.
-        overrides: ``section.key=value`` strings; values are YAML (``[32,32,32]``, ``true``) and
-            later ones win. A comma-separated list needs no brackets; a path is taken as it stands.
-
-    Raises:
-        ConfigError: The file cannot be read, a key is unknown, a value is refused. All problems
-            are named at once.
-    """
-    source = "settings" if path is None else str(path)
-    tree: dict[str, Any] = {}
-    if path is not None:
-        try:
-            tree = _parsed(read_bytes(path, MAX_BYTES).decode(), source)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = reason_of(error) if isinstance(error, OSError) else "not a text file"
-            raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise ConfigError(f"--set {printable(override)}: write section.key=value")
-        _put(tree, key.strip(), _value_of(key.strip(), text))
-    return _validated(tree, source)
-
-
-def _parsed(text: str, source: str) -> dict[str, Any]:
-    try:
-        tree = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{source} is not valid YAML: {printable(str(error), 400)}") from error
-    if tree is not None and not isinstance(tree, dict):
-        raise ConfigError(f"{source} must hold sections and settings, not a {type(tree).__name__}")
-    return tree or {}
-
-
-def _value_of(key: str, text: str) -> Any:
-    if FilePath in get_args(known_setting(Config, key.split("."))[1]):
-        return None if text in ("", "null") else text  # it may hold a comma or a #
-    try:
-        value = parse_yaml(text)
-        if isinstance(value, str) and "," in value:
-            return [parse_yaml(item) for item in value.split(",", MAX_NODES) if item.strip()]
-    except ValueError as error:
-        raise ConfigError(
-            f"--set {printable(key)}: the value {shown(text)} is not valid YAML: "
-            f"{printable(str(error), 400)}"
-        ) from error
-    return value
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        if tree.get(section) is None:
-            tree[section] = {}
-        if not isinstance(tree[section], dict):
-            raise ConfigError(
-                f"cannot set {printable(key)}: {printable(section)} is {shown(tree[section])}, "
-                "not a section"
-            )
-        tree = tree[section]
-    tree[last] = value
-
-
-def _validated(tree: dict[str, Any], source: str) -> Config:
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: {explain(error, Config, tree)}") from error
+        return of_few_voxels("inference.window", window, MAX_PATCH_VOXELS)

@@ -18,7 +18,7 @@ from unet3d.model import UNet3d
 from unet3d.parallel import Machine, ParallelDims, resolve_precision
 from unet3d.parallel.balance.block_costs import known_seconds
 from unet3d.parallel.precision import autocast_dtype, to_parameter_dtype
-from unet3d.planning.experiment import NetworkPlan
+from unet3d.planning.network_plan import NetworkPlan
 from unet3d.planning.placements import (
     PlacementOption,
     is_here,
@@ -238,16 +238,17 @@ def block_corrections(
     to_parameter_dtype(model, precision)
     rates = rates_of(device, precision)
     for num_samples in sorted({config.training.batch_size, 1}, reverse=True):
+        size = network.size_in(num_samples)
         known = known_seconds(
             model,
             device,
-            network.size,
+            size,
             num_samples,
             autocast_dtype(precision),
             Cache(config.data.cache).folder / "timings",
         )
         if known is not None:
-            work = count_work(network.topology, network.size, num_samples, element_bytes(precision))
+            work = count_work(network.topology, size, num_samples, element_bytes(precision))
             return {
                 block.name: seconds / block.seconds(rates)
                 for block, seconds in zip(work, known, strict=False)  # the loss is the last

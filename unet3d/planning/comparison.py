@@ -15,7 +15,7 @@ from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Layout, Machine, ParallelDims, choose_cuts, resolve_precision
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.choice import best_of, choice_line, timed_options, tuning_key
-from unet3d.planning.experiment import NetworkPlan, check_stages
+from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.placements import (
     PlacementOption,
     is_here,
@@ -240,12 +240,13 @@ def _cuts(
             )
     model = UNet3d(network.topology)
     to_parameter_dtype(model, precision)
+    batch_size = dims.share_of(config.training.batch_size)
     return choose_cuts(
         model,
         layout=replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count),
         balance=balance,
-        size=network.size,
-        batch_size=dims.share_of(config.training.batch_size),
+        size=network.size_in(batch_size),
+        batch_size=batch_size,
         num_states=num_states(config.training),
         folder=Cache(config.data.cache).folder / "timings",
     )

@@ -16,7 +16,7 @@ from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.errors import Unet3dError
 from unet3d.parallel import ParallelDims
 from unet3d.planning.choice import in_words, settings_for, timed_options, tuning_key
-from unet3d.planning.experiment import NetworkPlan
+from unet3d.planning.network_plan import NetworkPlan
 from unet3d.planning.placements import PlacementOption, memory_of, possible_dims
 from unet3d.planning.step_time import step_seconds
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned

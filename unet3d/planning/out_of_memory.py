@@ -14,6 +14,7 @@ from unet3d.memory.record import device_bytes
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
+from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
     amounts = f": {asked} asked, {free} free" if asked and free else ""
     return (
         f"{device} ran out of memory{amounts}; it holds {names or 'no slot'}, with "
-        f"{part}patches of {_times(step.size)} voxels and a batch of {step.batch_size} in "
+        f"{part}patches of {times(step.size)} voxels and a batch of {step.batch_size} in "
         f"{layout.num_micro_batches} micro-batch(es); {_what_would_fit(prediction)}"
     )
 
@@ -196,7 +197,3 @@ def _numbers(message: str) -> tuple[str, str, str]:
     )
     asked, index, free = (match[1] if match else "" for match in found)
     return asked, index, free
-
-
-def _times(size: tuple[int, ...]) -> str:
-    return "x".join(map(str, size))

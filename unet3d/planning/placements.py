@@ -11,10 +11,9 @@ from unet3d.config import Config, ParallelSettings, Shape
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.memory.record import device_bytes
 from unet3d.parallel import Layout, Machine, ParallelDims
-from unet3d.parallel.spatial.division import SlabRule
-from unet3d.planning.experiment import NetworkPlan, check_stages
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory, predict_shards
+from unet3d.planning.network_plan import NetworkPlan, check_shards, check_stages
 from unet3d.planning.step_time import step_seconds
 
 CPU = torch.device("cpu")
@@ -102,11 +101,12 @@ def make_option(
     layout = replace(
         Layout.of(config, dims, precision), cuts=cuts, num_micro_batches=num_micro_batches
     )
+    batch_size = dims.share_of(config.training.batch_size)
     step = Step(
         topology=network.topology,
         layout=layout,
-        size=network.size,
-        batch_size=dims.share_of(config.training.batch_size),
+        size=network.size_in(batch_size),
+        batch_size=batch_size,
         settings=config.training,
         precision=precision,
         augmentation=network.augmentation(config.patches.augmentation, layout.devices[0]),
@@ -151,7 +151,7 @@ def possible_dims(
         for mode, count in sorted(ways):
             with suppress(DeviceError):
                 dims = placed(config.parallel, mode, devices, count)
-                SlabRule(topology=network.topology, num_shards=dims.num_shards).divide(network.size)
+                check_shards(network, dims.num_shards)
                 spread.append(dims)
     if not spread:
         with suppress(DeviceError):

@@ -37,8 +37,8 @@ from unet3d.parallel.balance.stopwatch import (
 )
 from unet3d.parallel.precision import to_parameter_dtype
 from unet3d.planning.bench import NUM_WARM_UP_STEPS
-from unet3d.planning.experiment import NetworkPlan
 from unet3d.planning.memory_estimate import Step
+from unet3d.planning.network_plan import NetworkPlan
 
 
 def measure_rank(config: Config, network: NetworkPlan, path: Path) -> None:
@@ -79,17 +79,17 @@ def _measured(config: Config, network: NetworkPlan, group: Group) -> dict[str, A
     model = UNet3d(network.topology)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)
+    batch_size = dims.share_of(config.training.batch_size)
     step = Step(
         topology=network.topology,
         layout=layout,
-        size=network.size,
-        batch_size=dims.share_of(config.training.batch_size),
+        size=network.size_in(batch_size),
+        batch_size=batch_size,
         settings=config.training,
         precision=precision,
     )
     executor = parallelize(model, layout, group)
-    keeps = group.size > 1 and dims.num_shards == 1
-    optimization = Optimization(model, config.training, precision, keep_gradients=keeps)
+    optimization = Optimization(model, config.training, precision, keep_gradients=dims.has_reducers)
     shape = (step.batch_size, network.topology.in_channels, *step.own_size)
     image = torch.randn(shape).to(executor.input_device, image_dtype(executor.module))
     classes = torch.uint8 if network.topology.num_classes <= 256 else torch.int64

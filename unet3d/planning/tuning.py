@@ -17,7 +17,7 @@ from unet3d.config import Config
 from unet3d.errors import ConfigError
 from unet3d.parallel import Layout, ParallelDims, resolve_precision
 from unet3d.planning.bench import Bench, Row
-from unet3d.planning.experiment import NetworkPlan, check_stages
+from unet3d.planning.network_plan import NetworkPlan, check_stages
 from unet3d.planning.tuning_cache import TunedConfig, TuningKey
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ def tune(
     tuning_key = TuningKey(
         config=config,
         topology=network.topology,
-        size=network.size,
+        size=network.size_in(config.training.batch_size),
         devices=devices,
         precision=precision,
     )

@@ -59,7 +59,7 @@ class TuningKey:
     topology: Topology
     """The network."""
     size: Shape
-    """Voxels of a patch along X, Y, Z (of the median volume, where whole ones are trained on);
+    """Voxels of a patch along X, Y, Z (in the largest batch, where whole volumes are trained on);
     multiples of the total stride."""
     devices: tuple[torch.device, ...]
     """One device of this machine for each stage."""

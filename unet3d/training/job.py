@@ -1,7 +1,6 @@
 """Training: from settings to data, network, devices and the loop that runs on them."""
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -15,9 +14,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.memory.host import is_out_of_memory
 from unet3d.model import UNet3d
-from unet3d.model.optimizer import (
-    num_states,
-)
+from unet3d.model.optimizer import num_states
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
     DataParallelExecutor,
@@ -32,6 +29,7 @@ from unet3d.parallel.precision import precision_on, to_parameter_dtype
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.experiment import Experiment, plan_experiment
 from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.network_plan import batch_shape
 from unet3d.planning.out_of_memory import (
     explain_out_of_memory,
     refuse_beyond_host,
@@ -165,7 +163,9 @@ def _train(
             TuningKey(
                 config=experiment.config,
                 topology=experiment.topology,
-                size=experiment.planned_size,
+                size=batch_shape(
+                    experiment.planned_sizes, dims.share_of(config.training.batch_size)
+                ),
                 devices=dims.devices,
                 precision=precision,
                 num_replicas=dims.num_replicas,
@@ -185,9 +185,9 @@ def _train(
             "memory.offload=%s does nothing here: a CPU's memory is the host's already",
             config.memory.offload,
         )
-    step = _largest_step(experiment, layout, precision)
+    step = _largest_step(experiment, dims, layout, precision)
     with _explaining_memory(step, dims):
-        cuts = group.from_first(lambda: _balanced(layout, model, experiment).cuts)
+        cuts = group.from_first(lambda: _balanced(layout, model, experiment, dims).cuts)
     step = replace(step, layout=replace(layout, cuts=cuts and tuple(cuts)))
     prediction = None
     if dims.predicts_memory:
@@ -212,7 +212,7 @@ def _train(
         precise = precision_on(slot.device, precision)
         logger.info("%s", slot_line(slot.index, str(slot.device), precise, slot.blocks))
     if isinstance(executor, SpatialExecutor):
-        division = executor.rule.divide(experiment.largest_patch())
+        division = executor.rule.divide(step.size)
         planes = [len(division.slab(shard)) for shard in range(dims.num_shards)]
         logger.info("%s", slab_line(planes))
     logger.info("%s", augmentation)
@@ -278,16 +278,17 @@ def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -
     return parallelize(model, layout, group)
 
 
-def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Step:
+def _largest_step(
+    experiment: Experiment, dims: ParallelDims, layout: Layout, precision: str
+) -> Step:
     config = experiment.config
     per_case = 1 if experiment.patch_size is None else config.patches.per_case
-    whole = min(config.training.batch_size, per_case * len(experiment.training))
-    batch_size = math.ceil(whole / layout.num_replicas)  # of the replica that has most
-    size = experiment.largest_patch()
+    num_patches = per_case * len(experiment.training)
+    batch_size = dims.share_of(min(config.training.batch_size, num_patches))
     return Step(
         topology=experiment.topology,
         layout=layout,
-        size=size,
+        size=experiment.largest_patch(batch_size),
         batch_size=batch_size,
         settings=config.training,
         precision=precision,
@@ -295,7 +296,7 @@ def _largest_step(experiment: Experiment, layout: Layout, precision: str) -> Ste
     )
 
 
-def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
+def _balanced(layout: Layout, model: UNet3d, experiment: Experiment, dims: ParallelDims) -> Layout:
     """Return the layout with the cuts that the settings ask for."""
     parallel, settings = experiment.config.parallel, experiment.config.training
     if parallel.wanted_balance == "encoder-decoder":
@@ -306,12 +307,13 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment) -> Layout:
             parallel.balance,
         )
         return layout
+    batch_size = dims.share_of(settings.batch_size)
     cuts = choose_cuts(
         model,
         layout=layout,
         balance=parallel.wanted_balance,
-        size=experiment.largest_patch(),
-        batch_size=math.ceil(settings.batch_size / layout.num_replicas),
+        size=experiment.largest_patch(batch_size),
+        batch_size=batch_size,
         num_states=num_states(settings),
         folder=Cache(experiment.config.data.cache).folder / "timings",
     )

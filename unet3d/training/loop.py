@@ -85,10 +85,7 @@ class TrainingLoop:
         self.prediction = prediction
         self.state = TrainingState()
         self.optimization = Optimization(
-            executor.module,
-            self.config.training,
-            precision,
-            keep_gradients=group.size > 1 and dims.num_shards == 1,
+            executor.module, self.config.training, precision, keep_gradients=dims.has_reducers
         )
         # All shards of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0

@@ -20,7 +20,7 @@ from unet3d.errors import ConfigError
 from unet3d.parallel import ParallelDims
 from unet3d.planning.choice import choose_mode as planned_mode
 from unet3d.planning.cpu_defaults import load_settings
-from unet3d.planning.experiment import plan_without_data
+from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume

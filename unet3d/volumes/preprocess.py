@@ -65,6 +65,8 @@ class Fingerprint:
     """Spacing of the prepared arrays: the target, or the median where each keeps its own."""
     shape: Shape
     """Median shape of the prepared arrays."""
+    shapes: frozenset[Shape]
+    """All shapes that these have."""
     original_spacing_mm: Spacing
     """Median spacing of the files."""
 
@@ -93,7 +95,10 @@ def plan_preprocessing(
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(
-        spacing_mm=target_mm or median_mm, shape=(x, y, z), original_spacing_mm=median_mm
+        spacing_mm=target_mm or median_mm,
+        shape=(x, y, z),
+        shapes=frozenset(shapes),
+        original_spacing_mm=median_mm,
     )
     kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]

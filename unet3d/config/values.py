@@ -1,0 +1,78 @@
+"""The types of values that settings have, and their limits."""
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from unet3d.inputs.plain_data import is_printable
+
+
+def _number(value: Any) -> Any:
+    """Refuse ``yes``, which would be read as 1. Text is taken: YAML reads 1e-7 as text."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("no_number", "a truth value is no number")
+    return value
+
+
+def _path(path: Path) -> Path:
+    """Refuse a path that no file system can hold, such as one with a NUL."""
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:
+        name = b"\0"
+    if b"\0" in name or len(name) > _MAX_PATH:
+        raise PydanticCustomError("no_path", "not a path")
+    return path
+
+
+def _name(name: str) -> str:
+    if not is_printable(name):
+        raise PydanticCustomError("no_name", "not a name")
+    return name
+
+
+_MAX_PATH = 4096
+"""Bytes of a path that Linux takes."""
+MAX_PATCH_VOXELS = 2**33
+"""More than a patch can have on all GPUs of a large machine: 2048^3."""
+MAX_PHANTOM_VOXELS = 2**30
+
+# Each upper limit is beyond every sensible value, and small enough that nothing made from it
+# overflows. Integers are strict, because otherwise `yes` would be read as 1.
+NUMBER = BeforeValidator(_number)
+FilePath = Annotated[Path, AfterValidator(_path)]
+Name = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
+Many = Annotated[int, Field(gt=0, le=10**6, strict=True)]
+"""A number of passes or repetitions."""
+Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""A number of things that are in memory, or run, at the same time."""
+Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""Channels of a level."""
+Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
+"""Voxels along one axis."""
+Shape = tuple[Voxels, Voxels, Voxels]
+"""Voxels along X, Y, Z."""
+Millimetres = Annotated[float, Field(ge=1e-9, le=1e6), NUMBER]
+Spacing = tuple[Millimetres, Millimetres, Millimetres]
+"""Distance in mm of neighbouring voxels along X, Y, Z."""
+Fraction = Annotated[float, Field(ge=0, le=1), NUMBER]
+Scale = Annotated[float, Field(ge=0.01, le=100), NUMBER]
+Balance = Literal["encoder-decoder", "time", "memory"]
+Recompute = Literal["norm", "level", "off"]
+Offload = Literal["none", "skips"]
+CudaGraphs = Literal["auto", "off"]
+
+
+Size = TypeVar("Size", bound=str | Shape)
+
+
+def of_few_voxels(key: str, size: Size, most: int) -> Size:
+    """Refuse three sizes that are allowed alone, but not together."""
+    if not isinstance(size, str) and math.prod(size) > most:
+        shape = "x".join(map(str, size))
+        raise ValueError(f"{key} is {shape}, {math.prod(size):,} voxels; give at most {most:,}")
+    return size
