@@ -3,8 +3,8 @@
 Signals are handled before anything is loaded that takes time, so nothing heavy is imported above.
 """
 
-from unet3d.distributed.interruption import stop_on_signals
 from unet3d.distributed.launched import is_launched
+from unet3d.interruption import stop_on_signals
 
 
 def main() -> None:

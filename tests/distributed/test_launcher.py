@@ -18,10 +18,10 @@ from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, wait_for, weights, words
 from unet3d.distributed import launcher
-from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
 from unet3d.distributed.ranks import Kind, Ranks, report_end
 from unet3d.errors import ConfigError, Unet3dError
+from unet3d.interruption import Interrupted
 from unet3d.runs.checkpoint import load_checkpoint
 
 SPREAD = ("parallel.mode=data", "parallel.devices=cpu,cpu", "training.batch_size=3")

@@ -19,7 +19,6 @@ from tests.ranks import ends_of, in_ranks, start_ranks
 from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.purpose import PREDICTION
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
@@ -27,6 +26,7 @@ from unet3d.errors import Unet3dError
 from unet3d.inference.placing import place_network
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.shared_executor import SharedExecutor
+from unet3d.interruption import Interrupted
 from unet3d.parallel import Executor
 from unet3d.parallel.spatial.shard import GroupMessages
 from unet3d.volumes.scans import Scan, read_scan

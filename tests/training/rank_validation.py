@@ -9,9 +9,9 @@ from torch import Tensor
 from tests.ranks import ends_of, start_ranks
 from tests.training.known_answers import Reader, assert_right, made_cases, validator
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
+from unet3d.interruption import InterruptionRequest
 
 NUM_SHARDS = 2
 LIMIT_SECONDS = 20

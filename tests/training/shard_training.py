@@ -14,9 +14,9 @@ from tests.ranks import in_ranks
 from tests.trainings import settings
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
+from unet3d.interruption import Interrupted
 from unet3d.model import LossTerms
 from unet3d.parallel.spatial import division
 from unet3d.runs.checkpoint import load_checkpoint

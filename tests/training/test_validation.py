@@ -9,9 +9,9 @@ from tests.rank_threads import in_threads
 from tests.ranks import environment
 from tests.training.known_answers import Case, assert_right, made_cases, validator
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
+from unet3d.interruption import InterruptionRequest
 from unet3d.training.validation import Validation
 
 

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from unet3d.atomic import replacing
-from unet3d.distributed.interruption import Interrupted, interruptible, stop_on_signals
+from unet3d.interruption import Interrupted, interruptible, stop_on_signals
 from unet3d.volumes.workers import map_items
 
 

@@ -34,9 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed.interruption import Interrupted, interruptible
     from unet3d.distributed.launched import is_launched
     from unet3d.distributed.ranks import die_with_launcher, kind_of, leave, report_end
+    from unet3d.interruption import Interrupted, interruptible
 
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

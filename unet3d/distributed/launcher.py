@@ -23,17 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import unet3d
-from unet3d.distributed.interruption import (
-    SIGNALS,
-    Interrupted,
-    InterruptionRequest,
-    deferred_interruption,
-)
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
 from unet3d.distributed.processes import blocked
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
+from unet3d.interruption import (
+    SIGNALS,
+    Interrupted,
+    InterruptionRequest,
+    deferred_interruption,
+)
 
 logger = logging.getLogger(__name__)
 

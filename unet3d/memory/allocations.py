@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from unet3d.interruption import postponed_interruption
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.fake_results import FakeResults
 from unet3d.memory.segments import Segments, rounded
@@ -175,7 +176,8 @@ class _AutocastOfGpu(TorchFunctionMode):
 def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecorder]:
     """Make every tensor in the context fake, and count them.
 
-    Tensors on real CPU devices that come from outside may be read and moved in it.
+    Tensors on real CPU devices that come from outside may be read and moved in it. A signal that
+    interrupts does so at its end.
 
     Args:
         with_autocast: Whether autocast may be on in the context; without it, all is faster.
@@ -183,7 +185,7 @@ def counted_allocations(with_autocast: bool = True) -> Iterator[AllocationRecord
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False  # two would only take longer, and memory
     autocast = _AutocastOfGpu() if with_autocast else nullcontext()
-    with mode, autocast, AllocationRecorder(mode) as recorder:
+    with postponed_interruption(), mode, autocast, AllocationRecorder(mode) as recorder:
         yield recorder
 
 

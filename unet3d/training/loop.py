@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.errors import Unet3dError
+from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.measurement import measured_steps
 from unet3d.model import LossTerms, dice_cross_entropy
 from unet3d.model.optimizer import Optimization

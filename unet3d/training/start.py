@@ -12,11 +12,11 @@ from rich.console import Console
 
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import Interrupted
 from unet3d.distributed.launcher import launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
+from unet3d.interruption import Interrupted
 from unet3d.parallel import ParallelDims
 from unet3d.planning.choice import choose_mode as planned_mode
 from unet3d.planning.cpu_defaults import load_settings

@@ -13,7 +13,6 @@ import torch
 
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
-from unet3d.distributed.interruption import InterruptionRequest
 from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.inference.evaluation import dice_per_class
 from unet3d.inference.sliding_window import (
@@ -23,6 +22,7 @@ from unet3d.inference.sliding_window import (
     join_windows,
     predict_logits,
 )
+from unet3d.interruption import InterruptionRequest
 from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype

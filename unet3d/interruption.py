@@ -7,6 +7,8 @@
                                   broken modules (stop_on_signals)
     while a command runs          Interrupted is raised, so that what was begun is cleaned up
                                   (interruptible)
+    while PyTorch asks Python     the same, but at the end of that (postponed_interruption)
+    what each operation does
     during a training             a request, which is granted after the step
                                   (deferred_interruption)
 
@@ -61,12 +63,17 @@ class _Stop:
     def __init__(self) -> None:
         self.is_rank = False
         self.may_raise = False
+        self.num_postponing = 0
+        self.postponed: int | None = None
         self._has_raised = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._has_raised:
             if not self.is_rank:
                 os._exit(128 + number)
+        elif self.may_raise and self.num_postponing:
+            self._has_raised = True
+            self.postponed = number
         elif self.may_raise and not _is_importing(frame):
             self._has_raised = True
             raise Interrupted(number)
@@ -121,6 +128,26 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         _stop.may_raise = False
+
+
+@contextmanager
+def postponed_interruption() -> Iterator[None]:
+    """Have the signals that would raise in this context raise at its end; a second one ends all.
+
+    PyTorch's C++ code calls Python for each operation while fake tensors are in use. In some of
+    these calls it expects no exception, and ends the process by ``abort`` where there is one.
+
+    Raises:
+        Interrupted: There was a signal in the context.
+    """
+    _stop.num_postponing += 1
+    try:
+        yield
+    finally:
+        _stop.num_postponing -= 1
+        if _stop.postponed is not None and not _stop.num_postponing:
+            number, _stop.postponed = _stop.postponed, None
+            raise Interrupted(number)
 
 
 @contextmanager

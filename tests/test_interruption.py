@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import environment
-from unet3d.distributed.interruption import deferred_interruption
+from unet3d.interruption import deferred_interruption
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,7 +59,7 @@ def in_a_program(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
     before = (
         "import os, signal, time\n"
-        "from unet3d.distributed.interruption import *\n"
+        "from unet3d.interruption import *\n"
         "stop_on_signals(is_rank='RANK' in os.environ)\n"
     )
     own = environment()
@@ -106,6 +106,35 @@ except Interrupted as interruption:
 def test_a_signal_interrupts_a_command(code: str, tmp_path: Path) -> None:
     done = in_a_program(RAISES.format(code), tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "SIGTERM 143\n", "")
+
+
+COUNTS = """
+import torch
+from unet3d.memory.allocations import counted_allocations
+try:
+    with interruptible(), counted_allocations():
+        torch.empty(3)
+        {}
+        with counted_allocations():
+            print(torch.empty(3).shape)
+        print('counted')
+    print('not interrupted')
+except Interrupted as interruption:
+    print(interruption, interruption.exit_status)
+"""
+
+
+def test_a_signal_interrupts_no_counting_of_allocations(tmp_path: Path) -> None:
+    """PyTorch would end the process by SIGABRT at some of its operations."""
+    done = in_a_program(COUNTS.format("signal.raise_signal(15)"), tmp_path)
+    expected = "torch.Size([3])\ncounted\nSIGTERM 143\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
+
+
+def test_a_second_signal_ends_counting_at_once(tmp_path: Path) -> None:
+    twice = "signal.raise_signal(15); signal.raise_signal(2)"
+    done = in_a_program(COUNTS.format(twice), tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_second_signal_ends_at_once_but_not_a_rank(
