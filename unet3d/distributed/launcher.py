@@ -28,12 +28,7 @@ from unet3d.distributed.processes import blocked
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
-from unet3d.interruption import (
-    SIGNALS,
-    Interrupted,
-    InterruptionRequest,
-    deferred_interruption,
-)
+from unet3d.interruption import SIGNALS, Interrupted, InterruptionRequest, deferred_interruption
 
 logger = logging.getLogger(__name__)
 

@@ -25,11 +25,7 @@ from torch import Tensor
 from unet3d.distributed.broken_groups import aborted_with_others, break_groups
 from unet3d.distributed.group import Group
 from unet3d.errors import DoesNotFitError, RankError, Unet3dError
-from unet3d.interruption import (
-    Interrupted,
-    InterruptionRequest,
-    deferred_interruption,
-)
+from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.model import BlockNetwork
 from unet3d.parallel import Executor, Slot, image_dtype
