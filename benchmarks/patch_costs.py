@@ -42,12 +42,13 @@ def measure(experiment: Experiment, num_patches: int, device: torch.device) -> d
 def sampler_of(experiment: Experiment, changes: dict[str, Any] | None = None) -> PatchSampler:
     """Return what cuts the patches of an experiment, perhaps augmented in another way."""
     values = {f"patches.augmentation.{name}": value for name, value in (changes or {}).items()}
-    config = experiment.config.with_values(values | {"patches.per_case": MAX_TRIES})
+    config = experiment.config.with_values(values)
     return PatchSampler(
         cases=experiment.training,
         settings=config.patches,
         size=experiment.patch_size,
         stride=experiment.topology.total_stride,
+        batch_size=config.training.batch_size,
         seed=config.training.seed,
     )
 

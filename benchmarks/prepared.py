@@ -30,7 +30,7 @@ import torch
 from common import parse_shape, tuning_key
 
 from unet3d.config import DataSettings, Shape
-from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.cache import CaseRecord, PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.phantom import write_phantom_dataset
 from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
@@ -183,7 +183,7 @@ def measure(dataset: Dataset, arguments: argparse.Namespace) -> dict[str, Any]:
         cases = ours(dataset, folder / "ours", arguments.workers)
         row["num_voxels"] = sum(int(np.prod(case.label().shape)) for case in cases)
         row["ours_bytes"] = bytes_of(folder / "ours" / "prepared")
-        for what in ("image", "label", "foreground"):
+        for what in CaseRecord.arrays:
             row[f"ours_{what}_bytes"] = bytes_of(folder / "ours" / "prepared", f"{what}.npy")
         forms = {"ours": {case.name: opener(case) for case in cases}}
         (folder / "plain").mkdir()

@@ -37,7 +37,7 @@ import patch_costs
 import torch
 from common import parse_shape, reason_of, tuning_key
 from step import clear
-from turns import measure, patches_per_case
+from turns import measure
 
 from unet3d.config import AugmentationSettings, Config
 from unet3d.distributed.ranks import num_cores
@@ -210,9 +210,7 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
     num_replicas = num_devices if arguments.parallel == "data" else 1
     values = values_of(arguments, cache, num_replicas)
     batch_size = values["training.batch_size"]
-    values["patches.per_case"] = patches_per_case(
-        RUN_STEPS_OF_TURN * arguments.steps, batch_size, arguments.num_cases - 1
-    )
+    values["training.steps_per_epoch"] = RUN_STEPS_OF_TURN * arguments.steps
     num_epochs = arguments.turns + 1
     values["training.epochs"] = values["training.validate_every"] = num_epochs
     with tempfile.TemporaryDirectory() as folder:

@@ -31,19 +31,9 @@ NUM_WARM_UP_STEPS = 10
 
 
 def for_steps(experiment: Experiment, num_steps: int) -> Experiment:
-    """Return an experiment whose epochs have at least so many steps, all of full batches."""
-    config, num_cases = experiment.config, len(experiment.training)
-    return replace(
-        experiment,
-        config=config.with_values(
-            {"patches.per_case": patches_per_case(num_steps, config.training.batch_size, num_cases)}
-        ),
-    )
-
-
-def patches_per_case(num_steps: int, batch_size: int, num_cases: int) -> int:
-    """Return a number with which every batch of an epoch is full."""
-    return -(-num_steps // num_cases) * batch_size
+    """Return an experiment whose epochs have so many steps."""
+    config = experiment.config.with_values({"training.steps_per_epoch": num_steps})
+    return replace(experiment, config=config)
 
 
 def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> TrainingLoop:

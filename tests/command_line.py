@@ -17,7 +17,14 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 SMALL = (
     *("--devices", "cpu", "--epochs", "1"),
-    *("--set", "data.num_workers=0", "--set", "patches.size=8,8,8", "--set", "patches.per_case=1"),
+    *(
+        "--set",
+        "data.num_workers=0",
+        "--set",
+        "patches.size=8,8,8",
+        "--set",
+        "training.steps_per_epoch=2",
+    ),
     *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
 )
 """Options of ``unet3d train`` for a training of a second."""

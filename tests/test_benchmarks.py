@@ -180,17 +180,6 @@ def test_a_loader_that_is_slow_from_its_first_batch_on_is_seen_to_be(scripts: No
     assert min(after - before for before, after in itertools.pairwise(loop.epochs)) > 1
 
 
-@pytest.mark.parametrize("num_cases, batch_size, num_steps", [(3, 7, 50), (1, 2, 5), (4, 2, 4)])
-def test_no_batch_of_a_timed_epoch_is_smaller(
-    scripts: None, num_cases: int, batch_size: int, num_steps: int
-) -> None:
-    from turns import patches_per_case
-
-    num_patches = num_cases * patches_per_case(num_steps, batch_size, num_cases)
-    assert num_patches % batch_size == 0
-    assert num_steps <= num_patches // batch_size < num_steps + num_cases
-
-
 def test_mlperf_changes_only_what_its_reference_changes(scripts: None, tmp_path: Path) -> None:
     from training import make_parser, values_of
 
@@ -229,7 +218,8 @@ def test_prepared_compares_folders_and_cuts(tmp_path: Path) -> None:
     assert row["ours_image_bytes"] == pytest.approx(2 * row["num_voxels"], rel=0.01)
     assert row["plain_bytes"] == pytest.approx(5 * row["num_voxels"], rel=0.01)
     assert row["ours_label_bytes"] < 0.2 * row["num_voxels"]
-    parts = sum(row[f"ours_{what}_bytes"] for what in ("image", "label", "foreground"))
+    what = ("image", "label", "foreground", "components")
+    parts = sum(row[f"ours_{name}_bytes"] for name in what)
     assert 0 < row["ours_bytes"] - parts < 5000  # the records
     assert row["cut_seconds"]["ours"] > 0 and row["cut_seconds"]["plain"] > 0
     assert rows["phantom 16x16x16"]["cut_seconds"] is None

@@ -116,7 +116,10 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ),
         ("parallel.devices=1.5", "parallel.devices is 1.5; give a list of names or null"),
         ("data.spacing_mm=1,2", "is [1, 2]; give median, native or three numbers of at least"),
-        ("training=3", "training is 3; give a section with settings such as epochs, batch_size"),
+        (
+            "training=3",
+            "training is 3; give a section with settings such as epochs, steps_per_epoch",
+        ),
         ("epochs=3", "unknown setting epochs, did you mean training.epochs?"),
         ("patches.epochs=3", "unknown setting patches.epochs, did you mean training.epochs?"),
         ("training.epoch=3", "unknown setting training.epoch, did you mean training.epochs?"),

@@ -44,7 +44,7 @@ def test_values_of_a_file_and_of_options_come_back(tmp_path: Path) -> None:
     config = load_config(path)
     assert config == load_config(None, ["training.epochs=7", *AWKWARD])
     allowed = "a whole number above 0 and at most 1,000,000"
-    assert f"# Allowed: {allowed}. Default: 100.\n  epochs: 7\n" in text
+    assert f"# Allowed: {allowed}. Default: 250.\n  epochs: 7\n" in text
     # Beside the epochs; the cache has the value of the defaults.
     # A line may break before it.
     assert len(re.findall(r"\bDefault: |\bDefault:$", text, re.M)) == 1 + len(AWKWARD) - 1

@@ -73,7 +73,7 @@ def test_a_configuration_decides_alone(tmp_path: Path) -> None:
     ("change", "kept"),
     [
         ("training.epochs=3", {"training.epochs"}),
-        ("training.epochs=100", {"training.epochs"}),  # also the default, because it was asked for
+        ("training.epochs=250", {"training.epochs"}),  # also the default, because it was asked for
         ("training.optimizer=sgd", {"training.optimizer", "training.learning_rate"}),
         ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
         ("training.momentum=0.9", {"training.optimizer", "training.learning_rate"}),
@@ -82,7 +82,7 @@ def test_a_configuration_decides_alone(tmp_path: Path) -> None:
         ("patches.size=whole", {"patches.max_voxels"}),
         ("patches.augmentation.gamma_probability=0.5", {"patches.augmentation.enabled"}),
         ("patches.augmentation.enabled=true", {"patches.augmentation.enabled"}),
-        ("patches={per_case: 9}", {"patches.per_case"}),
+        ("training={steps_per_epoch: 9}", {"training.steps_per_epoch"}),
     ],
 )
 def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change: str, kept: set[str]) -> None:
@@ -100,7 +100,10 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
     lines: list[str] = []
     load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
     (line,) = lines
-    assert "model.base_channels=8, patches.max_voxels=262144, patches.per_case=1 and 4 more" in line
+    assert (
+        "model.base_channels=8, patches.max_voxels=262144, training.steps_per_epoch=10 and 3 more"
+        in line
+    )
     assert "unet3d config > full.yaml, then --config full.yaml" in line
     everything = [f"{key}={value}" for key, value in VALUES.items()]
     load_settings(None, everything, dims_with(0), say=lines.append)

@@ -250,7 +250,12 @@ def train_briefly(folder: Path, config: Config) -> dict[str, Any]:
 
 
 BRIEF = (
-    *("training.epochs=1", "patches.per_case=1", "model.base_channels=4", "data.num_workers=0"),
+    *(
+        "training.epochs=1",
+        "training.steps_per_epoch=2",
+        "model.base_channels=4",
+        "data.num_workers=0",
+    ),
     *("parallel.mode=model", "parallel.devices=cpu,cpu", "inference.overlap=0"),
 )
 

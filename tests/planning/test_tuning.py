@@ -448,7 +448,11 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     config = settings(tmp_path / "cache", f"parallel.balance={balance}", "training.epochs=1")
     config = config.with_values(
-        {"data.phantom.num_cases": 5, "data.phantom.shape": [16, 16, 16], "patches.per_case": 1}
+        {
+            "data.phantom.num_cases": 5,
+            "data.phantom.shape": [16, 16, 16],
+            "training.steps_per_epoch": 2,
+        }
     )
     file = tmp_path / "settings.yaml"
     file.write_text(config.to_yaml())

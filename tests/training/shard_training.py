@@ -35,7 +35,7 @@ EXACT = (
     "parallel.timeout_seconds=60",
 )
 # Batches of three patches and one: the second of two replicas has fewer than the first, then none.
-BRIEF = (*EXACT, "training.epochs=2", "training.batch_size=3", "patches.per_case=1")
+BRIEF = (*EXACT, "training.epochs=2", "training.batch_size=3", "training.steps_per_epoch=2")
 WAYS = {
     "none": ("parallel.mode=none", "parallel.devices=cpu"),
     "data": ("parallel.mode=data", "parallel.devices=cpu,cpu"),

@@ -74,7 +74,7 @@ def test_numbers_are_looked_at_in_every_type(dtype: torch.dtype) -> None:
             assert not all_finite([good, bad])
 
 
-QUICK = ("patches.size=8,8,8", "patches.per_case=1", "training.epochs=2")
+QUICK = ("patches.size=8,8,8", "training.steps_per_epoch=2", "training.epochs=2")
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:

@@ -232,7 +232,7 @@ def test_resuming_with_another_network_is_refused_and_changes_nothing(
 def test_a_run_with_a_patch_size_of_its_own_choice_resumes(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = ("patches.size=auto", "patches.per_case=1", "training.save_every_seconds=0")
+    chosen = ("patches.size=auto", "training.steps_per_epoch=2", "training.save_every_seconds=0")
     undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
     run(settings(cache, *chosen), undisturbed)
     with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):

@@ -63,6 +63,7 @@ def test_the_summary_tells_the_best_validation_from_the_last() -> None:
     summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32")
     assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 3]
     assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
+    assert summary["last_mean_dice"] == 0.375
     assert summary["dice"] == {"a": 0.75, "b": 0.25}
     assert summary["last_dice"] == {"a": 0.5, "b": 0.25}
     keys = ("seconds", "training_seconds", "validation_seconds", "waited_seconds")

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.trains
 
 TINY = (
     "patches.size=8,8,8",
-    "patches.per_case=1",
+    "training.steps_per_epoch=2",
     "training.epochs=2",
     "training.validate_every=1",
 )
@@ -208,9 +208,13 @@ def test_what_may_change_is_named_and_takes_effect(
     assert (group["momentum"], group["weight_decay"]) == (0.5, 0.0)
 
 
-@pytest.mark.parametrize(("batch_size", "num_steps"), [(1, 2), (3, 2), (64, 1)])
-def test_an_epoch_that_has_begun_goes_on_with_another_batch(
-    place: Path, cache: Path, batch_size: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "num_steps"),
+    [("training.batch_size=1", 1), ("training.batch_size=3", 1)]
+    + [(f"training.steps_per_epoch={steps}", left) for steps, left in ((1, 0), (4, 3))],
+)
+def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(
+    place: Path, cache: Path, change: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, taken = TrainingLoop._step, []
 
@@ -219,7 +223,7 @@ def test_an_epoch_that_has_begun_goes_on_with_another_batch(
         return step(self, batch)
 
     monkeypatch.setattr(TrainingLoop, "_step", counted)
-    resume(place, cache, f"training.batch_size={batch_size}")  # after 2 of 4 patches
+    resume(place, cache, change)  # after 1 of 2 steps
     assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
     assert len(taken) == num_steps
 

@@ -16,7 +16,7 @@ from tests.volumes.samples import write_json, write_msd
 from unet3d.atomic import PREFIX
 from unet3d.config import DataSettings
 from unet3d.errors import CacheError, Unet3dError, VolumeError
-from unet3d.volumes.cache import Cache, foreground_voxels
+from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import load_dataset
 from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
 
@@ -182,23 +182,3 @@ def test_what_the_cache_reports_can_be_fixed_by_the_user(tmp_path: Path) -> None
         Cache(tmp_path / "file")
     with pytest.raises(VolumeError, match=r"cannot read .*missing\.nii: No such file"):
         Cache(tmp_path / "cache").digest(tmp_path / "missing.nii")
-
-
-def test_foreground_voxels_are_those_of_each_class() -> None:
-    label = np.zeros((3, 4, 5), np.uint8)
-    label[1, 2, 3] = label[2, 0, 0] = 2
-    voxels = foreground_voxels(label, 4)
-    assert [array.tolist() for array in voxels] == [[], [], [33, 40], []]
-    assert (
-        np.argwhere(label).tolist() == np.transpose(np.unravel_index(voxels[2], (3, 4, 5))).tolist()
-    )
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (2**16, np.uint32)])
-def test_foreground_voxels_are_of_the_smallest_type_that_holds_them(
-    size: int, dtype: type[np.unsignedinteger]
-) -> None:
-    label = np.zeros((1, 1, size), np.uint8)
-    label[0, 0, -1] = 1
-    _, voxels = foreground_voxels(label, 2)
-    assert voxels.dtype == dtype and voxels.tolist() == [size - 1]

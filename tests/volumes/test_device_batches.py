@@ -45,10 +45,11 @@ def loader(
 ) -> PatchLoader:
     return PatchLoader(
         cases=cases,
-        settings=settings or PatchSettings(per_case=5),
+        settings=settings or PatchSettings(),
         size=size,
         stride=(4, 4, 4),
         batch_size=2,
+        num_steps=8,
         seed=1,
         num_workers=num_workers,
         device=GPU,
@@ -164,7 +165,7 @@ def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
     always = AugmentationSettings.model_validate(
         {name: 1.0 for name in AugmentationSettings.model_fields if "probability" in name}
     )
-    settings = PatchSettings(per_case=4, augmentation=always)
+    settings = PatchSettings(augmentation=always)
     whole = [
         (batch.image.clone(), batch.target.clone())
         for batch in loader(cases, on_gpu=True, settings=settings).epoch(0)

@@ -20,7 +20,7 @@ from unet3d.volumes.entries import read_entry
 
 IMAGE = np.arange(2 * 4 * 5 * 6, dtype=np.float32).reshape(2, 4, 5, 6)
 LABEL = (IMAGE[0] % 3).astype(np.uint8)
-FILES = ("image.npy", "label.npy", "foreground.npy", "entry.json")
+FILES = ("image.npy", "label.npy", "foreground.npy", "components.npy", "entry.json")
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +48,11 @@ def assert_is_sound(case: PreparedCase | None) -> None:
     np.testing.assert_array_equal(case.image(), IMAGE)
     np.testing.assert_array_equal(case.label(), LABEL)
     assert case.spacing_mm == (1.0, 1.5, 2.0)
-    background, first, second = case.foreground()
-    assert len(background) == 0
-    for value, voxels in ((1, first), (2, second)):
-        np.testing.assert_array_equal(voxels, np.flatnonzero(LABEL == value))
+    foreground = case.foreground()
+    assert foreground.components(0) == []
+    for value in (1, 2):
+        voxels = np.concatenate(foreground.components(value))
+        np.testing.assert_array_equal(np.sort(voxels), np.flatnonzero(LABEL == value))
 
 
 def assert_is_repaired(cache: Cache, sound: Path, damage: Callable[[Path], object]) -> None:
@@ -141,7 +142,7 @@ def test_several_writers_repair_one_entry(cache: Cache, sound: Path) -> None:
 def test_the_checksum_of_a_record_covers_all_of_it(sound: Path) -> None:
     record = read_entry(sound, CaseRecord)
     assert record is not None
-    changed: dict[str, Any] = {"class_counts": (0, 40, 41), "spacing_mm": (1.0, 1.5, 2.1)}
+    changed: dict[str, Any] = {"num_components": (0, 7, 8), "spacing_mm": (1.0, 1.5, 2.1)}
     changed |= {"key": "other", "files": {}}
     for field, value in changed.items():
         other = record.model_copy(update={field: value})

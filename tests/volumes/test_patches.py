@@ -22,6 +22,12 @@ class Patch:
     target: torch.Tensor
 
 
+def make_sampler(cases: list[PreparedCase], settings: PatchSettings, size: Shape) -> PatchSampler:
+    return PatchSampler(
+        cases=cases, settings=settings, size=size, stride=(2, 2, 2), batch_size=1, seed=0
+    )
+
+
 def patch_of(sampler: PatchSampler, epoch: int, index: int) -> Patch:
     cut = sampler.cut(epoch, index)
     batch = CutBatch(cuts=(cut,), shape=cut.size).augmented()
@@ -37,16 +43,16 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
     shape, size = (12, 10, 14), (6, 4, 8)
     label = np.random.default_rng(0).integers(0, 4, shape).astype(np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
-    settings = PatchSettings(per_case=40, augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=(2, 2, 2), seed=0)
-    for index in range(sampler.num_patches):
+    settings = PatchSettings(augmentation=PLAIN)
+    sampler = make_sampler(cases, settings, size)
+    for index in range(40):
         patch = patch_of(sampler, 0, index)
         corner = [int(place.flat[0]) for place in places(patch.image[0], shape)]
         box = tuple(slice(first, first + n) for first, n in zip(corner, size, strict=True))
         np.testing.assert_array_equal(patch.image[0].numpy(), known_volume(shape)[0][box])
         np.testing.assert_array_equal(patch.target.numpy(), label[box])
     # A patch as large as its volume is the volume.
-    sampler = PatchSampler(cases=cases, settings=settings, size=shape, stride=(2, 2, 2), seed=0)
+    sampler = make_sampler(cases, settings, shape)
     whole = patch_of(sampler, 0, 0)
     np.testing.assert_array_equal(whole.image.numpy(), known_volume(shape))
 
@@ -54,10 +60,10 @@ def test_a_patch_is_a_true_block_of_the_volume(tmp_path: Path) -> None:
 def test_the_tails_of_a_volume_are_reached(tmp_path: Path) -> None:
     shape = (7, 9, 5)  # no multiples of the patch
     cases = make_cases(tmp_path, [shape])
-    settings = PatchSettings(per_case=400, augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
+    settings = PatchSettings(augmentation=PLAIN)
+    sampler = make_sampler(cases, settings, (4, 4, 4))
     seen = np.zeros(shape, int)
-    for index in range(sampler.num_patches):
+    for index in range(400):
         seen[places(patch_of(sampler, 0, index).image[0], shape)] += 1
     assert (seen > 0).all()
 
@@ -68,13 +74,13 @@ def test_foreground_patches_are_centred_on_a_random_class(tmp_path: Path) -> Non
     label[15, 15, 15] = 1  # one voxel of 27,000
     label[3:12, 3:28, 3:28] = 3
     cases = make_cases(tmp_path, [shape], [label])
-    settings = PatchSettings(per_case=300, foreground_fraction=1.0, augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
+    settings = PatchSettings(foreground_fraction=1.0, augmentation=PLAIN)
+    sampler = make_sampler(cases, settings, (4, 4, 4))
     centres = Counter(int(patch_of(sampler, 0, index).target[2, 2, 2]) for index in range(300))
     assert set(centres) == {1, 3}
     assert 110 < centres[1] < 190
-    never = PatchSettings(per_case=300, foreground_fraction=0.0, augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=never, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
+    never = PatchSettings(foreground_fraction=0.0, augmentation=PLAIN)
+    sampler = make_sampler(cases, never, (4, 4, 4))
     found = sum(bool((patch_of(sampler, 0, index).target == 1).any()) for index in range(300))
     assert found < 10
 
@@ -83,8 +89,8 @@ def test_foreground_at_a_border_keeps_the_patch_inside(tmp_path: Path) -> None:
     label = np.zeros((9, 9, 9), np.uint8)
     label[8, 0, 8] = 2
     cases = make_cases(tmp_path, [(9, 9, 9)], [label])
-    settings = PatchSettings(per_case=5, foreground_fraction=1.0, augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=settings, size=(4, 4, 4), stride=(2, 2, 2), seed=0)
+    settings = PatchSettings(foreground_fraction=1.0, augmentation=PLAIN)
+    sampler = make_sampler(cases, settings, (4, 4, 4))
     patch = patch_of(sampler, 0, 0)
     assert patch.image.min() >= 1
     assert patch.target[3, 0, 3] == 2
@@ -95,7 +101,7 @@ def test_small_volumes_are_padded_not_cropped(tmp_path: Path) -> None:
     label = np.full(shape, 2, np.uint8)
     cases = make_cases(tmp_path, [shape], [label])
     settings = PatchSettings(augmentation=PLAIN)
-    sampler = PatchSampler(cases=cases, settings=settings, size=(8, 8, 8), stride=(2, 2, 2), seed=0)
+    sampler = make_sampler(cases, settings, (8, 8, 8))
     patch = patch_of(sampler, 0, 0)
     np.testing.assert_array_equal(patch.image[0, 2:5, :, 1:6].numpy(), known_volume(shape)[0])
     assert (patch.image == 0).sum() == 8**3 - np.prod(shape)
@@ -118,10 +124,8 @@ def test_image_and_target_move_together(tmp_path: Path) -> None:
         scaling_probability=1,
         mirror_axes=("x", "y", "z"),
     )
-    settings = PatchSettings(per_case=20, augmentation=moving)
-    sampler = PatchSampler(
-        cases=[case], settings=settings, size=(32, 32, 32), stride=(2, 2, 2), seed=0
-    )
+    settings = PatchSettings(augmentation=moving)
+    sampler = make_sampler([case], settings, (32, 32, 32))
     sizes = set()
     for index in range(20):
         patch = patch_of(sampler, 0, index)
@@ -140,12 +144,10 @@ def test_a_patch_reads_only_its_own_bytes(tmp_path: Path) -> None:
     np.lib.format.open_memmap(folder / "image.npy", mode="w+", dtype="f4", shape=(1, *shape))
     np.save(folder / "label.npy", pack_label(np.zeros(shape, np.uint8)))
     case = PreparedCase(
-        name="sparse", folder=folder, spacing_mm=(1.0, 1.0, 1.0), class_counts=(0, 0)
+        name="sparse", folder=folder, spacing_mm=(1.0, 1.0, 1.0), num_components=(0, 0)
     )
-    settings = PatchSettings(per_case=50, augmentation=PLAIN)
-    sampler = PatchSampler(
-        cases=[case], settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
-    )
+    settings = PatchSettings(augmentation=PLAIN)
+    sampler = make_sampler([case], settings, (16, 16, 16))
     patch_of(sampler, 0, 0)
     start = time.perf_counter()
     np.array(case.image())
@@ -175,8 +177,8 @@ def test_a_turned_patch_is_scipys_affine_transform(tmp_path: Path) -> None:
         scaling_probability=1,
         mirror_axes=("y",),
     )
-    settings = PatchSettings(per_case=10, augmentation=turning)
-    sampler = PatchSampler(cases=[case], settings=settings, size=size, stride=(2, 2, 2), seed=0)
+    settings = PatchSettings(augmentation=turning)
+    sampler = make_sampler([case], settings, size)
     stored = np.asarray(case.image()[0], np.float64)
     for index in range(10):
         cut = sampler.cut(0, index)
@@ -218,9 +220,7 @@ def sliding_start(stored: npt.NDArray[np.float64], box: npt.NDArray[np.float64])
 def test_a_cut_takes_no_more_than_its_region_needs(tmp_path: Path) -> None:
     cases = make_cases(tmp_path, [(40, 30, 30)])
     settings = PatchSettings(augmentation=PLAIN)
-    sampler = PatchSampler(
-        cases=cases, settings=settings, size=(16, 16, 16), stride=(2, 2, 2), seed=0
-    )
+    sampler = make_sampler(cases, settings, (16, 16, 16))
     slab = sampler.cut(0, 0, Slab(planes=range(4, 8), num_planes=16))
     assert slab.image.shape == (1, 4, 16, 16) and slab.size == (16, 16, 16)
     whole = sampler.cut(0, 0)

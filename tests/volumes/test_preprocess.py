@@ -18,7 +18,7 @@ from scipy.spatial.transform import Rotation
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings
 from unet3d.errors import CacheError, DatasetError, VolumeError
-from unet3d.volumes import cache as cache_module
+from unet3d.volumes import foreground as foreground_module
 from unet3d.volumes import preprocess
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
@@ -215,16 +215,18 @@ def test_channels_in_files_of_their_own_are_stacked(tmp_path: Path, settings: Da
 def test_foreground_holds_voxels_of_each_class(
     tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "MAX_FOREGROUND_VOXELS", 20)
+    monkeypatch.setattr(foreground_module, "MAX_FOREGROUND_VOXELS", 20)
     root = write_msd(tmp_path / "data", num_cases=2)
     write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 10), np.uint8))
     full, empty = prepare(load_dataset(root), settings)
     voxels = full.foreground()
-    assert [len(array) for array in voxels] == [0, 20, 20]
-    for index, array in enumerate(voxels):
-        assert (full.label()[...].flat[array] == index).all()
-        assert len(set(array.tolist())) == len(array)
-    assert [array.shape for array in empty.foreground()] == [(0,)] * 3
+    assert voxels.components(0) == []
+    for index in (1, 2):
+        kept = np.concatenate(voxels.components(index))
+        assert 0 < len(kept) <= 20 and len(set(kept.tolist())) == len(kept)
+        assert (full.label()[...].flat[kept] == index).all()
+    assert empty.foreground().num_components == (0, 0, 0)
+    assert empty.foreground().draw(np.random.default_rng(0)) is None
 
 
 def test_a_second_run_reads_no_volume(
@@ -300,13 +302,13 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
         '{"sizes": {}, "spacing_mm": [1, 1, 1], "class_counts": [0, 1, 1]}'
     ),
     "other counts": lambda entry: change_json(
-        entry / "entry.json", lambda tree: tree["class_counts"].sort()
+        entry / "entry.json", lambda tree: tree["num_components"].reverse()
     ),
     "another spacing": lambda entry: change_json(
         entry / "entry.json", lambda tree: tree.update(spacing_mm=[1.0, 2.0, 1.0])
     ),
     "wrong types": lambda entry: change_json(
-        entry / "entry.json", lambda tree: tree.update(class_counts="000")
+        entry / "entry.json", lambda tree: tree.update(num_components="000")
     ),
     "no folder": lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
     "a link to nothing": lambda entry: (shutil.rmtree(entry), entry.symlink_to("nowhere")),

@@ -9,12 +9,14 @@ from unet3d.cli.options import config_options
 
 @click.command()
 @config_options
-def config(config_path: Path | None, overrides: tuple[str, ...]) -> None:
+def config(config_path: Path | None, presets: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Print every setting with its meaning, as YAML that --config of train takes.
 
-    The values are the defaults, or those of --config and --set.
+    The values are the defaults, or those of --config, --preset and --set.
     """
     from unet3d.config import load_config
+    from unet3d.config.presets import preset_changes
     from unet3d.config.reference import commented_yaml
 
-    click.echo(commented_yaml(load_config(config_path, overrides)), nl=False)
+    changes = (*preset_changes(presets), *overrides)
+    click.echo(commented_yaml(load_config(config_path, changes)), nl=False)

@@ -14,7 +14,7 @@ FILE = click.Path(path_type=Path)
 
 
 class _CheckpointPath(click.Path):
-    """A checkpoint, or the folder of a run, which stands for its best one."""
+    """A checkpoint, or the folder of a run, which stands for its final one."""
 
     name = "path"
 
@@ -90,7 +90,7 @@ offload_option = click.option(
 
 
 def config_options(function: Function) -> Function:
-    """Add the options that name a configuration."""
+    """Add the options that name a configuration; each overrides what is named before it."""
     for option in (
         click.option(
             "--set",
@@ -98,6 +98,13 @@ def config_options(function: Function) -> Function:
             metavar="KEY=VALUE",
             multiple=True,
             help="Override one setting, for example training.batch_size=4; repeatable.",
+        ),
+        click.option(
+            "--preset",
+            "presets",
+            type=click.Choice(["quick", "full"]),
+            multiple=True,
+            help="Settings that belong together, over those of --config; repeatable.",
         ),
         click.option(
             "--config", "config_path", type=FILE, help="YAML file of settings; see configs/."

@@ -63,6 +63,7 @@ def plan(
     dataset: Path | None,
     shape: str | None,
     config_path: Path | None,
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     parallel: str | None,
     devices: str | None,
@@ -110,6 +111,7 @@ def plan(
     )
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
+        from unet3d.config.presets import preset_changes
         from unet3d.planning.comparison import dims_of
         from unet3d.planning.cpu_defaults import load_settings
         from unet3d.planning.network_plan import plan_without_data, rounding
@@ -117,7 +119,7 @@ def plan(
         notes: list[str] = []
         config = load_settings(
             config_path,
-            [*overrides, *changes],
+            [*preset_changes(presets), *overrides, *changes],
             lambda settings: dims_of(settings, memory_bytes),
             say=notes.append,
         )

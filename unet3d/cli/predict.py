@@ -173,4 +173,4 @@ def _newest_checkpoint() -> Path:
             f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
             "--checkpoint FILE, or make one with unet3d train DATASET"
         )
-    return run.best if run.best.exists() else run.latest
+    return run.latest

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from unet3d.training.loop import TrainingResult
+    from unet3d.training.state import TrainingState
 
 
 @click.command()
@@ -52,6 +53,7 @@ def train(
     *,
     dataset: Path | None,
     config_path: Path | None,
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     parallel: str | None,
     devices: str | None,
@@ -89,11 +91,12 @@ def train(
 
     from rich.console import Console
 
+    from unet3d.config.presets import preset_changes
     from unet3d.training.start import RunRequest, start_training
 
     request = RunRequest(
         config_path=config_path,
-        changes=(*overrides, *changes),
+        changes=(*preset_changes(presets), *overrides, *changes),
         output=output,
         resume=resume,
     )
@@ -108,10 +111,20 @@ def _show(result: "TrainingResult", console: "Console") -> None:
 
     if result.memory is not None:
         console.print(memory_table(result.memory))
-    dice = "none yet" if result.best_dice < 0 else f"{result.best_dice:.3f}"
     console.print(
-        f"Best mean Dice {dice}. Checkpoints, metrics and pictures: {result.folder.path}",
+        f"{_dice_line(result.state)} Checkpoints, metrics and pictures: {result.folder.path}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
+
+
+def _dice_line(state: "TrainingState") -> str:
+    """Return what the final network has come to, and where the best one was better."""
+    last, best = state.last_mean_dice, state.best_dice
+    if last is None:
+        return "Mean Dice none yet."
+    line = f"Mean Dice {last:.3f}, of the final network."
+    if f"{best:.3f}" > f"{last:.3f}":
+        line += f" That after epoch {state.best_epoch} has {best:.3f}: checkpoint-best.pt."
+    return line

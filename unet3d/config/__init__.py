@@ -1,13 +1,13 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
 from unet3d.config.configuration import Config, load_config
+from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
     AugmentationSettings,
     DataSettings,
     InferenceSettings,
     MemorySettings,
     ModelSettings,
-    ParallelSettings,
     PatchSettings,
     PhantomSettings,
     TrainingSettings,

@@ -2,20 +2,18 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from unet3d.config.section import Section
 from unet3d.config.values import (
     MAX_PATCH_VOXELS,
     MAX_PHANTOM_VOXELS,
     NUMBER,
-    Balance,
     Channels,
-    CudaGraphs,
     Few,
     FilePath,
     Fraction,
     Many,
-    Name,
     Offload,
     Recompute,
     Scale,
@@ -24,24 +22,6 @@ from unet3d.config.values import (
     of_few_voxels,
 )
 from unet3d.inputs.plain_data import at_most
-
-
-class Section(BaseModel):
-    """A group of settings: immutable, unknown keys refused."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_empty(cls, value: Any) -> Any:
-        """Accept a section whose lines are all comments, which YAML reads as null."""
-        return {} if value is None else value
 
 
 class PhantomSettings(Section):
@@ -84,6 +64,9 @@ class DataSettings(Section):
     they augment too; to cut beside a network on a CPU one for 32 cores, so none on most."""
 
 
+MirrorAxis = Literal["x", "y", "z"]
+
+
 class AugmentationSettings(Section):
     """Random changes to each training patch; each probability is that of a patch being changed."""
 
@@ -116,15 +99,20 @@ class AugmentationSettings(Section):
     """Probability of a gamma curve over the inverted intensities."""
     gamma_probability: Fraction = 0.3
     """Probability of a gamma curve over the intensities."""
-    mirror_axes: Annotated[tuple[Literal["x", "y", "z"], ...], at_most(3)] = ()
-    """Axes that may be flipped, each one time in two. None by default, because left and right may
-    be different labels."""
+    mirror_axes: Literal["auto"] | Annotated[tuple[MirrorAxis, ...], at_most(3)] = "auto"
+    """Axes that may be flipped, each one time in two; auto: Y and Z, and X where no label is told
+    by its name to be on the left or on the right."""
+
+    @property
+    def known_mirror_axes(self) -> tuple[MirrorAxis, ...]:
+        """The axes that are set, or Y and Z where the labels decide and are not known."""
+        return ("y", "z") if self.mirror_axes == "auto" else self.mirror_axes
 
     @field_validator("mirror_axes", mode="before")
     @classmethod
     def _one_axis(cls, value: Any) -> Any:
         """Accept a letter as the one axis that may be flipped."""
-        return (value,) if isinstance(value, str) else value
+        return (value,) if isinstance(value, str) and value != "auto" else value
 
     @field_validator("scaling_range")
     @classmethod
@@ -146,10 +134,9 @@ class PatchSettings(Section):
     as it is, padded to what the network can halve."""
     max_voxels: Annotated[int, Field(gt=0, le=MAX_PATCH_VOXELS, strict=True)] = 128**3
     """Most voxels of a patch whose size is auto."""
-    per_case: Many = 4
-    """Patches drawn from each case in one epoch (whole volumes: always 1)."""
     foreground_fraction: Fraction = 0.33
-    """Share of the patches that are centred on a labelled voxel."""
+    """Share of each batch, at least one patch where it is not 0, that is centred on a labelled
+    voxel: of a random class, of a random one of its connected components."""
     augmentation: AugmentationSettings = AugmentationSettings()
 
     @field_validator("size")
@@ -175,7 +162,7 @@ class ModelSettings(Section):
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
     groups of channels of each sample, or each channel of the batch."""
-    deep_supervision: bool = False
+    deep_supervision: bool = True
     """Whether coarser levels of the decoder have a loss of their own too."""
 
     @field_validator("channels")
@@ -191,8 +178,10 @@ class ModelSettings(Section):
 class TrainingSettings(Section):
     """The optimisation."""
 
-    epochs: Many = 100
-    """Number of passes over the training cases."""
+    epochs: Many = 250
+    """Number of epochs."""
+    steps_per_epoch: Many = 250
+    """Steps in an epoch, whatever the number of cases, which are drawn with replacement."""
     batch_size: Few = 2
     """Patches in a step, of all replicas together; where it is not set, at least one for each
     micro-batch of each replica."""
@@ -213,7 +202,7 @@ class TrainingSettings(Section):
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
     has it in hardware, else float32."""
-    validate_every: Many = 5
+    validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0
     """Largest age of the latest checkpoint, in seconds (and one step); each validation writes one
@@ -236,78 +225,6 @@ class TrainingSettings(Section):
         if isinstance(wanted, int) and wanted > default:
             return {**values, "batch_size": wanted}
         return values
-
-
-class ParallelSettings(Section):
-    """How the network is spread over devices."""
-
-    mode: Literal["auto", "none", "data", "spatial", "model"] = "auto"
-    """none: one device; data: a replica on each device; spatial: each volume in slabs over them;
-    model: the layers of one network over them; auto: none on one device, else the fastest that
-    fits."""
-    devices: Annotated[tuple[Name, ...], Field(min_length=1), at_most(1024)] | None = None
-    """Devices, such as 0,1 or cpu,0 or cuda:0; null: the first GPUs that the mode needs, or cpu.
-    Under torchrun: those of each machine, divided over its ranks."""
-    replicas: Annotated[int, Field(gt=0, le=1024, strict=True)] = 1
-    """Modes model and spatial: groups of devices with a network each, into which the devices are
-    divided in their order."""
-    engine: Literal["ddp", "dataparallel"] = "ddp"
-    """Mode data: DistributedDataParallel, a process for each device; or nn.DataParallel, a thread
-    for each, which is slower."""
-    output_device: Name | None = None
-    """Engine dataparallel: where logits are gathered and targets sent; null: the first device."""
-    timeout_seconds: Annotated[float, Field(gt=0, le=1e7), NUMBER] = 600.0
-    """Seconds of silence after which a rank counts as hanging, and training ends."""
-    max_restarts: Annotated[int, Field(ge=0, le=10**6, strict=True)] = 0
-    """How often the ranks are started again, from the latest checkpoint, when one of them dies.
-    Under torchrun its own --max-restarts counts."""
-    schedule: Literal["1f1b", "all-forward"] = "1f1b"
-    """When each micro-batch runs where. 1f1b: one forward, one backward in turn; all-forward: all
-    forward, then all backward, which keeps the activations of all."""
-    cuda_graphs: CudaGraphs = "auto"
-    """auto: steps of small volumes on GPUs are captured as CUDA graphs and replayed, where there is
-    memory for it; off: every step is launched."""
-    balance: Balance | Literal["auto"] = "auto"
-    """Where the network is cut in training. time, memory: so that the stages take equal time, or
-    memory; encoder-decoder: between the two for two devices, about equal work for more; auto: the
-    cut that ``plan --measure`` found best, else encoder-decoder."""
-    cuts: Annotated[tuple[Few, ...], at_most(1024)] | None = None
-    """Index of the block that each further stage begins with, such as 4,12; it overrules balance.
-    null: as balance says."""
-
-    @property
-    def wanted_balance(self) -> Balance:
-        """The balance that is set, or encoder-decoder if none is set."""
-        return "encoder-decoder" if self.balance == "auto" else self.balance
-
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        """Accept ``0,1`` and 0 as names of devices, because YAML reads them as numbers."""
-        if isinstance(value, str):
-            value = value.split(",")
-        elif isinstance(value, int):
-            value = [value]
-        if isinstance(value, list | tuple):
-            return tuple(str(name).strip() for name in value)
-        return value
-
-    @field_validator("output_device", mode="before")
-    @classmethod
-    def _name(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("cuda_graphs", mode="before")
-    @classmethod
-    def _off(cls, value: Any) -> Any:
-        """Accept ``off`` as a word, because YAML reads it as False."""
-        return "off" if value is False else value
-
-    @field_validator("cuts", mode="before")
-    @classmethod
-    def _one_cut(cls, value: Any) -> Any:
-        """Accept a single number as the one cut between two devices."""
-        return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class MemorySettings(Section):

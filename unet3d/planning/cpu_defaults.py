@@ -33,7 +33,7 @@ CPU_DEFAULTS = (
     CpuDefault(values={"model.base_channels": 8}, related=("model.channels", "model.max_channels")),
     CpuDefault(values={"patches.max_voxels": 64**3}, related=("patches.size",)),
     CpuDefault(values={"training.epochs": 40}),
-    CpuDefault(values={"patches.per_case": 1}),
+    CpuDefault(values={"training.steps_per_epoch": 10}),
     # Too short a training to profit from it.
     CpuDefault(values={"patches.augmentation.enabled": False}, related=("patches.augmentation",)),
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
@@ -41,7 +41,6 @@ CPU_DEFAULTS = (
         values={"training.optimizer": "adamw", "training.learning_rate": 0.003},
         related=("training.momentum", "training.weight_decay"),
     ),
-    CpuDefault(values={"training.validate_every": 10}),
 )
 """For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
 

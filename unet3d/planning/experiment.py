@@ -1,6 +1,7 @@
 """From a configuration to all that training needs except devices: cases, patches, network."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
 from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
 from unet3d.volumes.files import times
+from unet3d.volumes.naming import has_sides
 from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.phantom import write_phantom_dataset
 from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
@@ -140,6 +142,7 @@ def plan_experiment(
             {
                 "data.spacing_mm": preprocessing.spacing_mm or "native",
                 "patches.size": patch_size or "whole",
+                "patches.augmentation.mirror_axes": _mirror_axes(config, dataset),
             }
         ),
         preprocessing=preprocessing,
@@ -150,6 +153,13 @@ def plan_experiment(
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
         split=CaseSplit.of(training, validation, config.data.cache),
     )
+
+
+def _mirror_axes(config: Config, dataset: Dataset) -> Sequence[str]:
+    axes = config.patches.augmentation.mirror_axes
+    if axes == "auto":
+        axes = ("y", "z") if has_sides(dataset.label_names) else ("x", "y", "z")
+    return axes
 
 
 def report_findings(findings: list[Finding], shown: int = 5) -> None:

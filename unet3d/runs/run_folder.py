@@ -281,7 +281,8 @@ def checkpoint_in(path: Path) -> Path:
     """Return the checkpoint that is meant by a path.
 
     Args:
-        path: A file, or the folder of a run, whose best checkpoint is meant, else its latest.
+        path: A file, or the folder of a run, of which the latest is meant, its final network when
+            it is finished; where there is none, the best.
 
     Raises:
         CheckpointError: The folder has none.
@@ -289,11 +290,11 @@ def checkpoint_in(path: Path) -> Path:
     if not path.is_dir():
         return path
     run = RunFolder(path)
-    for file in (run.best, run.latest):
+    for file in (run.latest, run.best):
         if file.is_file():
             return file
     raise CheckpointError(
-        f"{path} has neither {run.best.name} nor {run.latest.name}; name a checkpoint, or the "
+        f"{path} has neither {run.latest.name} nor {run.best.name}; name a checkpoint, or the "
         "folder of a run"
     )
 

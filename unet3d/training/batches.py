@@ -34,6 +34,7 @@ def make_loader(
         size=experiment.patch_size,
         stride=experiment.topology.total_stride,
         batch_size=settings.training.batch_size,
+        num_steps=settings.training.steps_per_epoch,
         seed=settings.training.seed,
         num_workers=num_workers,
         device=device,

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,9 +48,13 @@ from unet3d.training.cores import (
 from unet3d.training.data_record import data_lines
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.training.resuming import Past
+from unet3d.training.state import TrainingState
 from unet3d.volumes.cache import Cache
 
 logger = logging.getLogger(__name__)
+
+MIN_VALIDATION_CASES = 10
+"""With fewer, which network is best on them is chance."""
 
 
 def for_ranks(config: Config, dims: ParallelDims) -> Config:
@@ -142,9 +147,9 @@ def _train(
     past: Past | None = None
     if group.is_first:
         past = _open_folder(config, folder, resume)
-    best_dice = group.from_first(lambda: _best_if_finished(past, config, is_checked=False))
-    if best_dice is not None:
-        return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
+    finished = _if_finished(group, past, config, is_checked=False)
+    if finished is not None:
+        return TrainingResult(folder=folder, state=finished, memory=None)
     if group.is_first:
         group.begin(str(folder.path))
     experiment = group.in_turn(
@@ -152,11 +157,18 @@ def _train(
     )
     if past is not None:
         past.check_experiment(experiment)
-    best_dice = group.from_first(lambda: _best_if_finished(past, config, is_checked=True))
-    if best_dice is not None:
-        return TrainingResult(folder=folder, best_dice=best_dice, memory=None)
+    finished = _if_finished(group, past, config, is_checked=True)
+    if finished is not None:
+        return TrainingResult(folder=folder, state=finished, memory=None)
     for line in data_lines(experiment):
         logger.info("%s", line)
+    if group.is_first and (num_cases := len(experiment.validation)) < MIN_VALIDATION_CASES:
+        logger.warning(
+            "%d validation case(s) are too few to choose a network by: their Dice depends on which "
+            "ones they are; use the final network, as predict does, rather than %s",
+            num_cases,
+            folder.best.name,
+        )
     group.open(config.parallel.timeout_seconds)
     config = group.from_first(
         lambda: resolve_auto(
@@ -249,27 +261,40 @@ def _open_folder(config: Config, folder: RunFolder, resume: bool) -> Past | None
     return past
 
 
-def _best_if_finished(past: Past | None, config: Config, is_checked: bool) -> float | None:
-    """Return the best Dice of a run with nothing left to do, and say how to go on; else None.
+def _if_finished(
+    group: Group, past: Past | None, config: Config, is_checked: bool
+) -> TrainingState | None:
+    """Return where a run with nothing left to do stands, and say how to go on; else None.
 
     Args:
+        group: The ranks; all of them call it, and only the first one knows the run.
         past: The run; None: it is a new one.
         config: The settings of now.
         is_checked: Whether its data and network are known to be those of now. If not, only a run
             whose settings say so counts.
     """
-    if past is None or not past.is_finished(config):
-        return None
-    if not is_checked and not past.has_source_of(config):
-        return None
-    done = past.state.epoch
-    logger.info(
-        "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with more",
-        past.folder.path,
-        done,
-        config.training.epochs,
-    )
-    return past.state.best_dice
+
+    def state() -> TrainingState | None:
+        if past is None or not past.is_finished(config):
+            return None
+        if not is_checked and not past.has_source_of(config):
+            return None
+        logger.info(
+            "%s is finished: %d of %d epochs are done; to train on, give --resume --epochs with "
+            "more",
+            past.folder.path,
+            past.state.epoch,
+            config.training.epochs,
+        )
+        return past.state
+
+    def from_plain(values: Any) -> TrainingState | None:
+        return None if values is None else TrainingState.from_plain(values)
+
+    def to_plain(found: TrainingState | None) -> Any:
+        return None if found is None else asdict(found)
+
+    return group.from_first(state, to_plain=to_plain, from_plain=from_plain)
 
 
 def _executor(dims: ParallelDims, model: UNet3d, layout: Layout, group: Group) -> Executor:
@@ -282,9 +307,7 @@ def _largest_step(
     experiment: Experiment, dims: ParallelDims, layout: Layout, precision: str
 ) -> Step:
     config = experiment.config
-    per_case = 1 if experiment.patch_size is None else config.patches.per_case
-    num_patches = per_case * len(experiment.training)
-    batch_size = dims.share_of(min(config.training.batch_size, num_patches))
+    batch_size = dims.share_of(config.training.batch_size)
     return Step(
         topology=experiment.topology,
         layout=layout,

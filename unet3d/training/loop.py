@@ -43,8 +43,8 @@ class TrainingResult:
 
     folder: RunFolder
     """The run."""
-    best_dice: float
-    """Largest mean Dice of all validations; -1 where there was none."""
+    state: TrainingState
+    """Where the training stands at its end."""
     memory: dict[str, Any] | None
     """What ``memory.json`` holds; None where nothing was left to train."""
 
@@ -163,9 +163,7 @@ class TrainingLoop:
         if self.memory is not None:
             update_reserved(self.memory, self.executor, self.folder, self.group)
         self.recorder.write_summary(self.state)
-        return TrainingResult(
-            folder=self.folder, best_dice=self.state.best_dice, memory=self.memory
-        )
+        return TrainingResult(folder=self.folder, state=self.state, memory=self.memory)
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         """Take the steps that are left of an epoch, the first time under measurement."""

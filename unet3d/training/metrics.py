@@ -108,7 +108,8 @@ def run_summary(
     """Return what ``summary.json`` holds.
 
     ``best_dice``, ``best_epoch`` and ``dice`` are of the validation with the largest mean Dice,
-    whose network is ``checkpoint-best.pt``; ``last_dice`` is of the last epoch. ``seconds`` are
+    whose network is ``checkpoint-best.pt``; ``last_mean_dice`` and ``last_dice`` are of the final
+    network, which is ``checkpoint-latest.pt``. ``seconds`` are
     those of the steps and of the validations together, without the preparation before them;
     ``waited_seconds`` are the part of the steps' that the devices waited for data.
 
@@ -122,6 +123,7 @@ def run_summary(
         "best_dice": state.best_dice,
         "best_epoch": state.best_epoch or None,
         "dice": state.best_labels,
+        "last_mean_dice": state.last_mean_dice,
         "last_dice": state.last_dice,
         "epochs": state.epoch,
         "seconds": state.total_seconds + state.validation_seconds,

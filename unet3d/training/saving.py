@@ -92,7 +92,7 @@ class CheckpointSaver:
         """Take up the latest checkpoint in all ranks, and return where it stands.
 
         Args:
-            num_steps: Steps of an epoch, which may not be as many as before.
+            num_steps: Steps of an epoch, which may be fewer than before.
 
         Raises:
             CheckpointError: Its optimizer is another one, or it is not finite.
@@ -111,15 +111,6 @@ class CheckpointSaver:
                 f"{path} holds weights that are not finite: its training has diverged; start a "
                 "new run in another --output"
             )
-        config = self._experiment.config
-        if (
-            config.training.batch_size != checkpoint.config.training.batch_size
-            or state.step > num_steps
-        ):
-            # Patches come in an order that does not depend on the batch.
-            per_case = 1 if self._experiment.patch_size is None else config.patches.per_case
-            is_over = state.num_samples >= per_case * len(self._experiment.training)
-            whole = state.num_samples // config.training.batch_size
-            state.step = num_steps if is_over else min(whole, num_steps)
+        state.step = min(state.step, num_steps)
         logger.info("resumed after epoch %d, step %d", state.epoch, state.step)
         return state

@@ -80,6 +80,12 @@ class TrainingState:
         return math.isfinite(self.loss["total"])
 
     @property
+    def last_mean_dice(self) -> float | None:
+        """Mean Dice of the last validation; None before the first one, or where nothing counts."""
+        known = [dice for dice in self.last_dice.values() if dice is not None]
+        return sum(known) / len(known) if known else None
+
+    @property
     def mean_loss(self) -> dict[str, float]:
         """Mean over the samples of the epoch so far."""
         return {name: value / max(self.num_samples, 1) for name, value in self.loss.items()}

@@ -7,8 +7,9 @@
                       entry.json
     prepared/<key>/image.npy                float16 or float32 (C, X, Y, Z)
                    label.npy                class indices (X, Y, Z) in compressed chunks
-                   foreground.npy           indices of voxels in X, Y, Z, class after class
-                   entry.json               spacing, number of indices of each class
+                   foreground.npy           indices of voxels in X, Y, Z, component after component
+                   components.npy           where each component ends in them
+                   entry.json               spacing, number of components of each class
 
 A key is a hash of what the files *contain* and of everything that was done to them, so an entry
 is never stale. Every byte of an entry is checked when it is first opened in a run
@@ -42,6 +43,7 @@ from unet3d.volumes.entries import (
     write_entry,
 )
 from unet3d.volumes.files import members
+from unet3d.volumes.foreground import Foreground, foreground_voxels
 from unet3d.volumes.packed_label import PackedLabel, pack_label
 
 logger = logging.getLogger(__name__)
@@ -49,17 +51,14 @@ logger = logging.getLogger(__name__)
 LEFTOVER_SECONDS = 24 * 3600
 """Age from which a temporary file belongs to a process that was killed."""
 
-MAX_FOREGROUND_VOXELS = 10_000
-"""Voxels kept of each class: enough to sample from, few where it fills half a volume."""
-
 
 class CaseRecord(EntryRecord):
     """The record of a prepared case."""
 
-    arrays: ClassVar[tuple[str, ...]] = ("image", "label", "foreground")
+    arrays: ClassVar[tuple[str, ...]] = ("image", "label", "foreground", "components")
 
     spacing_mm: Spacing
-    class_counts: tuple[NonNegativeInt, ...]
+    num_components: tuple[NonNegativeInt, ...]
 
 
 class IntensitiesRecord(EntryRecord):
@@ -95,8 +94,8 @@ class PreparedCase:
     folder: Path
     """Its entry in the cache."""
     spacing_mm: Spacing
-    class_counts: tuple[int, ...]
-    """How many voxels :meth:`foreground` has of each class; 0 for the background."""
+    num_components: tuple[int, ...]
+    """Connected components of each class; 0 for the background."""
 
     def image(self) -> npt.NDArray[np.floating[Any]]:
         """Return the normalised image, a read-only map of shape (C, X, Y, Z), float16 or float32.
@@ -114,21 +113,17 @@ class PreparedCase:
         """
         return PackedLabel(array_path(self.folder, "label"))
 
-    def foreground(self) -> tuple[npt.NDArray[np.unsignedinteger[Any]], ...]:
-        """Return for each class voxels that have it; of a class with many, a random choice.
-
-        A voxel is its index in the flattened label map; ``np.unravel_index`` gives its place.
+    def foreground(self) -> Foreground:
+        """Return voxels of each class, of which patches are centred on some.
 
         Raises:
-            CacheError: The file is gone or damaged.
+            CacheError: A file is gone or damaged.
         """
-        if not any(self.class_counts):
-            return tuple(np.empty(0, np.uint32) for _ in self.class_counts)
-        voxels = map_array(array_path(self.folder, "foreground"))
-        ends = np.cumsum(self.class_counts)
-        return tuple(
-            voxels[end - count : end] for end, count in zip(ends, self.class_counts, strict=True)
-        )
+        voxels = ends = np.empty(0, np.uint32)
+        if any(self.num_components):  # an empty file cannot be mapped
+            voxels = map_array(array_path(self.folder, "foreground"))
+            ends = map_array(array_path(self.folder, "components"))
+        return Foreground(voxels=voxels, ends=ends, num_components=self.num_components)
 
 
 class Cache:
@@ -223,7 +218,7 @@ class Cache:
             name=name,
             folder=folder,
             spacing_mm=record.spacing_mm,
-            class_counts=record.class_counts,
+            num_components=record.num_components,
         )
 
     def save_case(
@@ -246,15 +241,16 @@ class Cache:
         Raises:
             CacheError: The folder is full or cannot be written to.
         """
-        voxels = foreground_voxels(label, num_classes)
+        foreground = foreground_voxels(label, num_classes)
         arrays = {
             "image": image,
             "label": pack_label(label),
-            "foreground": np.concatenate(voxels),
+            "foreground": foreground.voxels,
+            "components": foreground.ends,
         }
         notes = {
             "spacing_mm": tuple(map(float, spacing_mm)),
-            "class_counts": tuple(len(array) for array in voxels),
+            "num_components": foreground.num_components,
         }
         with writing_cache(self.folder):
             write_entry(self.folder / "prepared" / key, CaseRecord, arrays, notes)
@@ -267,37 +263,6 @@ def _default_folder() -> Path:
         raise CacheError(
             "there is no cache folder, because this user has no home folder; set data.cache"
         ) from error
-
-
-def foreground_voxels(
-    label: npt.NDArray[np.unsignedinteger[Any]], num_classes: int
-) -> list[npt.NDArray[np.unsignedinteger[Any]]]:
-    """Return some voxels of each class; none of the background.
-
-    The choice is random but the same for the same label map.
-
-    Args:
-        label: Class indices, shape (X, Y, Z).
-        num_classes: Number of classes, the background included.
-
-    Returns:
-        For each class the indices of at most ``MAX_FOREGROUND_VOXELS`` voxels in the flattened
-        label map, ascending, in the smallest type that holds every index.
-    """
-    inside = np.flatnonzero(label)
-    classes = label.reshape(-1)[inside]
-    order = np.argsort(classes, kind="stable")
-    inside, classes = inside[order], classes[order]
-    bounds = np.searchsorted(classes, np.arange(num_classes + 1))
-    rng = np.random.default_rng(0)
-    dtype = np.min_scalar_type(label.size)
-    chosen = [np.empty(0, dtype)]
-    for index in range(1, num_classes):
-        voxels = inside[bounds[index] : bounds[index + 1]]
-        if len(voxels) > MAX_FOREGROUND_VOXELS:
-            voxels = np.sort(rng.choice(voxels, MAX_FOREGROUND_VOXELS, replace=False))
-        chosen.append(voxels.astype(dtype))
-    return chosen
 
 
 def _read(folder: Path, kind: type[Record]) -> Record | None:

@@ -6,7 +6,6 @@ a slab of that.
 """
 
 import itertools
-import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ class PatchLoader:
         size: Shape | None,
         stride: Shape,
         batch_size: int,
+        num_steps: int,
         seed: int,
         num_workers: int,
         device: torch.device,
@@ -61,7 +61,8 @@ class PatchLoader:
             settings: See :class:`PatchSampler`.
             size: Voxels of a patch along X, Y, Z; None: whole volumes.
             stride: The shape of a patch is a multiple of it.
-            batch_size: Patches in a batch; the last batch of an epoch holds the rest.
+            batch_size: Patches in a batch.
+            num_steps: Batches in an epoch.
             seed: Seed of every random choice.
             num_workers: Processes that cut patches; 0: this one.
             device: Where images are needed. For a GPU batches lie in page-locked memory.
@@ -79,8 +80,15 @@ class PatchLoader:
             ConfigError: ``size`` is not a multiple of ``stride``.
             DatasetError: There are no cases.
         """
-        sampler = PatchSampler(cases=cases, settings=settings, size=size, stride=stride, seed=seed)
-        self.num_steps = math.ceil(sampler.num_patches / batch_size)
+        sampler = PatchSampler(
+            cases=cases,
+            settings=settings,
+            size=size,
+            stride=stride,
+            batch_size=batch_size,
+            seed=seed,
+        )
+        self.num_steps = num_steps
         self._steps = _Steps(self.num_steps)
         self._on_device = DeviceBatches(device, gather) if augments_on_device else None
         context = None
@@ -93,7 +101,6 @@ class PatchLoader:
         self._loader: DataLoader[_Loaded] = DataLoader(
             _Batches(
                 sampler=sampler,
-                batch_size=batch_size,
                 rank=rank,
                 num_ranks=num_ranks,
                 slab=slab,
@@ -209,7 +216,6 @@ class _Batches(Dataset["_Loaded"]):
         self,
         *,
         sampler: PatchSampler,
-        batch_size: int,
         rank: int,
         num_ranks: int,
         slab: Callable[[Shape], range] | None,
@@ -217,7 +223,6 @@ class _Batches(Dataset["_Loaded"]):
         gathers: bool,
     ) -> None:
         self.sampler = sampler
-        self.batch_size = batch_size
         self.rank = rank
         self.num_ranks = num_ranks
         self.slab = slab
@@ -232,8 +237,8 @@ class _Batches(Dataset["_Loaded"]):
             return error
 
     def _batch(self, epoch: int, number: int) -> CutBatch:
-        first = number * self.batch_size
-        batch = range(first, min(first + self.batch_size, self.sampler.num_patches))
+        batch_size = self.sampler.batch_size
+        batch = range(number * batch_size, (number + 1) * batch_size)
         mine = share_of(batch, self.rank, self.num_ranks)
         weight = len(mine) * self.num_ranks / len(batch)
         # A replica without a share repeats a patch with no weight: all take part in a step.

@@ -5,6 +5,7 @@ short text without control characters, and no two labels have one name.
 """
 
 import logging
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,3 +173,31 @@ def _labels_found_in(label_maps: Sequence[Path], path: Path) -> dict[int, str]:
             f"is 0, labels are above it, up to {MAX_LABEL_VALUE}, and {MAX_CLASSES} at most"
         )
     return {value: f"label {value}" if value else "background" for value in labels}
+
+
+SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lh", "rh"))
+"""How names tell left from right; the short ones only where both sides are labelled."""
+
+
+def has_sides(names: Sequence[str]) -> bool:
+    """Return whether labels are told by their names to be on the left or on the right.
+
+    Args:
+        names: Of the labels: ``left ventricle``, ``LeftLung``; or a pair such as ``kidney_l`` and
+            ``kidney_r``.
+    """
+    known = {tuple(_words(name)) for name in names}
+    for words in known:
+        if any(word.startswith(SIDES[0]) or word.endswith(SIDES[0]) for word in words):
+            return True
+        for left, right in SIDES[1:]:
+            other = tuple(right if word == left else word for word in words)
+            if other != words and other in known:
+                return True
+    return False
+
+
+def _words(name: str) -> list[str]:
+    """Return the words of a name in lower case: ``LungLeft_2`` is lung, left and 2."""
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+", name)
+    return [part.lower() for part in parts]

@@ -1,7 +1,9 @@
 """Cutting training patches out of prepared cases.
 
-A patch is a pure function of (seed, epoch, index): its case, its place, every random change. So it
-does not matter which process cuts it, how large a batch is, or at which step a run was resumed.
+A patch is a pure function of (seed, epoch, index, batch size): its case, its place, every random
+change. So it does not matter which process cuts it, or at which step a run was resumed. Cases are
+drawn with replacement, and the last patches of each batch are centred on foreground, as in nnU-Net
+(Isensee et al., Nature Methods 2021).
 
 The position of a patch along one axis::
 
@@ -137,15 +139,17 @@ class PatchSampler:
         settings: PatchSettings,
         size: Shape | None,
         stride: Shape,
+        batch_size: int,
         seed: int,
     ) -> None:
         """Set up the sampler.
 
         Args:
             cases: The training cases.
-            settings: Number of patches of a case, the share on foreground, augmentation.
-            size: Voxels of a patch along X, Y, Z; None: whole volumes, once an epoch each.
+            settings: The share on foreground, augmentation.
+            size: Voxels of a patch along X, Y, Z; None: whole volumes.
             stride: The shape of a patch is a multiple of it; whole volumes are padded to one.
+            batch_size: Patches in a batch; the first of an epoch are its first batch.
             seed: Seed of every random choice.
 
         Raises:
@@ -162,31 +166,31 @@ class PatchSampler:
         self.cases = tuple(cases)
         self.size = size
         self.stride = stride
+        self.batch_size = batch_size
         self.seed = seed
-        self.foreground_fraction = settings.foreground_fraction
-        self.num_patches = len(cases) * (1 if size is None else settings.per_case)
+        share = settings.foreground_fraction
+        self._num_foreground = max(1, round(share * batch_size)) if share else 0
         enabled = settings.augmentation.enabled
         self.augmentation = AugmentationDraw(settings.augmentation) if enabled else None
-        self._ordered: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def patch_shape(self, epoch: int, index: int) -> Shape:
         """Return the voxels of a patch along X, Y, Z, without cutting it.
 
         Args:
             epoch: From 0.
-            index: From 0 to ``num_patches`` - 1.
+            index: From 0.
         """
-        return self.size or padded_shape(self._case(epoch, index).label().shape, self.stride)
+        if self.size is not None:
+            return self.size
+        case = self._drawn_case(self._generator(epoch, index))
+        return padded_shape(case.label().shape, self.stride)
 
-    def _case(self, epoch: int, index: int) -> PreparedCase:
-        if self._ordered is None or self._ordered[0] != epoch:
-            self._ordered = (epoch, self.order(epoch))
-        return self.cases[int(self._ordered[1][index])]
+    def _generator(self, epoch: int, index: int) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
 
-    def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the case index of each patch of an epoch, shuffled anew in every epoch."""
-        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch,)))
-        return rng.permutation(self.num_patches) % len(self.cases)
+    def _drawn_case(self, rng: np.random.Generator) -> PreparedCase:
+        """Return the case of a patch, which its new generator draws first."""
+        return self.cases[int(rng.integers(len(self.cases)))]
 
     def cut(
         self, epoch: int, index: int, slab: Slab | None = None, *, gathers: bool = False
@@ -195,7 +199,7 @@ class PatchSampler:
 
         Args:
             epoch: From 0.
-            index: From 0 to ``num_patches`` - 1.
+            index: From 0.
             slab: What will be made of the batch that the patch is in; None: all.
             gathers: Whether statistics of the patch will be gathered from all slabs. If not, a
                 patch that needs them will be made whole.
@@ -203,12 +207,13 @@ class PatchSampler:
         Raises:
             CacheError: The prepared case is gone.
         """
-        rng = np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(epoch, index)))
-        case = self._case(epoch, index)
+        rng = self._generator(epoch, index)
+        case = self._drawn_case(rng)
         image, label = case.image(), case.label()
         shape = label.shape
         size = self.size or padded_shape(shape, self.stride)
-        start = _start(shape, size, self._centre(rng, case, shape, size))
+        is_on_foreground = index % self.batch_size >= self.batch_size - self._num_foreground
+        start = _start(shape, size, self._centre(rng, case, shape, size, is_on_foreground))
         matrix, channels = None, tuple[DrawnChannel, ...]()
         if self.augmentation is not None:
             matrix = self.augmentation.matrix(rng, size, case.spacing_mm)
@@ -239,14 +244,17 @@ class PatchSampler:
         )
 
     def _centre(
-        self, rng: np.random.Generator, case: PreparedCase, shape: Shape, size: Shape
+        self,
+        rng: np.random.Generator,
+        case: PreparedCase,
+        shape: Shape,
+        size: Shape,
+        is_on_foreground: bool,
     ) -> list[int]:
         """Draw the voxel that the patch would be centred on in a volume without borders."""
-        if self.size is not None and rng.random() < self.foreground_fraction:
-            present = [voxels for voxels in case.foreground() if len(voxels)]
-            if present:
-                voxels = present[rng.integers(len(present))]
-                voxel = int(voxels[rng.integers(len(voxels))])
+        if self.size is not None and is_on_foreground:
+            voxel = case.foreground().draw(rng)
+            if voxel is not None:
                 return [int(index) for index in np.unravel_index(voxel, shape)]
         # Uniform over positions, because uniform over voxels would put most patches at a border.
         return [

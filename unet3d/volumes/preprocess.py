@@ -44,7 +44,7 @@ LARGEST_IN_FLOAT16 = 2.0**14
 LOG_SECONDS = 20.0
 """How often a preparation that goes on says how far it is."""
 
-VERSION = 3
+VERSION = 4
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 

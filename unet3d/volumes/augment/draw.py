@@ -68,7 +68,7 @@ class AugmentationDraw:
             settings: Probabilities and ranges.
         """
         self.settings = settings
-        self.mirror_axes = tuple("xyz".index(axis) for axis in settings.mirror_axes)
+        self.mirror_axes = tuple("xyz".index(axis) for axis in settings.known_mirror_axes)
 
     def matrix(self, rng: np.random.Generator, size: Shape, spacing_mm: Spacing) -> Matrix | None:
         """Draw a rotation, a scaling and mirroring.
