@@ -225,7 +225,7 @@ def test_train_predict_and_evaluate_two_channels(
         run("predict", root / "imagesTr", "-o", "out put", "--statistics", "--devices", "cpu") == 0
     )
     output = capsys.readouterr().out
-    assert output.startswith(f"using {run_folder}/checkpoint-best.pt\n")
+    assert output.startswith(f"using {run_folder}/checkpoint-latest.pt\n")
     assert len(output.splitlines()) == 5
     names = {f"case_{number}_seg{end}" for number in range(4) for end in (".nii.gz", ".json")}
     assert {path.name for path in Path("out put").iterdir()} == names

@@ -40,27 +40,26 @@ def test_the_newest_finished_run_is_used_and_named(
         if name != "newest":  # that one still runs
             summary = write_json(folder / "runs" / name / "summary.json", {})
             os.utime(summary, (1e9 - age, 1e9 - age))
-    write_checkpoint(folder / "runs/oldest/checkpoint-best.pt", patch_size=(8, 8, 8))
     (folder / "runs/notes.txt").touch()
     assert run("predict", scan, "--devices", "cpu") == 0
     assert capsys.readouterr().out.startswith("using runs/middle/checkpoint-latest.pt\n")
     os.utime(folder / "runs/oldest/summary.json")
     assert run("predict", scan, "--devices", "cpu", "--overwrite") == 0
-    assert capsys.readouterr().out.startswith("using runs/oldest/checkpoint-best.pt\n")
+    assert capsys.readouterr().out.startswith("using runs/oldest/checkpoint-latest.pt\n")
 
 
-def test_the_folder_of_a_run_stands_for_its_best_checkpoint(
+def test_the_folder_of_a_run_stands_for_its_final_network(
     folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_checkpoint(folder / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
+    write_checkpoint(folder / "runs/mine/checkpoint-best.pt", patch_size=(8, 8, 8))
     options = ("--devices", "cpu", "--overwrite", "--checkpoint")
     assert run("predict", scan, *options, "runs/mine/") == 0
-    assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-latest.pt\n")
-    write_checkpoint(folder / "runs/mine/checkpoint-best.pt", patch_size=(8, 8, 8))
-    assert run("predict", scan, *options, "runs/mine") == 0
     assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-best.pt\n")
+    write_checkpoint(folder / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
+    assert run("predict", scan, *options, "runs/mine") == 0
+    assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-latest.pt\n")
     line = refusal(capsys, "predict", scan, *options, "runs")
-    assert "runs has neither checkpoint-best.pt nor checkpoint-latest.pt" in line
+    assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt" in line
 
 
 def test_a_checkpoint_that_is_none_is_refused(

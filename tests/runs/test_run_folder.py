@@ -137,13 +137,13 @@ def test_two_runs_of_one_name_have_two_folders(
         make_run("x" * 300)
 
 
-def test_the_checkpoint_of_a_folder_is_the_best_it_has(run: RunFolder) -> None:
-    with pytest.raises(CheckpointError, match="first has neither checkpoint-best.pt nor .*latest"):
+def test_the_checkpoint_of_a_folder_is_its_final_network(run: RunFolder) -> None:
+    with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
         checkpoint_in(run.path)
-    run.latest.touch()
-    assert checkpoint_in(run.path) == run.latest
     run.best.touch()
     assert checkpoint_in(run.path) == run.best
+    run.latest.touch()
+    assert checkpoint_in(run.path) == run.latest
     assert checkpoint_in(run.latest) == run.latest
     assert checkpoint_in(run.path / "absent.pt") == run.path / "absent.pt"
 

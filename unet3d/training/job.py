@@ -162,7 +162,8 @@ def _train(
         return TrainingResult(folder=folder, state=finished, memory=None)
     for line in data_lines(experiment):
         logger.info("%s", line)
-    if group.is_first and (num_cases := len(experiment.validation)) < MIN_VALIDATION_CASES:
+    num_cases = len(experiment.validation)
+    if group.is_first and not quiet and num_cases < MIN_VALIDATION_CASES:
         logger.warning(
             "%d validation case(s) are too few to choose a network by: their Dice depends on which "
             "ones they are; use the final network, as predict does, rather than %s",
