@@ -101,7 +101,7 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
     load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
     (line,) = lines
     assert (
-        "model.base_channels=8, patches.max_voxels=262144, training.steps_per_epoch=10 and 3 more"
+        "model.base_channels=8, patches.max_voxels=262144, training.steps_per_epoch=25 and 3 more"
         in line
     )
     assert "unet3d config > full.yaml, then --config full.yaml" in line

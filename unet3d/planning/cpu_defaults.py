@@ -33,7 +33,7 @@ CPU_DEFAULTS = (
     CpuDefault(values={"model.base_channels": 8}, related=("model.channels", "model.max_channels")),
     CpuDefault(values={"patches.max_voxels": 64**3}, related=("patches.size",)),
     CpuDefault(values={"training.epochs": 40}),
-    CpuDefault(values={"training.steps_per_epoch": 10}),
+    CpuDefault(values={"training.steps_per_epoch": 25}),
     # Too short a training to profit from it.
     CpuDefault(values={"patches.augmentation.enabled": False}, related=("patches.augmentation",)),
     # Converges in fewer steps; the rate is higher than usual for the few that there are.
