@@ -151,7 +151,8 @@ def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
 
     monkeypatch.setattr(PreparedCase, "image", image)
     with pytest.raises(VolumeError, match=f"prepared image of case {name} ") as refused:
-        run(settings(cache, *QUICK, "patches.augmentation.enabled=false"), folder, resume=True)
+        more = ("training.steps_per_epoch=20", "patches.augmentation.enabled=false")
+        run(settings(cache, *QUICK, *more), folder, resume=True)
     assert "learning_rate" not in str(refused.value)
     monkeypatch.undo()
     run(settings(cache, *QUICK), folder, resume=True)

@@ -102,7 +102,7 @@ def test_settings_are_taken_from_the_checkpoint_where_their_file_is_damaged(
         case "empty":
             run.config.write_text("")
     with recorded_settings(run) as path:
-        assert load_config(path).training.epochs == 100
+        assert load_config(path).training.epochs == 250
     (warning,) = caplog.messages
     assert "run/config.yaml is damaged (" in warning and "checkpoint-latest.pt are used" in warning
     run.latest.write_bytes(b"damaged too")
@@ -114,6 +114,6 @@ def test_a_setting_that_somebody_wrote_wrong_is_refused(here: Path) -> None:
     run = RunFolder(here / "run")
     write_checkpoint(run.latest)
     run.write_config(Config())
-    run.config.write_text(run.config.read_text().replace("epochs: 100", "epochs: many"))
+    run.config.write_text(run.config.read_text().replace("epochs: 250", "epochs: many"))
     with pytest.raises(ConfigError, match="training.epochs is 'many'"), recorded_settings(run):
         pass
