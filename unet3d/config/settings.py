@@ -71,8 +71,9 @@ class DataSettings(Section):
     num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
     spacing_mm: Literal["median", "native"] | Spacing = "median"
-    """Spacing that cases are resampled to: the data set's median, each case's own (native), or
-    three numbers along X, Y, Z in mm."""
+    """Spacing that cases are resampled to. median: the data set's, but across few thick slices the
+    10th percentile, where both the spacing there and the number of voxels within a slice are more
+    than 3 times the other; native: each case's own; or three numbers along X, Y, Z in mm."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
     and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
