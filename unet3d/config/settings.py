@@ -97,6 +97,8 @@ class AugmentationSettings(Section):
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
     """Largest angle of a rotation about each axis, in degrees, in both directions."""
+    in_plane_rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 180.0
+    """The same where a patch is rotated in one plane only: that of thick slices, or of a slice."""
     scaling_probability: Fraction = 0.2
     """Probability of a change of size."""
     scaling_range: tuple[Scale, Scale] = (0.7, 1.4)
