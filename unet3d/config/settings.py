@@ -175,6 +175,9 @@ class ModelSettings(Section):
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the three settings above; null: by those."""
+    kernels: Literal["isotropic", "anisotropic"] = "isotropic"
+    """isotropic: 3 x 3 x 3 voxels; anisotropic: one voxel along an axis while its spacing is 2 or
+    more times the finest, as across thick slices, and three below."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
     groups of channels of each sample, or each channel of the batch."""
