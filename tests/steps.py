@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.shards import ThreadMessages, run_shards
-from unet3d.config import ModelSettings, Shape, TrainingSettings
+from unet3d.config import ModelSettings, Shape, Spacing, TrainingSettings
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
@@ -29,10 +29,11 @@ def make_step(
     precision: str = "float32",
     model: ModelSettings = SMALL,
     optimizer: str = "sgd",
+    spacing_mm: Spacing = (1.0, 1.0, 1.0),
     **layout: object,
 ) -> Step:
     """Return a step of a network with two channels and three classes."""
-    topology = plan_topology(model, size, (1.0, 1.0, 1.0), 2, 3)
+    topology = plan_topology(model, size, spacing_mm, 2, 3)
     autocast = autocast_dtype(precision)
     return Step(
         topology=topology,

@@ -24,7 +24,12 @@ from unet3d.parallel import Layout, choose_cuts, parallelize
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}],
+    [
+        {},
+        {"encoder": "residual", "deep_supervision": True},
+        {"norm": "group"},
+        {"kernels": "anisotropic"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -66,7 +71,14 @@ def test_spreading_is_transparent(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}, {"norm": "batch"}],
+    [
+        {},
+        {"encoder": "residual", "deep_supervision": True},
+        {"norm": "group"},
+        {"norm": "batch"},
+        {"kernels": "anisotropic"},
+        {"kernels": "anisotropic", "encoder": "residual"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("recompute", ["norm", "level", "off"])
@@ -198,11 +210,14 @@ def test_two_gpus_in_bfloat16_are_close() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("thick_mm", [1.0, 2.5])
 @pytest.mark.parametrize("num_slots", [1, 2])
-def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(num_slots: int) -> None:
+def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
+    num_slots: int, thick_mm: float
+) -> None:
     """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
-    settings = ModelSettings(channels=(32, 64, 64))
-    topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, 1.0), 1, 3)
+    settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic")
+    topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, thick_mm), 1, 3)
     gpu = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(1)
     image = torch.randn(2, 1, 128, 64, 64, generator=generator).to(gpu)

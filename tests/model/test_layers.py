@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from unet3d.model.layers import (
-    Conv3x3x3,
+    Convolution,
     ConvUnit,
     Head,
     HeadUnit,
@@ -44,7 +44,7 @@ def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
 def test_an_upsampled_unit_is_one_convolution_of_what_is_joined(norm: Norm) -> None:
     stride = (2, 1, 2)
     skip, up, unit = (
-        Conv3x3x3(2, 4).double(),
+        Convolution(2, 4).double(),
         Upsample(6, 3, stride).double(),
         ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=norm).double(),
     )
@@ -71,14 +71,14 @@ def test_a_head_unit_is_its_unit_and_its_head(norm: Norm) -> None:
 
 
 def test_a_residual_unit_adds_its_input() -> None:
-    unit = ResidualUnit(3, 3, (1, 1, 1), "instance").double()
+    unit = ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="instance").double()
     nn.init.zeros_(unit.norm.weight)  # what is added is then nothing
     x = image()
     torch.testing.assert_close(unit(x), F.leaky_relu(x, 0.01))
 
 
 def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None:
-    unit = ResidualUnit(3, 5, (2, 2, 1), "instance").double()
+    unit = ResidualUnit(in_channels=3, channels=5, stride=(2, 2, 1), norm="instance").double()
     nn.init.zeros_(unit.norm.weight)
     x = image()
     projection, norm = unit.shortcut[1]
@@ -91,7 +91,7 @@ def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None
 def test_an_input_is_not_changed_by_the_in_place_activation() -> None:
     for unit in (
         ConvUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="group"),
-        ResidualUnit(3, 3, (1, 1, 1), "instance"),
+        ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="instance"),
     ):
         x = image()
         before = x.clone()

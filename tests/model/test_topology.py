@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from unet3d.config import ModelSettings
@@ -88,6 +90,69 @@ def test_a_patch_that_cannot_be_halved_is_refused(options: dict[str, object]) ->
         plan((6, 6, 5), **options)
 
 
+def kernels_of(topology: Topology) -> list[tuple[int, int, int]]:
+    return [topology.kernel(level) for level in range(topology.num_levels)]
+
+
+CUBE = (3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "kernels"),
+    [
+        ((1.0, 1.0, 1.0), []),
+        ((1.0, 1.0, 1.99), []),
+        ((1.0, 1.0, 2.0), [(3, 3, 1)]),  # halved at once, so that no voxel is skipped
+        ((0.977, 0.977, 3.27), [(3, 3, 1)]),
+        ((1.0, 1.0, 5.0), [(3, 3, 1), (3, 3, 1)]),
+        ((6.0, 1.0, 1.0), [(1, 3, 3), (1, 3, 3)]),
+        ((1.0, 2.5, 1.0), [(3, 1, 3)]),
+        ((4.0, 1.0, 9.0), [(1, 3, 1), (1, 3, 1), (3, 3, 1)]),
+    ],
+)
+def test_anisotropic_kernels_see_one_thick_slice_until_voxels_are_about_cubes(
+    spacing_mm: tuple[float, float, float], kernels: list[tuple[int, int, int]]
+) -> None:
+    topology = plan((128, 128, 128), spacing_mm, kernels="anisotropic")
+    assert kernels_of(topology) == kernels + [CUBE] * (topology.num_levels - len(kernels))
+    assert plan((128, 128, 128), spacing_mm) == replace(topology, kernels=())
+
+
+def nnunet_kernels(
+    spacing_mm: tuple[float, float, float], strides: tuple[tuple[int, int, int], ...]
+) -> list[tuple[int, ...]]:
+    """nnU-Net's rule: 3 once a spacing is below twice the finest; the lowest level has 3x3x3."""
+    kernels, wide = [], np.zeros(3, bool)
+    for level in range(len(strides) - 1):
+        spacing = np.array(spacing_mm) * np.prod(strides[: level + 1], axis=0)
+        wide |= spacing / spacing.min() < 2
+        kernels.append(tuple(np.where(wide, 3, 1).tolist()))
+    return [*kernels, CUBE]
+
+
+def test_anisotropic_kernels_are_those_of_nnunet() -> None:
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(200):
+        x, y, z = np.exp(rng.uniform(0, 3, 3)).tolist()
+        topology = plan((512, 512, 512), (x, y, z), kernels="anisotropic")
+        kernels = kernels_of(topology)
+        assert kernels == nnunet_kernels((x, y, z), topology.strides)
+        seen.add(len(set(kernels)))
+    assert seen >= {1, 2, 3}
+
+
+def test_no_stride_skips_voxels_where_the_finest_axis_is_used_up() -> None:
+    # X and Y, three times as coarse as Z, are halved from level 1 on all the same.
+    topology = plan((64, 64, 6), (3.0, 3.0, 1.0), kernels="anisotropic")
+    assert kernels_of(topology) == [(1, 1, 3), *[CUBE] * 4]
+
+
+def test_a_network_of_few_levels_sees_across_slices_at_the_lowest() -> None:
+    topology = plan((64, 64, 32), (1.0, 1.0, 20.0), kernels="anisotropic", num_levels=2)
+    assert kernels_of(topology) == [(3, 3, 1), CUBE]
+
+
 def test_options_are_carried_over() -> None:
     topology = plan((32, 32, 32), encoder="residual", norm="group", deep_supervision=True)
     assert (topology.encoder, topology.norm, topology.deep_supervision) == (
@@ -102,6 +167,14 @@ def test_round_trip_through_plain_values() -> None:
     values = topology.to_dict()
     values = {**values, "strides": [list(stride) for stride in values["strides"]]}
     assert validated(Topology, values) == topology
+
+
+def test_kernels_survive_and_files_without_them_have_cubes() -> None:
+    topology = plan((128, 128, 32), (1.0, 1.0, 5.0), kernels="anisotropic")
+    values = topology.to_dict()
+    assert validated(Topology, values) == topology
+    del values["kernels"]
+    assert validated(Topology, values) == plan((128, 128, 32), (1.0, 1.0, 5.0))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +193,10 @@ def test_round_trip_through_plain_values() -> None:
         ({"strides": [[1, 1, 1]]}, "channels of 4 levels but 1 strides"),
         ({"strides": [[2, 2, 2]] * 4}, "the first must be (1, 1, 1)"),
         ({"strides": [[1, 1, 1], [2, 0, 2]]}, "strides.1.1 must be at least 1, but is 0"),
+        ({"kernels": [[3, 3, 3]]}, "channels of 4 levels but 1 kernels"),
+        ({"kernels": [[3, 3, 2]] * 4}, "kernels.0.2 must be 1 or 3, but is 2"),
+        ({"kernels": [[3, 3]] * 4}, "kernels.0.2 is missing"),
+        ({"kernels": [[3, 3, 3]] * 3 + [[3, 1, 3]]}, "skip voxels of kernels (3, 1, 3)"),
         ({"norm": "layer"}, "norm must be 'instance', 'group' or 'batch', but is 'layer'"),
         ({"deep_supervision": 1}, "deep_supervision must be a valid boolean, but is 1"),
         ({"another": 1}, "another is unknown"),

@@ -13,11 +13,15 @@ from unet3d.model import Decoder, Encoder, Topology, UNet3d, plan_topology, run_
 from unet3d.model.layers import Head
 from unet3d.model.unet import refuse_beyond_memory
 
+CUBE = (3, 3, 3)
+
 VARIANTS = [
     {},
     {"encoder": "residual"},
     {"norm": "group", "deep_supervision": True},
     {"norm": "batch", "encoder": "residual", "deep_supervision": True},
+    {"kernels": "anisotropic"},
+    {"kernels": "anisotropic", "encoder": "residual", "norm": "group"},
 ]
 
 
@@ -262,3 +266,48 @@ def test_a_network_without_memory_needs_no_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+ACROSS = {
+    "X": (((1, 1, 1), (1, 2, 2), (1, 2, 2), (2, 2, 2)), ((1, 3, 3), (1, 3, 3), CUBE, CUBE)),
+    "Y": (((1, 1, 1), (2, 1, 2), (2, 2, 2)), ((3, 1, 3), CUBE, CUBE)),
+    "Z": (((1, 1, 1), (2, 2, 1), (2, 2, 2)), ((3, 3, 1), (3, 3, 1), CUBE)),
+    "X and Z": (((1, 1, 1), (1, 2, 1), (2, 2, 2)), ((1, 3, 1), CUBE, CUBE)),
+}
+"""Strides and kernels of networks for thick slices across each axis."""
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+@pytest.mark.parametrize("axis", ACROSS)
+def test_flat_kernels_are_cubes_with_zeros_across(axis: str, encoder: str) -> None:
+    strides, kernels = ACROSS[axis]
+    topology = Topology(
+        in_channels=2,
+        num_classes=3,
+        channels=(4, 8, 12, 12)[: len(strides)],
+        strides=strides,
+        kernels=kernels,
+        encoder=encoder,
+        deep_supervision=True,
+    )
+    torch.manual_seed(0)
+    flat, cubes = UNet3d(topology).double(), UNet3d(replace(topology, kernels=())).double()
+    inside = {}
+    with torch.no_grad():
+        for (name, own), other in zip(flat.named_parameters(), cubes.parameters(), strict=True):
+            inside[name] = tuple(
+                slice(1, 2) if few < many else slice(None)
+                for few, many in zip(own.shape, other.shape, strict=True)
+            )
+            other.zero_()[inside[name]] = own
+    assert sum(p.numel() for p in flat.parameters()) < sum(p.numel() for p in cubes.parameters())
+    image = make_image(2, (16, 16, 16)).double()
+    for logits, expected in zip(flat(image), cubes(image), strict=True):
+        torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
+    for network in (flat, cubes):
+        sum(level.square().mean() for level in network(image)).backward()
+    gradients = dict(cubes.named_parameters())
+    for name, parameter in flat.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, gradients[name].grad[inside[name]], rtol=1e-9, atol=1e-12
+        )

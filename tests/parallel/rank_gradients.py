@@ -23,6 +23,7 @@ CASES = (
     (7, 2, 2, {}),
     (1, 2, 1, {}),
     (5, 3, 5, {"norm": "group", "deep_supervision": True}),
+    (3, 2, 2, {"kernels": "anisotropic"}),
 )
 STEPS = 3
 WORLD_SIZES = (2, 3)

@@ -29,6 +29,8 @@ from unet3d.planning.memory_estimate import (
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.volumes.augment import DeviceAugmentation
 
+FLAT = SMALL.model_copy(update={"kernels": "anisotropic"})
+
 
 def activations(step: Step) -> list[int]:
     return [
@@ -69,6 +71,7 @@ def activations(step: Step) -> list[int]:
             ),
             id="residual, deep supervision",
         ),
+        pytest.param(make_step((CPU, CPU), model=FLAT, spacing_mm=(1, 1, 4)), id="flat kernels"),
     ],
 )
 def test_what_is_predicted_is_what_is_measured_to_the_byte(
@@ -109,6 +112,12 @@ RESIDUAL = SMALL.model_copy(update={"encoder": "residual", "deep_supervision": T
             id="group norm",
         ),
         pytest.param(make_step((CPU,), num_shards=2, optimizer="adamw"), id="adamw"),
+        pytest.param(
+            make_step((CPU,), num_shards=2, model=FLAT, spacing_mm=(4, 1, 1)), id="flat across X"
+        ),
+        pytest.param(
+            make_step((CPU,), num_shards=3, model=FLAT, spacing_mm=(1, 1, 4)), id="flat across Z"
+        ),
     ],
 )
 def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(
@@ -421,6 +430,11 @@ ON_GPU = {
         "recompute": "level",
         "size": (192, 192, 192),
         "batch_size": 1,
+    },
+    "flat kernels": {
+        "precision": "bfloat16",
+        "model": {"kernels": "anisotropic"},
+        "spacing_mm": (1, 1, 4),
     },
     "accumulated level": {"precision": "bfloat16", "recompute": "level", "num_micro_batches": 2},
 }

@@ -77,6 +77,23 @@ def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettin
     assert fingerprint.shape == (5, 20, 16)
 
 
+def test_plans_thin_slices_where_some_cases_have_them(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    root = write_msd(tmp_path / "data", num_cases=5, shape=(40, 36, 5), spacing_mm=(1, 1, 8))
+    for kind in ("imagesTr", "labelsTr"):
+        for number in range(2):
+            write_volume(
+                root / kind / f"case_{number}.nii.gz",
+                np.zeros((40, 36, 10), np.uint8),
+                spacing_mm=(1, 1, 4),
+            )
+    plan, fingerprint = plan_preprocessing(load_dataset(root), settings)
+    assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 4.0)
+    assert fingerprint.original_spacing_mm == (1.0, 1.0, 8.0)
+    assert fingerprint.shapes == {(40, 36, 10)}
+
+
 @pytest.mark.parametrize(
     ("modality", "setting", "kind"),
     [

@@ -7,7 +7,7 @@ import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
-from unet3d.config import Shape
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes.resample import (
@@ -18,6 +18,7 @@ from unet3d.volumes.resample import (
     resample_classes,
     resample_image,
     resampled_shape,
+    target_spacing,
     thick_axes,
 )
 
@@ -143,3 +144,68 @@ def test_nothing_overflows_however_many_voxels_it_would_be(
 def test_the_median_keeps_microscopy_apart() -> None:
     assert median_spacing([(1.4e-6, 2e-6, 1)] * 3) == (1.4e-6, 2e-6, 1)
     assert median_spacing([(1, 1, 1), (1, 1, 2)]) == (1, 1, 1.5)
+
+
+HEART: tuple[list[Spacing], list[Shape]] = (
+    [(1.5, 1.5, z) for z in (5, 5, 6, 10, 10, 10, 10, 10, 10, 10)],
+    [(240, 250, 10)] * 10,
+)
+"""Slices of the heart as in ACDC: most are 10 mm thick, some half of that."""
+
+
+def nnunet_target_spacing(spacings_mm: list[Spacing], shapes: list[Shape]) -> list[float]:
+    """nnU-Net's rule, from the text of its paper's supplement, in axes sorted by spacing."""
+    spacings, sizes = np.array(spacings_mm, float), np.array(shapes, float)
+    order = np.argsort(np.median(spacings, axis=0), kind="stable")
+    fine, coarse = np.median(spacings, axis=0)[order[:2]], np.median(spacings, axis=0)[order[2]]
+    few = np.median(sizes, axis=0)[order[2]]
+    if coarse / fine[1] > 3 and np.median(sizes, axis=0)[order[:2]].min() / few > 3:
+        coarse = max(np.quantile(spacings[:, order[2]], 0.1), fine[1])
+    target = np.empty(3)
+    target[order] = (*fine, coarse)
+    return target.tolist()
+
+
+@pytest.mark.parametrize("axis", range(3))
+def test_few_thick_slices_are_resampled_to_thin_ones(axis: int) -> None:
+    spacings_mm, shapes = HEART
+
+    def turned(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(np.roll(numbers, axis).tolist())
+
+    spacings: list[Spacing] = [turned(spacing) for spacing in spacings_mm]  # type: ignore[misc]
+    sizes: list[Shape] = [turned(shape) for shape in shapes]  # type: ignore[misc]
+    assert target_spacing(spacings, sizes, "median") == turned((1.5, 1.5, 5))
+    assert target_spacing(spacings, sizes, "native") is None
+    assert target_spacing(spacings, sizes, (1, 2, 3)) == (1, 2, 3)
+
+
+def test_the_median_stays_where_slices_are_many_or_about_as_fine_as_their_voxels() -> None:
+    spacings_mm, _ = HEART
+    many: list[Shape] = [(240, 250, 80)] * 10
+    assert target_spacing(spacings_mm, many, "median") == (1.5, 1.5, 10)
+    fine: list[Spacing] = [(1.5, 3.4, z) for _, _, z in spacings_mm]
+    assert target_spacing(fine, HEART[1], "median") == (1.5, 3.4, 10)
+
+
+def test_slices_do_not_become_thinner_than_their_voxels_are_wide() -> None:
+    spacings_mm: list[Spacing] = [(1.0, 1.2, z) for z in (0.5, 0.5, 8, 8, 8)]
+    assert target_spacing(spacings_mm, [(200, 200, 20)] * 5, "median") == (1, 1.2, 1.2)
+
+
+def test_target_spacings_are_those_of_nnunet() -> None:
+    rng = np.random.default_rng(1)
+    changed = 0
+    for _ in range(300):
+        number = int(rng.integers(1, 12))
+        scale = rng.permutation([1, 1, rng.uniform(1, 8)])
+        spacings_mm: list[Spacing] = [
+            (x, y, z) for x, y, z in (scale * rng.uniform(0.7, 1.3, (number, 3))).tolist()
+        ]
+        shapes: list[Shape] = [
+            (x, y, z) for x, y, z in (200 / scale ** rng.uniform(0, 2)).astype(int)[None].tolist()
+        ] * number
+        target_mm = target_spacing(spacings_mm, shapes, "median")
+        assert target_mm == pytest.approx(nnunet_target_spacing(spacings_mm, shapes), rel=1e-5)
+        changed += target_mm != median_spacing(spacings_mm)
+    assert 50 < changed < 250

@@ -51,8 +51,9 @@ class DataSettings(Section):
     num_folds: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 5
     """How many folds are drawn, where the data set defines none."""
     spacing_mm: Literal["median", "native"] | Spacing = "median"
-    """Spacing that cases are resampled to: the data set's median, each case's own (native), or
-    three numbers along X, Y, Z in mm."""
+    """Spacing that cases are resampled to. median: the data set's, but across few thick slices the
+    10th percentile, where both the spacing there and the number of voxels within a slice are more
+    than 3 times the other; native: each case's own; or three numbers along X, Y, Z in mm."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
     and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
@@ -79,6 +80,8 @@ class AugmentationSettings(Section):
     """Probability of a rotation; thick slices stay in their plane."""
     rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 30.0
     """Largest angle of a rotation about each axis, in degrees, in both directions."""
+    in_plane_rotation_degrees: Annotated[float, Field(ge=0, le=180), NUMBER] = 180.0
+    """The same where a patch is rotated in one plane only: that of thick slices, or of a slice."""
     scaling_probability: Fraction = 0.2
     """Probability of a change of size."""
     scaling_range: tuple[Scale, Scale] = (0.7, 1.4)
@@ -159,6 +162,9 @@ class ModelSettings(Section):
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the three settings above; null: by those."""
+    kernels: Literal["isotropic", "anisotropic"] = "isotropic"
+    """isotropic: 3 x 3 x 3 voxels; anisotropic: one voxel along an axis while its spacing is 2 or
+    more times the finest, as across thick slices, and three below."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
     groups of channels of each sample, or each channel of the batch."""

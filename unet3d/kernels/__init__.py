@@ -7,8 +7,10 @@ from unet3d.kernels.conv.api import (
     conv3x3x3,
     strided_conv3x3x3,
     upsample,
+    upsample_with_halo,
     upsampled_conv3x3x3,
 )
+from unet3d.kernels.conv.flat import flat_conv
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
 from unet3d.kernels.halo import own_planes, with_halo
@@ -24,6 +26,7 @@ __all__ = [
     "conv3x3x3",
     "conv3x3x3_instance_norm",
     "convolve",
+    "flat_conv",
     "instance_norm",
     "instance_norm_head",
     "kept_for",
@@ -35,6 +38,7 @@ __all__ = [
     "strongest_class",
     "sum_of",
     "upsample",
+    "upsample_with_halo",
     "upsampled_conv3x3x3",
     "with_halo",
 ]

@@ -16,17 +16,22 @@ from unet3d.kernels import (
     conv3x3x3,
     conv3x3x3_instance_norm,
     convolve,
+    flat_conv,
     instance_norm,
     instance_norm_head,
     own_planes,
     strided_conv3x3x3,
     sum_of,
+    upsample_with_halo,
     upsampled_conv3x3x3,
     with_halo,
 )
 from unet3d.kernels.sharding import current_shard, sum_over_shards
 
 Norm = Literal["instance", "group", "batch"]
+
+_CUBE: Shape = (3, 3, 3)
+"""The kernel that sees all neighbours of a voxel."""
 
 NORM_EPS = 1e-5
 NEGATIVE_SLOPE = 0.01
@@ -118,17 +123,35 @@ def make_norm(
     return OtherNorm(nn.BatchNorm3d(channels, eps=NORM_EPS), activated)
 
 
-class Conv3x3x3(nn.Conv3d):
-    """3x3x3 convolution with zero padding.
+class Convolution(nn.Conv3d):
+    """Convolution with zero padding, with a kernel of 1 or 3 voxels along each axis.
 
     It has no bias, because the normalisation that follows removes the mean.
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: Shape = (1, 1, 1)) -> None:
-        super().__init__(in_channels, channels, 3, stride=stride, padding=1, bias=False)
+    def __init__(
+        self, in_channels: int, channels: int, stride: Shape = (1, 1, 1), kernel: Shape = _CUBE
+    ) -> None:
+        """Start with PyTorch's weights.
+
+        Args:
+            in_channels: Channels of the input.
+            channels: Channels of the result.
+            stride: Along X, Y, Z; 1 where the kernel has one voxel.
+            kernel: Voxels along X, Y, Z.
+        """
+        i, j, k = (taps // 2 for taps in kernel)
+        super().__init__(in_channels, channels, kernel, stride, (i, j, k), bias=False)
+
+    @property
+    def is_cube(self) -> bool:
+        """Whether the kernel is 3x3x3, for which there are faster convolutions."""
+        return self.kernel_size == _CUBE
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
+        if not self.is_cube:
+            return flat_conv(x, self.weight, self.stride)
         if self.stride == (1, 1, 1):
             return conv3x3x3(x, self.weight)
         return strided_conv3x3x3(x, self.weight, self.stride)
@@ -146,7 +169,7 @@ class Projection(nn.Conv3d):
 
 
 class ConvUnit(nn.Module):
-    """3x3x3 convolution, normalisation, LeakyReLU."""
+    """Convolution, normalisation, LeakyReLU."""
 
     def __init__(
         self,
@@ -155,11 +178,22 @@ class ConvUnit(nn.Module):
         channels: int,
         stride: Shape,
         norm: Norm,
+        kernel: Shape = _CUBE,
         feeds_convolution: bool = False,
     ) -> None:
+        """Start as its layers do.
+
+        Args:
+            in_channels: Channels of the input.
+            channels: Channels of the result.
+            stride: Of the convolution along X, Y, Z.
+            norm: The normalisation; see :func:`make_norm`.
+            kernel: Voxels of the kernel along X, Y, Z.
+            feeds_convolution: Whether a convolution with such a kernel reads the result.
+        """
         super().__init__()
-        self.conv = Conv3x3x3(in_channels, channels, stride)
-        self.norm = make_norm(norm, channels, True, feeds_convolution)
+        self.conv = Convolution(in_channels, channels, stride, kernel)
+        self.norm = make_norm(norm, channels, True, feeds_convolution and self.conv.is_cube)
 
     def convolved(self, x: Tensor) -> tuple[Tensor, None]:
         """Return what is normalised, and what is added to it before: nothing."""
@@ -168,7 +202,8 @@ class ConvUnit(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z')."""
         norm = self.norm
-        if isinstance(norm, InstanceNorm) and self.conv.stride == (1, 1, 1):
+        is_plain = self.conv.is_cube and self.conv.stride == (1, 1, 1)
+        if isinstance(norm, InstanceNorm) and is_plain:
             return conv3x3x3_instance_norm(
                 x,
                 self.conv.weight,
@@ -198,16 +233,26 @@ class AveragePool(nn.Module):
 class ResidualUnit(nn.Module):
     """Two convolutions whose result is added to the input (He et al., arXiv 1512.03385)."""
 
-    def __init__(self, in_channels: int, channels: int, stride: Shape, norm: Norm) -> None:
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        channels: int,
+        stride: Shape,
+        norm: Norm,
+        kernel: Shape = _CUBE,
+    ) -> None:
+        """Start as its layers do; see :class:`ConvUnit`."""
         super().__init__()
         self.first = ConvUnit(
             in_channels=in_channels,
             channels=channels,
             stride=stride,
             norm=norm,
+            kernel=kernel,
             feeds_convolution=True,
         )
-        self.conv = Conv3x3x3(channels, channels)
+        self.conv = Convolution(channels, channels, kernel=kernel)
         self.norm = make_norm(norm, channels, activated=False)
         self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
         # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
@@ -260,8 +305,10 @@ class UpsampledUnit(nn.Module):
 
     def convolved(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is normalised, and what is added to it before."""
-        weights = self.up.weight, self.unit.conv.weight
-        return upsampled_conv3x3x3(x, *weights, self.up.stride), added
+        conv, stride = self.unit.conv, self.up.stride
+        if conv.is_cube:
+            return upsampled_conv3x3x3(x, self.up.weight, conv.weight, stride), added
+        return conv(upsample_with_halo(x, self.up.weight, stride)), added
 
     def forward(self, x: Tensor, added: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').

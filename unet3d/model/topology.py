@@ -1,4 +1,7 @@
-"""The shape of the network: channels and strides of each level, from spacing and patch size."""
+"""The shape of the network: channels, strides and kernels of each level.
+
+They follow from spacing and patch size.
+"""
 
 import math
 from dataclasses import asdict, dataclass
@@ -14,7 +17,16 @@ MAX_LEVELS = 6
 MIN_VOXELS = 4
 """No axis is halved below this many voxels."""
 
+ANISOTROPY_RATIO = 2.0
+"""Along an axis whose spacing is so many times the finest or more, an anisotropic kernel has one
+voxel (the value of nnU-Net)."""
+
 Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
+Taps = Literal[1, 3]
+Kernel = tuple[Taps, Taps, Taps]
+"""Voxels along X, Y, Z."""
+
+_CUBE: Kernel = (3, 3, 3)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +43,9 @@ class Topology:
     """Channels of each level; level 0 has the full resolution."""
     strides: Annotated[tuple[tuple[Stride, Stride, Stride], ...], at_most(8)]
     """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
+    kernels: Annotated[tuple[Kernel, ...], at_most(8)] = ()
+    """Voxels of the kernels of each level along X, Y, Z, 1 or 3; empty: 3 x 3 x 3 at all levels, as
+    in files of the first versions."""
     encoder: Literal["plain", "residual"] = "plain"
     """Two plain convolutions a level, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
@@ -46,7 +61,22 @@ class Topology:
                 f"names channels of {len(self.channels)} levels but {len(self.strides)} strides, "
                 f"of which the first must be (1, 1, 1)"
             )
+        if len(self.kernels) not in (0, len(self.channels)):
+            raise ValueError(
+                f"names channels of {len(self.channels)} levels but {len(self.kernels)} kernels"
+            )
+        for kernel, stride in zip(self.kernels, self.strides, strict=False):
+            if any(step > taps for taps, step in zip(kernel, stride, strict=True)):
+                raise ValueError(f"has strides {stride} that skip voxels of kernels {kernel}")
         return self
+
+    def kernel(self, level: int) -> Kernel:
+        """Return the voxels of the kernels of a level along X, Y, Z.
+
+        Args:
+            level: From 0, the full resolution.
+        """
+        return self.kernels[level] if self.kernels else _CUBE
 
     @property
     def num_levels(self) -> int:
@@ -71,11 +101,13 @@ def plan_topology(
     in_channels: int,
     num_classes: int,
 ) -> Topology:
-    """Choose channels and strides for patches of one size and spacing.
+    """Choose channels, strides and kernels for patches of one size and spacing.
 
     An axis is not halved while its spacing is more than twice the finest of the axes that can
     still be halved, nor below 4 voxels; so a volume with thick slices is first halved within its
-    slices, until its voxels are about cubes (the rule of nnU-Net, arXiv 1904.08128).
+    slices, until its voxels are about cubes (the rule of nnU-Net, arXiv 1904.08128). Anisotropic
+    kernels have one voxel along an axis until it is halved, or its spacing is less than twice the
+    finest, and three from there on, at the lowest level anyway.
 
     Args:
         settings: Levels, channels and options.
@@ -88,7 +120,7 @@ def plan_topology(
         ConfigError: More levels are asked for than the patch can be halved to, or it cannot be
             halved at all.
     """
-    strides = _strides(size, spacing_mm)
+    strides, kernels = _levels(size, spacing_mm)
     wanted = len(settings.channels) if settings.channels else settings.num_levels
     num_levels = min(max(len(strides), 2), MAX_LEVELS) if wanted == "auto" else wanted
     if num_levels > len(strides):
@@ -98,6 +130,10 @@ def plan_topology(
             "use fewer levels (at least 2) or a larger patch"
         )
     strides = strides[:num_levels]
+    # Without one kernel across slices, a network of few levels would see each slice alone.
+    kernels = (*kernels[: num_levels - 1], _CUBE)
+    if settings.kernels == "isotropic" or set(kernels) == {_CUBE}:
+        kernels = ()
     channels = settings.channels or tuple(
         min(settings.base_channels * 2**level, settings.max_channels) for level in range(num_levels)
     )
@@ -106,25 +142,33 @@ def plan_topology(
         num_classes=num_classes,
         channels=channels,
         strides=strides,
+        kernels=kernels,
         encoder=settings.encoder,
         norm=settings.norm,
         deep_supervision=settings.deep_supervision,
     )
 
 
-def _strides(size: Shape, spacing_mm: Spacing) -> tuple[Shape, ...]:
-    """Halve until no axis can be halved any more."""
+def _levels(size: Shape, spacing_mm: Spacing) -> tuple[tuple[Shape, ...], tuple[Kernel, ...]]:
+    """Return strides and anisotropic kernels of levels, until no axis can be halved any more."""
     voxels, spacing = list(size), list(spacing_mm)
-    strides: list[Shape] = [(1, 1, 1)]
+    stride, is_wide = (1, 1, 1), [False] * 3
+    strides: list[Shape] = []
+    kernels: list[Kernel] = []
     while True:
+        for axis, step in enumerate(stride):
+            voxels[axis] = math.ceil(voxels[axis] / step)
+            spacing[axis] *= step
+        for axis, step in enumerate(stride):
+            is_wide[axis] |= step > 1 or spacing[axis] < ANISOTROPY_RATIO * min(spacing)
+        strides.append(stride)
+        taps: list[Taps] = [3 if wide else 1 for wide in is_wide]
+        kernels.append((taps[0], taps[1], taps[2]))
         halvable = [axis for axis in range(3) if math.ceil(voxels[axis] / 2) >= MIN_VOXELS]
         if not halvable:
-            return tuple(strides)
+            return tuple(strides), tuple(kernels)
         finest = min(spacing[axis] for axis in halvable)
         x, y, z = (
             2 if axis in halvable and spacing[axis] <= 2 * finest else 1 for axis in range(3)
         )
-        strides.append((x, y, z))
-        for axis, step in enumerate((x, y, z)):
-            voxels[axis] = math.ceil(voxels[axis] / step)
-            spacing[axis] *= step
+        stride = (x, y, z)

@@ -1,7 +1,8 @@
 """A 3D U-Net as a list of blocks: an encoder and a decoder that share nothing but tensors.
 
-In the style of nnU-Net's plain network (arXiv 1904.08128): two 3x3x3 convolutions a level, each
-with normalisation and LeakyReLU, strided convolution down, transposed convolution up::
+In the style of nnU-Net's plain network (arXiv 1904.08128): two convolutions a level, 3x3x3 unless
+the topology has other kernels, each with normalisation and LeakyReLU, strided convolution down,
+transposed convolution up::
 
     image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ head
                                │                                    │
@@ -32,7 +33,7 @@ from unet3d.memory.host import shortage
 from unet3d.model.blocks import Block, run_blocks
 from unet3d.model.layers import (
     NEGATIVE_SLOPE,
-    Conv3x3x3,
+    Convolution,
     ConvUnit,
     Head,
     HeadUnit,
@@ -57,6 +58,7 @@ class Encoder(nn.Module):
             zip(topology.channels, topology.strides, strict=True)
         ):
             units: list[nn.Module] = []
+            kernel = topology.kernel(level)
             if topology.encoder == "plain" or level == 0:  # a residual encoder needs a stem
                 is_plain = topology.encoder == "plain"
                 units.append(
@@ -65,6 +67,7 @@ class Encoder(nn.Module):
                         channels=channels,
                         stride=stride,
                         norm=topology.norm,
+                        kernel=kernel,
                         feeds_convolution=is_plain,
                     )
                 )
@@ -76,12 +79,21 @@ class Encoder(nn.Module):
                         channels=channels,
                         stride=stride,
                         norm=topology.norm,
+                        kernel=kernel,
                         feeds_convolution=True,
                     )
                 )
             else:
                 for _ in range(RESIDUAL_UNITS[level]):
-                    units.append(ResidualUnit(in_channels, channels, stride, topology.norm))
+                    units.append(
+                        ResidualUnit(
+                            in_channels=in_channels,
+                            channels=channels,
+                            stride=stride,
+                            norm=topology.norm,
+                            kernel=kernel,
+                        )
+                    )
                     stride, in_channels = (1, 1, 1), channels
             self.levels.append(nn.ModuleList(units))
 
@@ -134,10 +146,10 @@ class Decoder(nn.Module):
         # nnU-Net pairs its residual encoder with one convolution per level.
         num_units = 2 if topology.encoder == "plain" else 1
         for level in reversed(range(topology.num_levels - 1)):
-            channels = topology.channels[level]
+            channels, kernel = topology.channels[level], topology.kernel(level)
             self.levels[str(level)] = nn.ModuleDict(
                 {
-                    "skip": Conv3x3x3(channels, channels),
+                    "skip": Convolution(channels, channels, kernel=kernel),
                     "up": Upsample(
                         topology.channels[level + 1], channels, topology.strides[level + 1]
                     ),
@@ -147,6 +159,7 @@ class Decoder(nn.Module):
                             channels=channels,
                             stride=(1, 1, 1),
                             norm=topology.norm,
+                            kernel=kernel,
                             feeds_convolution=i < num_units - 1,
                         )
                         for i in range(num_units)

@@ -143,8 +143,9 @@ def _spacing_findings(
     """Compare the spacings of the cases, and count what resampling them takes."""
     if not images:
         return
-    median_mm = median_spacing([header.spacing_mm for header in images.values()])
-    target_mm = target_spacing(median_mm, setting)
+    spacings_mm = [header.spacing_mm for header in images.values()]
+    median_mm = median_spacing(spacings_mm)
+    target_mm = target_spacing(spacings_mm, [header.shape for header in images.values()], setting)
     for name, header in images.items():
         warning = shear_warning(header)
         if warning is not None:

@@ -90,8 +90,11 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    median_mm = median_spacing([header.spacing_mm for header in headers])
-    target_mm = target_spacing(median_mm, settings.spacing_mm)
+    spacings_mm = [header.spacing_mm for header in headers]
+    median_mm = median_spacing(spacings_mm)
+    target_mm = target_spacing(
+        spacings_mm, [header.shape for header in headers], settings.spacing_mm
+    )
     shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
     x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
     fingerprint = Fingerprint(

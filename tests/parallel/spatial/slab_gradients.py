@@ -32,6 +32,7 @@ CASES = (
     (2, 2, 5, 2, {}),
     (2, 2, 1, 1, {"norm": "group"}),
     (2, 1, 3, 1, {}),
+    (1, 2, 2, 1, {"kernels": "anisotropic"}),
 )
 STEPS = 2
 

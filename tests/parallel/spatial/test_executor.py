@@ -3,6 +3,8 @@
 The shards are threads of this process (:mod:`tests.shards`); ``test_ranks`` has processes.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +31,17 @@ TOLERANCE = 1e-10
 CPU = torch.device("cpu")
 HALVED = ((1, 1, 1), *[(2, 2, 2)] * 3)
 MIXED = ((1, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2))
+
+CUBE = (3, 3, 3)
+ACROSS_X = {
+    "strides": ((1, 1, 1), (1, 2, 2), (1, 2, 2), (2, 1, 1)),
+    "kernels": ((1, 3, 3), (1, 3, 3), CUBE, CUBE),
+}
+"""Strides and kernels for thick slices across the axis that is divided."""
+ACROSS_Z = {
+    "strides": ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
+    "kernels": ((3, 3, 1), (3, 3, 1), CUBE, CUBE),
+}
 
 
 def topology_of(**options: object) -> Topology:
@@ -137,6 +150,32 @@ def test_levels_may_be_whole(
     case.check(num_shards, recompute=recompute_mode)
 
 
+@pytest.mark.parametrize("recompute_mode", ["off", "norm", "level"])
+@pytest.mark.parametrize("kernels", [ACROSS_X, ACROSS_Z], ids=["across X", "across Z"])
+@pytest.mark.parametrize("num_divided", [1, 2, 3])
+def test_flat_kernels_are_transparent_above_whole_levels(
+    num_divided: int,
+    kernels: dict[str, object],
+    recompute_mode: Recompute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    topology = topology_of(**kernels)
+    size = (24, 16, 8)
+    steps = [math.prod(sizes) for sizes in itertools.accumulate(topology.strides, _product)]
+    elements = [c * math.prod(size) // step for c, step in zip((4, 8, 12, 12), steps, strict=True)]
+    monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", elements[num_divided])
+    case = Case(topology, size, num_samples=2)
+    assert division.SlabRule(topology=topology, num_shards=3).divide(size).num_divided == (
+        num_divided
+    )
+    case.check(3, recompute=recompute_mode)
+
+
+def _product(first: Shape, second: Shape) -> Shape:
+    x, y, z = (a * b for a, b in zip(first, second, strict=True))
+    return (x, y, z)
+
+
 def test_batches_are_divided() -> None:
     Case(topology_of(), (24, 16, 8), num_samples=5).check(3, num_micro_batches=3)
 
@@ -150,6 +189,10 @@ def test_batches_are_divided() -> None:
         {"encoder": "residual", "channels": (4, 8), "strides": HALVED[:2]},
         {"norm": "group", "deep_supervision": True},
         {"norm": "group", "encoder": "residual"},
+        ACROSS_X,
+        ACROSS_X | {"encoder": "residual", "deep_supervision": True},
+        ACROSS_X | {"norm": "group"},
+        ACROSS_Z,
     ],
     ids=str,
 )

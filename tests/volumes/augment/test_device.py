@@ -12,7 +12,18 @@ from unet3d.volumes.augment.filters import ChannelFilters
 
 @pytest.mark.parametrize("size", [(32, 32, 32), (16, 40, 24), (1, 20, 30)])
 @pytest.mark.parametrize("spacing", [(1, 1, 1), (0.7, 1.0, 1.5), (1, 1, 5), (5, 5, 1), (1, 5, 25)])
-@pytest.mark.parametrize("changes", [{}, {"rotation_degrees": 180}, {"scaling_probability": 0}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rotation_degrees": 180},
+        {"rotation_degrees": 0},
+        {"in_plane_rotation_degrees": 0},
+        {"in_plane_rotation_degrees": 0, "scaling_probability": 0},
+        {"scaling_probability": 0},
+    ],
+    ids=str,
+)
 def test_no_cut_is_larger(size: Shape, spacing: Spacing, changes: dict[str, float]) -> None:
     always = {"rotation_probability": 1, "scaling_probability": 1, "mirror_axes": ["x"], **changes}
     settings = AugmentationSettings.model_validate(always)

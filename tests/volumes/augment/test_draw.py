@@ -106,6 +106,45 @@ def test_rotation_and_scaling_are_drawn_as_in_nnunet() -> None:
     assert is_uniform([np.log(matrix[0, 0]) for matrix in scales], np.log(0.7), np.log(1.4))
 
 
+@pytest.mark.parametrize(
+    ("size", "spacing_mm", "about"),
+    [
+        ((9, 9, 9), (1.0, 1.2, 5.0), 2),
+        ((9, 9, 9), (6.0, 1.0, 1.0), 0),
+        ((9, 9, 9), (5.0, 1.0, 4.0), 1),
+        ((1, 9, 9), (1.0, 1.0, 1.0), 0),
+    ],
+)
+def test_thick_slices_are_turned_all_the_way_round_in_their_plane(
+    size: Shape, spacing_mm: Spacing, about: int
+) -> None:
+    """As in nnU-Net, which augments slices as if they were 2-D images."""
+    turning = draw(rotation_probability=1.0)
+    scale = np.diag(spacing_mm)
+    drawn = [turning.matrix(np.random.default_rng(s), size, spacing_mm) for s in range(2000)]
+    in_mm = [scale @ matrix @ np.linalg.inv(scale) for matrix in drawn if matrix is not None]
+    assert len(in_mm) == len(drawn)
+    vectors = Rotation.from_matrix(in_mm).as_rotvec(degrees=True)
+    np.testing.assert_allclose(np.delete(vectors, about, axis=1), 0, atol=1e-9)
+    assert is_uniform(vectors[:, about], -180, 180)
+
+
+@pytest.mark.parametrize("plane", [True, False])
+def test_each_limit_of_rotation_is_that_of_its_patches(plane: bool) -> None:
+    spacing_mm: Spacing = (1, 1, 5) if plane else (1, 1, 1)
+    limits = {"rotation_degrees": 12, "in_plane_rotation_degrees": 70}
+    turning = draw(rotation_probability=1.0, **limits)
+    drawn = [turning.matrix(np.random.default_rng(s), (9, 9, 9), spacing_mm) for s in range(2000)]
+    turns = [matrix for matrix in drawn if matrix is not None]  # X and Y are alike
+    angles = Rotation.from_matrix(turns).as_euler("xyz", degrees=True)
+    assert is_uniform(angles[:, 2], *((-70, 70) if plane else (-12, 12)))
+    still = draw(rotation_probability=1.0, **{**limits, [*limits][plane]: 0})
+    for seed in range(20):
+        matrix = still.matrix(np.random.default_rng(seed), (9, 9, 9), spacing_mm)
+        assert matrix is not None
+        np.testing.assert_allclose(matrix, np.eye(3), atol=1e-12)
+
+
 def test_happens_as_often_as_asked() -> None:
     often = draw(noise_probability=0.7, gamma_probability=0.3)
     drawn = drawn_channels(often)

@@ -138,10 +138,29 @@ def upsampled_conv3x3x3(
         left_out = tuple(1 + (1 - side) * stride[0] for side in x_padding)
         y: Tensor = ComposedUpsampling.apply(x, kernel, tuple(stride), left_out)  # type: ignore[no-untyped-call]
         return mark_folded(y) if weight.shape[0] <= MAX_CHANNELS else y
-    full = upsample(x, up, stride)
-    before, after = ((1 - side) * (stride[0] - 1) for side in x_padding)
-    full = full.narrow(2, before, full.shape[2] - before - after) if before or after else full
+    full = upsample_with_halo(x, up, stride, x_padding=x_padding)
     return conv3x3x3(full, weight, x_padding=x_padding)
+
+
+def upsample_with_halo(
+    x: Tensor, weight: Tensor, stride: Sequence[int], *, x_padding: tuple[int, int] | None = None
+) -> Tensor:
+    """Make each voxel a small block; of a neighbour's plane only the planes next to the slab.
+
+    Args:
+        x: (N, I, X, Y, Z).
+        weight: (I, O, *stride); autocast may lower it.
+        stride: Voxels of a block along X, Y, Z.
+        x_padding: 1, or on a side where x begins or ends with its neighbour's plane 0; None: 1,
+            where the map is a slab with its halo 0.
+
+    Returns:
+        (N, O, X', Y', Z'), with one plane for that of the neighbour.
+    """
+    full = upsample(x, weight, stride)
+    x_padding = padding_of_maps() if x_padding is None else x_padding
+    before, after = ((1 - side) * (stride[0] - 1) for side in x_padding)
+    return full.narrow(2, before, full.shape[2] - before - after) if before or after else full
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unet3d.kernels import conv3x3x3, upsample, with_halo
+from unet3d.kernels import upsample, with_halo
 from unet3d.kernels.conv.planes import channels_last, some_planes
 from unet3d.kernels.halo import empty_with_halo, inner
 from unet3d.kernels.sharding import sharded
@@ -176,7 +176,7 @@ class _SlabUpsampledUnit(UpsampledUnit):
         fine = upsample(coarse, self.up.weight, self.up.stride)
         start = first * step
         fine = _planes_of(fine, range(own.start - 1 - start, own.stop + 1 - start))
-        return conv3x3x3(fine, self.unit.conv.weight), added
+        return self.unit.conv(fine), added
 
 
 def _planes_of(x: Tensor, planes: range) -> Tensor:

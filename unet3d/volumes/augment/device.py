@@ -8,7 +8,7 @@ import torch
 
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import DeviceError
-from unet3d.volumes.augment.draw import free_axes
+from unet3d.volumes.augment.draw import free_axes, largest_angle
 from unet3d.volumes.augment.filters import farthest_reach
 
 FLOAT32_BYTES = 4
@@ -148,13 +148,13 @@ def largest_reach(
     if not settings.enabled:
         return made
     turning, scaling = free_axes(size, spacing_mm)
-    turns = settings.rotation_probability > 0 and settings.rotation_degrees > 0
+    turns = settings.rotation_probability > 0 and largest_angle(settings, turning) > 0
     scale = max(1.0, settings.scaling_range[1]) if settings.scaling_probability > 0 else 1.0
     half_mm = [(voxels - 1) / 2 * mm for voxels, mm in zip(made, spacing_mm, strict=True)]
-    radius_mm = math.hypot(*(_chosen(half_mm, turning) if sum(turning) > 1 else [0.0]))
+    radius_mm = math.hypot(*(_chosen(half_mm, turning) if turns else [0.0]))
     reach = []
     for axis in range(3):
-        is_turned = turns and turning[axis] and sum(turning) > 1
+        is_turned = turns and turning[axis]
         mm = radius_mm if is_turned else half_mm[axis]
         grown = mm / spacing_mm[axis] * (scale if scaling[axis] else 1.0)
         reach.append(2 * math.ceil(grown) + 2 if is_turned or scale > 1 else made[axis])

@@ -97,13 +97,14 @@ class AugmentationDraw:
 
     def _affine(self, rng: np.random.Generator, size: Shape, spacing_mm: Spacing) -> Matrix | None:
         rotates = rng.random() < self.settings.rotation_probability
-        degrees = rng.uniform(-1, 1, 3) * self.settings.rotation_degrees
+        angles = rng.uniform(-1, 1, 3)
         scales = rng.random() < self.settings.scaling_probability
         low, high = self.settings.scaling_range
         scale = math.exp(rng.uniform(math.log(low), math.log(high)))
         if not (rotates or scales):
             return None
         turning, scaling = free_axes(size, spacing_mm)
+        degrees = angles * largest_angle(self.settings, turning)
         for axis in range(3):
             # A rotation about an axis mixes the two others.
             if not (rotates and all(turning[other] for other in range(3) if other != axis)):
@@ -188,6 +189,19 @@ def free_axes(
     turning = [is_in and voxels > 1 for is_in, voxels in zip(plane, size, strict=True)]
     scaling = [is_in and voxels > 1 for is_in, voxels in zip(scaling, size, strict=True)]
     return (turning[0], turning[1], turning[2]), (scaling[0], scaling[1], scaling[2])
+
+
+def largest_angle(settings: AugmentationSettings, turning: tuple[bool, bool, bool]) -> float:
+    """Return the largest angle of a rotation, in degrees.
+
+    Args:
+        settings: The limits.
+        turning: Which axes a rotation may mix; two are a plane.
+    """
+    if sum(turning) < 2:
+        return 0.0
+    is_plane = sum(turning) == 2
+    return settings.in_plane_rotation_degrees if is_plane else settings.rotation_degrees
 
 
 def _around_one(rng: np.random.Generator, limits: tuple[float, float]) -> float:

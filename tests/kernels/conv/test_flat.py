@@ -1,0 +1,114 @@
+"""Convolutions with one voxel of kernel along some axes: as exact as PyTorch's own."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.conv.maps import tensor
+from unet3d.config import Shape
+from unet3d.kernels import flat_conv, recomputed_in_backward
+from unet3d.kernels import recompute as recomputing
+from unet3d.kernels.conv import cpu, slabs
+from unet3d.kernels.halo import inner
+from unet3d.kernels.sharding import Halo, sharded
+
+KERNELS = [kernel for kernel in product((1, 3), repeat=3) if kernel != (1, 1, 1)]
+
+
+def plain(x: Tensor, weight: Tensor, stride: Shape) -> Tensor:
+    i, j, k = (taps // 2 for taps in weight.shape[2:])
+    return F.conv3d(x, weight, None, stride, (i, j, k))
+
+
+def strides_of(kernel: Shape) -> list[Shape]:
+    i, j, k = (2 if taps == 3 else 1 for taps in kernel)
+    return [(1, 1, 1), (i, j, k)]
+
+
+class Between:
+    """A slab with neighbours on both sides, to which nobody speaks."""
+
+    index, count = 1, 3
+
+    def of_volume(self, number: int) -> int:
+        return 3 * number
+
+    def of_largest(self, number: int) -> int:
+        return number
+
+    def exchange(self, first: Tensor, last: Tensor) -> Halo:
+        raise AssertionError("a convolution sends nothing")
+
+    def gather(self, values: Tensor) -> Tensor:
+        raise AssertionError("a convolution sends nothing")
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise AssertionError("a convolution sends nothing")
+
+
+@pytest.mark.parametrize("limit", [100, 400, 10**9])
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_values_and_gradients(kernel: Shape, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole, and in slabs, which read the planes beside them only where the kernel does."""
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    for stride, samples in product(strides_of(kernel), (1, 2)):
+        x = tensor(samples, 3, 8, 5, 6).requires_grad_()
+        weight = tensor(4, 3, *kernel, seed=1).requires_grad_()
+        y, expected = flat_conv(x, weight, stride), plain(x, weight, stride)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        dy = tensor(*y.shape, seed=2)
+        actual = torch.autograd.grad(y, (x, weight), dy)
+        wanted = torch.autograd.grad(expected, (x, weight), dy)
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_small_float32_maps_on_a_cpu(kernel: Shape) -> None:
+    for stride in strides_of(kernel):
+        x, weight = tensor(1, 3, 8, 5, 6), tensor(4, 3, *kernel, seed=1)
+        low = [value.float().requires_grad_() for value in (x, weight)]
+        exact = [value.requires_grad_() for value in (x, weight)]
+        assert cpu.is_slow(low[0], low[1], stride)
+        y, expected = flat_conv(*low, stride), plain(*exact, stride)
+        dy = tensor(*y.shape, seed=2)
+        actual = (y, *torch.autograd.grad(y, low, dy.float()))
+        wanted = (expected, *torch.autograd.grad(expected, exact, dy))
+        for a, b in zip(actual, wanted, strict=True):
+            assert (a.double() - b).norm() <= 2e-6 * b.norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel: Shape) -> None:
+    whole, weight = tensor(2, 3, 12, 5, 6), tensor(4, 3, *kernel, seed=1)
+    for stride in strides_of(kernel):
+        step = stride[0]
+        with sharded(Between()):
+            made = flat_conv(whole[:, :, 3:9], weight, stride)  # planes 4 to 7 and those beside
+        expected = plain(whole, weight, stride)[:, :, 4 // step : 8 // step]
+        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_recomputed_is_not_kept_for_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a kernel of one plane along X reads only a part of the map."""
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
+    source, weight = tensor(1, 3, 6, 4, 4), tensor(4, 3, 1, 3, 3, seed=1).requires_grad_()
+    times = 0
+
+    def again() -> Tensor:
+        nonlocal times
+        times += 1
+        return 2 * source
+
+    with sharded(Between()), recomputed_in_backward():
+        x = 2 * source
+        recomputing.offer(x, again, source)
+        y = flat_conv(x, weight, (1, 1, 1))
+        x.zero_()  # nobody needs it any more
+    (gradient,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    assert times == 1
+    expected = plain(inner(2 * source), weight, (1, 1, 1)).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0])
