@@ -4,7 +4,7 @@ Only the files are needed, so predictions of any other tool can be evaluated as 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from unet3d.inference.pairing import Pair, Pairs, find_pairs
 from unet3d.volumes.files import volume_stem
 from unet3d.volumes.header import same_grid
 from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import on_grid_of, read_label
+from unet3d.volumes.nifti import Volume, on_grid_of, read_label
 from unet3d.volumes.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
 
 MAX_VALUES_OF_ONE_SIDE = 100
@@ -32,6 +32,11 @@ class CaseScores:
     prediction: Path
     label: Path
     scores: dict[Label, LabelScore]
+
+    @property
+    def mean_dice(self) -> float | None:
+        """Mean over the labels that the case has; None where it has none."""
+        return _mean([score.dice for score in self.scores.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,39 @@ class Evaluation:
     """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
     without_label: tuple[str, ...] = ()
     """Names of the predictions without label map, likewise."""
+
+    @classmethod
+    def of(
+        cls,
+        cases: Sequence[CaseScores],
+        scored: ScoredLabels,
+        tolerance_mm: float,
+        without_prediction: tuple[str, ...] = (),
+        without_label: tuple[str, ...] = (),
+    ) -> "Evaluation":
+        """Return the evaluation of cases, each of which has the scores of its own labels.
+
+        Args:
+            cases: At least one.
+            scored: What was scored.
+            tolerance_mm: Of the surface Dice.
+            without_prediction: Label maps that were left out.
+            without_label: Predictions that were left out.
+        """
+        there = {label for case in cases for label in case.scores}
+        order = scored.among({value for label in there for value in values_of(label)})
+        labels = tuple(label for label in order if label in there)
+        return cls(
+            cases=tuple(
+                replace(case, scores={label: case.scores.get(label, NOWHERE) for label in labels})
+                for case in cases
+            ),
+            labels=labels,
+            scored=scored,
+            tolerance_mm=tolerance_mm,
+            without_prediction=without_prediction,
+            without_label=without_label,
+        )
 
     def mean(self, label: Label) -> LabelScore:
         """Return a label's means over the cases in which each number is defined.
@@ -78,9 +116,9 @@ class Evaluation:
         return num_dice, sum(score.hd95_mm is not None for score in scores)
 
     @property
-    def mean_dice(self) -> float:
-        """Mean over the labels of their mean Dice."""
-        return float(np.mean([self.mean(label).dice for label in self.labels]))
+    def mean_dice(self) -> float | None:
+        """Mean over the labels of their mean Dice; None where there is no label."""
+        return _mean([self.mean(label).dice for label in self.labels])
 
     def name_of(self, label: Label) -> str:
         """Return what a label is called: by its name, else by its value.
@@ -159,36 +197,28 @@ def evaluate(
     for prediction, label in watch(found.pairs):
         with explaining_memory(f"cannot compare {prediction} with {label}"):
             cases.append(_compare(prediction, label, scored, tolerance_mm))
-    there = {label for case in cases for label in case.scores}
-    order = scored.among({value for label in there for value in values_of(label)})
-    shown = [label for label in order if label in there]
-    if not shown:
+    evaluation = Evaluation.of(
+        cases, scored, tolerance_mm, found.without_prediction, found.without_label
+    )
+    if not evaluation.labels:
         raise DatasetError(
             f"neither {predictions} nor {labels} holds any label but the background 0"
             f"{'' if scored.ignore is None else f' where {scored.ignore} is not to be ignored'}; "
             "there is nothing to compare"
         )
-    return Evaluation(
-        cases=tuple(
-            CaseScores(
-                name=case.name,
-                prediction=case.prediction,
-                label=case.label,
-                scores={label: case.scores.get(label, NOWHERE) for label in shown},
-            )
-            for case in cases
-        ),
-        labels=tuple(shown),
-        scored=scored,
-        tolerance_mm=tolerance_mm,
-        without_prediction=found.without_prediction,
-        without_label=found.without_label,
-    )
+    return evaluation
 
 
-def _compare(
-    prediction_path: Path, label_path: Path, scored: ScoredLabels, tolerance_mm: float
-) -> CaseScores:
+def read_pair(prediction_path: Path, label_path: Path) -> tuple[Volume, Volume]:
+    """Read a prediction and its label map, the prediction with its axes as the label map has them.
+
+    Args:
+        prediction_path: The prediction.
+        label_path: The label map.
+
+    Raises:
+        VolumeError: A file cannot be read, or the two do not lie on one grid.
+    """
     prediction, label = read_label(prediction_path), read_label(label_path)
     disagreement = same_grid(prediction.header, label.header)
     if disagreement is not None:
@@ -196,7 +226,13 @@ def _compare(
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a prediction with the label map of its own image"
         )
-    prediction = on_grid_of(label.header, prediction)
+    return on_grid_of(label.header, prediction), label
+
+
+def _compare(
+    prediction_path: Path, label_path: Path, scored: ScoredLabels, tolerance_mm: float
+) -> CaseScores:
+    prediction, label = read_pair(prediction_path, label_path)
     predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
     _refuse_image(prediction_path, predicted_values, label_path, label_values)
     _refuse_image(label_path, label_values, prediction_path, predicted_values)

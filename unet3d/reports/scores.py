@@ -17,9 +17,10 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     Args:
         evaluation: What :func:`unet3d.inference.evaluation.evaluate` returns.
     """
+    mean = evaluation.mean_dice
     table = Table(
         title="Predictions compared with labels",
-        caption=f"Mean Dice over the labels: {evaluation.mean_dice:.4f}",
+        caption=f"Mean Dice over the labels: {NOTHING if mean is None else f'{mean:.4f}'}",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("case")

@@ -59,6 +59,12 @@ EVERY_VALUE = ScoredLabels()
 """Every value but the background, without names."""
 
 
+def label_of(values: Iterable[int]) -> Label:
+    """Return the label or region of some values, of which there is at least one."""
+    first, *more = sorted(set(values))
+    return (first, *more) if more else first
+
+
 def values_of(label: Label) -> tuple[int, ...]:
     """Return the values of a label or region."""
     return label if isinstance(label, tuple) else (label,)
@@ -113,13 +119,12 @@ def read_scored_labels(path: Path) -> ScoredLabels:
         text, found = (other, key) if by_value else (key, other)
         name = clean_name(description, "a label", text)
         entries = found if isinstance(found, list) and found else [found]
-        values = tuple(sorted({_value(description, name, entry) for entry in entries}))
-        label: Label = values if len(values) > 1 else values[0]
+        label = label_of(_value(description, name, entry) for entry in entries)
         if name == IGNORE and isinstance(label, int) and label != BACKGROUND:
             ignore = label
         elif label == BACKGROUND:
             continue
-        elif name == IGNORE or BACKGROUND in values or label in names:
+        elif name == IGNORE or BACKGROUND in values_of(label) or label in names:
             raise DatasetError(
                 f"{description}: label {name} has the value {shown(found)}; give each label and "
                 "region values of its own, none of them 0, and 'ignore' a single one"
