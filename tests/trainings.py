@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
 from unet3d.training.loop import TrainingResult
+from unet3d.volumes.nifti import read_label
 
 SMALL = (
     "data.phantom.num_cases=5",
@@ -51,6 +53,19 @@ def assert_same_weights(a: Path, b: Path) -> None:
     expected = weights(b)
     for name, value in weights(a).items():
         assert torch.equal(value, expected[name]), name
+
+
+def assert_same_validation(a: Path, b: Path) -> None:
+    """See that the final networks of two runs have predicted the same of the same cases."""
+    ours, expected = (
+        {path.name: read_label(path).array for path in (run / "validation").rglob("*.nii.gz")}
+        for run in (a, b)
+    )
+    assert ours.keys() == expected.keys() and ours
+    for name, array in expected.items():
+        assert array.any() and np.array_equal(ours[name], array), name
+    records = [json.loads((run / "validation/cases.json").read_text()) for run in (a, b)]
+    assert records[0] == records[1]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -124,3 +124,79 @@ def test_results_replace_no_pipe_and_no_link(
         line = refusal(capsys, "check", "absent", "--json", name)
         assert f"cannot write {name}: it is not a regular file" in line
     assert Path("pipe").is_fifo() and Path("link").is_symlink()
+
+
+def test_labels_are_named_by_the_data_set_that_they_lie_in(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_msd(folder / "data")
+    for number in range(3):
+        label = folder / f"data/labelsTr/case_{number}.nii.gz"
+        (folder / f"case_{number}_seg.nii.gz").write_bytes(label.read_bytes())
+    assert run("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--json", "scores.json") == 0
+    out = capsys.readouterr().out
+    assert "left" in out and "right" in out and "dataset.json" in out and "NSD" in out
+    scores = json.loads(Path("scores.json").read_text())
+    assert {key: mean["name"] for key, mean in scores["mean"].items()} == {
+        "1": "left",
+        "2": "right",
+    }
+    assert scores["mean"]["1"]["nsd"] == 1.0 and scores["tolerance_mm"] == 1.0
+
+    tree = {"labels": {"both": [1, 2], "ignore": 7}}
+    (folder / "regions.json").write_text(json.dumps(tree))
+    arguments = ("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--json", "scores.json")
+    assert run(*arguments, "--dataset", "regions.json", "--tolerance-mm", "2.5") == 0
+    assert "both" in capsys.readouterr().out
+    scores = json.loads(Path("scores.json").read_text())
+    assert (scores["ignore"], scores["tolerance_mm"]) == (7, 2.5)
+    assert {key: mean["name"] for key, mean in scores["mean"].items()} == {"1,2": "both"}
+    assert "--ignore 2 is a label" in refusal(
+        capsys, *arguments, "--dataset", "regions.json", "--ignore", "2"
+    )
+    assert "is no place" in refusal(
+        capsys, *arguments[:3], "--dataset", "regions.json", "--json", "regions.json"
+    )
+    assert "cannot read absent" in refusal(capsys, *arguments, "--dataset", "absent")
+
+
+def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warning(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    label = write_volume(folder / "data/labelsTr/x.nii.gz", blob_label((9, 8, 7)))
+    (folder / "data/dataset.json").write_text("{")
+    assert run("evaluate", label, label, "--json", "scores.json") == 0
+    (warning,) = caplog.messages
+    assert "labels have no names" in warning and "is not valid JSON" in warning
+    assert json.loads(Path("scores.json").read_text())["mean"]["1"]["name"] is None
+    assert "is not valid JSON" in refusal(capsys, "evaluate", label, label, "--dataset", "data")
+
+
+def test_an_ignored_value_counts_nowhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    array = blob_label((9, 8, 7))
+    prediction = write_volume(folder / "p.nii.gz", array)
+    marked = array.copy()
+    marked[0, 0, 0] = 9
+    label = write_volume(folder / "l.nii.gz", marked)
+    assert run("evaluate", prediction, label, "--json", "scores.json") == 0
+    assert json.loads(Path("scores.json").read_text())["mean"].keys() == {"1", "2", "9"}
+    assert run("evaluate", prediction, label, "--ignore", "9", "--json", "scores.json") == 0
+    scores = json.loads(Path("scores.json").read_text())
+    assert scores["mean"].keys() == {"1", "2"} and scores["mean_dice"] == 1.0
+
+
+def test_segmentations_without_label_map_are_left_out_on_request(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    label = blob_label((9, 8, 7))
+    for name in ("labels/a", "labels/b", "segmentations/a_seg", "segmentations/z_seg"):
+        write_volume(folder / f"{name}.nii.gz", label)
+    assert "--leave-out" in refusal(capsys, "evaluate", "segmentations", "labels")
+    assert run("evaluate", "segmentations", "labels", "--leave-out") == 0
+    *_, without_prediction, without_label = capsys.readouterr().out.splitlines()
+    assert without_prediction == (
+        "1 of the 2 label maps in labels have no segmentation and do not count: b"
+    )
+    assert without_label == (
+        "1 of the 2 segmentations in segmentations have no label map and do not count: z_seg"
+    )

@@ -11,7 +11,7 @@ import torch
 
 from tests.distributed.rank_training import EXACT
 from tests.ranks import environment
-from tests.trainings import losses, run, settings, weights
+from tests.trainings import assert_same_validation, losses, run, settings, weights
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -87,6 +87,11 @@ def test_the_memory_report_has_a_row_for_each_stage_of_each_replica(runs: Path) 
     summary = json.loads((runs / "data-alone" / "summary.json").read_text())
     assert summary["replicas"] == 2
     assert len(summary["devices"]) == 2
+
+
+@pytest.mark.parametrize("name", ["data", "hybrid"])
+def test_the_validation_is_predicted_as_by_one_process(runs: Path, name: str) -> None:
+    assert_same_validation(runs / name, runs / "plain")
 
 
 def test_only_the_first_rank_writes(runs: Path) -> None:

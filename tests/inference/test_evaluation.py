@@ -4,13 +4,12 @@ from pathlib import Path
 import nibabel as nib
 import numpy as np
 import pytest
-import torch
-from monai.metrics import compute_hausdorff_distance
 from scipy.spatial.distance import cdist
 from scipy.spatial.transform import Rotation
 
 from unet3d.errors import DatasetError, VolumeError
-from unet3d.inference.evaluation import dice_per_class, evaluate, hd95_of_sheared_mm
+from unet3d.inference.evaluation import evaluate
+from unet3d.volumes.scored_labels import ScoredLabels
 
 SPACING_MM = (0.5, 1.0, 3.0)
 
@@ -37,22 +36,6 @@ def surface_mm(mask, spacing_mm):
         for step in (-1, 1):
             inner &= np.roll(padded, step, axis)[1:-1, 1:-1, 1:-1]
     return np.argwhere(mask & ~inner) * spacing_mm
-
-
-def test_dice_per_class_is_twice_the_overlap_over_the_sum():
-    prediction = torch.tensor([0, 0, 1, 1, 1, 2]).reshape(1, 2, 3)
-    target = torch.tensor([0, 1, 1, 1, 0, 3]).reshape(1, 2, 3)
-    # background: 1 of 2 and 2; class 1: 2 of 3 and 3; 2 and 3: no overlap; 4: nowhere
-    expected = [0.5, 2 / 3, 0.0, 0.0, None]
-    assert dice_per_class(prediction, target, 5) == pytest.approx(expected)
-    assert dice_per_class(prediction.numpy(), target.numpy(), 5) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
-def test_dice_per_class_takes_any_integer_type(dtype):
-    array = cube((2, 2, 2), (6, 6, 6)).astype(dtype)
-    array.setflags(write=False)  # as a memory-mapped label map is
-    assert dice_per_class(array, array, 3) == [1.0, 1.0, None]
 
 
 def test_shifted_cubes_have_the_dice_distance_and_volume_of_the_hand(tmp_path):
@@ -98,7 +81,7 @@ def test_any_label_values_and_labels_that_one_side_lacks(tmp_path):
     write(tmp_path / "p" / "b_seg.nii.gz", first)
     write(tmp_path / "l" / "b.nii.gz", first)
     evaluation = evaluate(tmp_path / "p", tmp_path / "l")
-    assert evaluation.label_values == (127, 255)
+    assert evaluation.labels == (127, 255)
     a, b = (case.scores for case in evaluation.cases)
     assert (a[127].dice, a[255].dice, b[127].dice, b[255].dice) == (1.0, 0.0, 1.0, None)
     assert a[255].hd95_mm is None and b[255].hd95_mm is None
@@ -181,7 +164,7 @@ def test_label_maps_that_nobody_predicted_do_not_count(tmp_path):
     assert [case.name for case in evaluation.cases] == ["b"]
     assert seen == [(case.prediction, case.label) for case in evaluation.cases]
     assert evaluation.without_prediction == ("a", "c", "d")
-    assert (evaluation.label_values, evaluation.mean_dice) == ((1,), 1.0)
+    assert (evaluation.labels, evaluation.mean_dice) == ((1,), 1.0)
     assert evaluation.to_dict()["without_prediction"] == ["a", "c", "d"]
     one = evaluate(tmp_path / "p/b_seg.nii.gz", tmp_path / "l")
     assert one.without_prediction == ()  # nobody asked for the others
@@ -195,7 +178,7 @@ def test_too_little_memory_is_explained(tmp_path, monkeypatch, error):
         raise error
 
     path = write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
-    monkeypatch.setattr("unet3d.inference.evaluation.compute_dice", fail)
+    monkeypatch.setattr("unet3d.inference.label_scores.compute_dice", fail)
     with pytest.raises(VolumeError, match="cannot compare .*p.nii.gz with .*: too little memory"):
         evaluate(path, path)
 
@@ -247,7 +230,7 @@ def test_an_image_in_place_of_a_label_map_is_refused(tmp_path, dtype, message, s
 def test_an_atlas_of_many_labels_is_no_image(tmp_path):
     atlas = np.arange(6**3, dtype=np.uint8).reshape(6, 6, 6)
     prediction, label = (write(tmp_path / name, atlas) for name in ("p.nii", "l.nii"))
-    assert len(evaluate(prediction, label).label_values) == 215
+    assert len(evaluate(prediction, label).labels) == 215
 
 
 def test_nothing_but_background_is_refused(tmp_path):
@@ -264,7 +247,7 @@ def test_real_labels_against_themselves(test_data, tmp_path):
     for label in labels:
         (tmp_path / label.name).write_bytes(label.read_bytes())
     evaluation = evaluate(tmp_path, tmp_path)
-    assert evaluation.label_values == (1, 2)
+    assert evaluation.labels == (1, 2)
     for case in evaluation.cases:
         voxels = nib.load(case.label).get_fdata()
         for value, score in case.scores.items():
@@ -322,18 +305,6 @@ def test_a_tilted_gantry_changes_neither_volumes_nor_distances(tmp_path, degrees
     assert score.hd95_mm == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:.*always_return_as_numpy:FutureWarning")
-def test_distances_in_tilted_grids_are_those_of_monai_in_others():
-    rng = np.random.default_rng(0)
-    affine = np.diag([*SPACING_MM, 1.0])
-    for density in (0.01, 0.2, 0.9):
-        one, other = (torch.from_numpy(rng.random((9, 10, 11)) < density) for _ in "ab")
-        expected = compute_hausdorff_distance(
-            one[None, None], other[None, None], True, percentile=95, spacing=list(SPACING_MM)
-        )
-        assert hd95_of_sheared_mm(one, other, affine) == pytest.approx(expected.item(), rel=1e-5)
-
-
 def test_noise_does_not_part_a_prediction_from_its_label(tmp_path):
     affine, noisy = np.eye(4), np.eye(4)
     affine[:3, :3] = Rotation.from_euler("z", 45, degrees=True).as_matrix()
@@ -344,3 +315,49 @@ def test_noise_does_not_part_a_prediction_from_its_label(tmp_path):
         nib.save(nib.Nifti1Image(array, noisy), tmp_path / "p.nii")
         score = evaluate(tmp_path / "p.nii", tmp_path / "l.nii").cases[0].scores[1]
         assert (score.dice, score.hd95_mm) == (1, 0)
+
+
+def test_predictions_without_label_map_can_be_left_out(tmp_path):
+    array = cube((1, 1, 1), (5, 5, 5))
+    for name in ("a", "b_seg", "z"):
+        write(tmp_path / "p" / f"{name}.nii.gz", array)
+    for name in "abc":
+        write(tmp_path / "l" / f"{name}.nii.gz", array)
+    with pytest.raises(DatasetError, match="z.nii.gz has no label map .*--leave-out"):
+        evaluate(tmp_path / "p", tmp_path / "l")
+    evaluation = evaluate(tmp_path / "p", tmp_path / "l", leave_out=True)
+    assert [case.name for case in evaluation.cases] == ["a", "b"]
+    assert (evaluation.without_prediction, evaluation.without_label) == (("c",), ("z",))
+    assert evaluation.to_dict()["without_label"] == ["z"]
+    (tmp_path / "p/a.nii.gz").unlink()
+    (tmp_path / "p/b_seg.nii.gz").unlink()
+    with pytest.raises(DatasetError, match="z.nii.gz has no label map"):
+        evaluate(tmp_path / "p", tmp_path / "l", leave_out=True)
+
+
+def test_regions_and_names_are_in_the_json(tmp_path):
+    label = cube((2, 2, 2), (8, 8, 8)) + cube((4, 4, 4), (6, 6, 6))  # 1, and 2 inside
+    write(tmp_path / "p" / "a.nii.gz", np.minimum(label, 1))
+    write(tmp_path / "l" / "a.nii.gz", label + cube((15, 15, 15), (18, 18, 18), value=7))
+    write(tmp_path / "p" / "b.nii.gz", label)
+    write(tmp_path / "l" / "b.nii.gz", label)
+    scored = ScoredLabels(names={(1, 2): "whole", 2: "core", 3: "nowhere"}, ignore=7)
+    evaluation = evaluate(tmp_path / "p", tmp_path / "l", scored=scored, tolerance_mm=0.75)
+    assert evaluation.labels == ((1, 2), 2)
+    record = json.loads(json.dumps(evaluation.to_dict(), allow_nan=False))
+    assert (record["ignore"], record["tolerance_mm"]) == (7, 0.75)
+    first, second = (case["labels"] for case in record["cases"])
+    assert first.keys() == {"1,2", "2"}
+    assert (first["1,2"]["name"], first["1,2"]["dice"], first["1,2"]["nsd"]) == ("whole", 1.0, 1.0)
+    assert (first["2"]["name"], first["2"]["dice"], first["2"]["hd95_mm"]) == ("core", 0.0, None)
+    assert (first["2"]["nsd"], second["2"]["nsd"]) == (0.0, 1.0)
+    mean = record["mean"]["2"]
+    assert (mean["name"], mean["dice"], mean["nsd"]) == ("core", 0.5, 0.5)
+    assert (mean["num_cases_dice"], mean["num_cases_hd95"]) == (2, 1)
+    assert record["mean_dice"] == 0.75
+
+
+def test_nothing_left_but_what_is_ignored_is_refused(tmp_path):
+    path = write(tmp_path / "a.nii.gz", cube((1, 1, 1), (5, 5, 5)))
+    with pytest.raises(DatasetError, match="where 1 is not to be ignored; there is nothing to"):
+        evaluate(path, path, scored=ScoredLabels(ignore=1))

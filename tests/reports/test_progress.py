@@ -222,6 +222,30 @@ def test_the_lines_of_an_epoch_fit_80_columns(
     assert all(cell_len(one) <= 80 for one in shown if "starting" not in one)
 
 
+def test_the_prediction_at_the_end_has_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    terminal = Terminal(monkeypatch)
+    line = line_on(terminal.console)
+    with line.shown():
+        terminal.shown()
+        line.predicting(0, 2, 0, 4)
+        assert "predicting the validation" in terminal.shown()[-1]
+        line.predicting(1, 2, 1, 4)  # too soon
+        assert not terminal.shown()
+        terminal.seconds += 1
+        line.predicting(1, 2, 2, 4)
+        assert "case 2/2 window 2/4" in terminal.shown()[-1]
+
+    caplog.set_level(logging.INFO)
+    log = line_on(Console(file=io.StringIO()))
+    with log.shown():
+        for second in range(0, 130, 10):
+            terminal.seconds += 10
+            log.predicting(second // 50, 3, second % 50, 50)
+    assert caplog.messages == ["predicting case 2/3", "predicting case 3/3"]
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_quiet_shows_nothing(terminal: bool, caplog: pytest.LogCaptureFixture) -> None:
     text = io.StringIO()

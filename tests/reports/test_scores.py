@@ -1,38 +1,41 @@
 from pathlib import Path
+from typing import Any
 
 from tests.reports.records import cells, heads
-from unet3d.inference.evaluation import CaseScores, Evaluation, LabelScore
+from unet3d.inference.evaluation import CaseScores, Evaluation
+from unet3d.inference.label_scores import LabelScore
 from unet3d.reports.scores import evaluation_table
+from unet3d.volumes.scored_labels import ScoredLabels
 
 
-def evaluation(num_cases: int) -> Evaluation:
+def evaluation(num_cases: int, **more: Any) -> Evaluation:
     scores = {
-        1: LabelScore(dice=0.91234, hd95_mm=1.5, prediction_ml=12.3456, label_ml=12.0),
-        255: LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0),
+        1: LabelScore(dice=0.91234, hd95_mm=1.5, nsd=0.75, prediction_ml=12.3456, label_ml=12.0),
+        255: LabelScore(dice=None, hd95_mm=None, nsd=None, prediction_ml=0.0, label_ml=0.0),
     }
     cases = [
         CaseScores(name=f"case_{i}", prediction=Path("p"), label=Path("l"), scores=scores)
         for i in range(num_cases)
     ]
-    other = LabelScore(dice=0.5, hd95_mm=3.5, prediction_ml=1.0, label_ml=2.0)
+    other = LabelScore(dice=0.5, hd95_mm=3.5, nsd=0.25, prediction_ml=1.0, label_ml=2.0)
     cases[-1] = CaseScores(
         name="[/last]", prediction=Path("p"), label=Path("l"), scores={1: other, 255: other}
     )
-    return Evaluation(cases=tuple(cases), label_values=(1, 255))
+    return Evaluation(cases=tuple(cases), labels=(1, 255), **more)
 
 
 def test_the_table_has_each_case_and_the_means() -> None:
     table = evaluation_table(evaluation(2))
     assert heads(table) == [
-        *("case", "label", "Dice", "HD95 (mm)", "predicted (mL)", "labelled (mL)")
+        *("case", "label", "Dice", "HD95 (mm)", "NSD (1 mm)", "predicted (mL)", "labelled (mL)")
     ]
     assert cells(table) == [
-        ("case_0", "1", "0.9123", "1.50", "12.346", "12.000"),
-        ("", "255", "–", "–", "0.000", "0.000"),
-        ("[/last]", "1", "0.5000", "3.50", "1.000", "2.000"),
-        ("", "255", "0.5000", "3.50", "1.000", "2.000"),
-        ("mean of 2 cases", "1", "0.7062", "2.50", "6.673", "7.000"),
-        ("", "255", "0.5000", "3.50", "0.500", "1.000"),
+        ("case_0", "1", "0.9123", "1.50", "0.7500", "12.346", "12.000"),
+        ("", "255", "–", "–", "–", "0.000", "0.000"),
+        ("[/last]", "1", "0.5000", "3.50", "0.2500", "1.000", "2.000"),
+        ("", "255", "0.5000", "3.50", "0.2500", "1.000", "2.000"),
+        ("mean of 2 cases", "1", "0.7062", "2.50", "0.5000", "6.673", "7.000"),
+        ("", "255", "0.5000", "3.50", "0.2500", "0.500", "1.000"),
     ]
     mean = (0.70617 + 0.5) / 2
     assert str(table.caption) == f"Mean Dice over the labels: {mean:.4f}"
@@ -42,3 +45,10 @@ def test_one_case_needs_no_means() -> None:
     table = evaluation_table(evaluation(1))
     assert [row[0] for row in cells(table)] == ["[/last]", ""]
     assert str(table.caption) == "Mean Dice over the labels: 0.5000"
+
+
+def test_labels_have_their_names_and_the_tolerance_stands_above_its_column() -> None:
+    named = ScoredLabels(names={1: "[bold]left", 255: "1"})
+    table = evaluation_table(evaluation(1, scored=named, tolerance_mm=2.5))
+    assert [row[1] for row in cells(table)] == ["[bold]left", "1"]
+    assert "NSD (2.5 mm)" in heads(table)

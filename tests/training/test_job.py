@@ -60,6 +60,7 @@ def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
         "progress.png",
         "summary.json",
         "tensorboard",
+        "validation",
     }
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["epochs"] == 3

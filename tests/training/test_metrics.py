@@ -4,6 +4,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from unet3d.parallel import ParallelDims
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.metrics import ScalarFile, epoch_metrics, run_summary
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
@@ -60,7 +61,9 @@ def test_the_summary_tells_the_best_validation_from_the_last() -> None:
     state.note_dice(0.375)
     cpu = torch.device("cpu")
     dims = ParallelDims(mode="spatial", replicas=((cpu,) * 3,) * 2, num_replicas=2, num_shards=3)
-    summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32")
+    final = FinalResult(evaluation=None)
+    summary = run_summary(state, dims=dims, devices=["cpu"] * 6, precision="float32", final=final)
+    assert summary["final"] is None
     assert [summary[key] for key in ("parallel", "replicas", "shards")] == ["spatial", 2, 3]
     assert (summary["best_dice"], summary["best_epoch"]) == (0.5, 1)
     assert summary["last_mean_dice"] == 0.375

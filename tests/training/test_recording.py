@@ -14,6 +14,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.parallel import ParallelDims
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.recording import RunRecorder
 from unet3d.training.state import TrainingState
 
@@ -63,7 +64,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
         one.begin()
         one.write_epoch(METRICS)
         one.draw_progress()
-        one.write_summary(TrainingState())
+        one.write_summary(TrainingState(), FinalResult(evaluation=None))
 
     in_threads(2, record)
     assert {path.name for path in (tmp_path / "0").iterdir()} == FILES

@@ -10,7 +10,7 @@ import torch
 
 from tests.ranks import environment
 from tests.training.shard_training import CHAIN
-from tests.trainings import losses, start
+from tests.trainings import assert_same_validation, losses, start
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
@@ -92,6 +92,15 @@ def test_epochs_have_the_numbers_of_one_process(runs: Path) -> None:
         assert_same_epochs(runs / name, runs / "none")
     for name in ("brief-thirds", "brief-groups"):
         assert_same_epochs(runs / name, runs / "brief-none")
+
+
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [("spatial", "none"), ("chain", "none"), ("brief-thirds", "brief-none")]
+    + [("brief-groups", "brief-none")],
+)
+def test_shards_predict_the_validation_as_one_process(runs: Path, name: str, alone: str) -> None:
+    assert_same_validation(runs / name, runs / alone)
 
 
 def assert_same_epochs(actual: Path, expected: Path) -> None:

@@ -1,28 +1,75 @@
 """``unet3d evaluate`` and ``unet3d check``."""
 
+import logging
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from unet3d.cli.options import FILE
 from unet3d.cli.output import check_writable, files_of, refuse_input, working, write_json
-from unet3d.errors import DatasetError, some
+from unet3d.errors import ConfigError, DatasetError, some
+
+if TYPE_CHECKING:
+    from unet3d.inference.evaluation import Evaluation
+    from unet3d.volumes.scored_labels import ScoredLabels
+
+logger = logging.getLogger(__name__)
 
 
 @click.command()
 @click.argument("predictions", type=FILE)
 @click.argument("labels", type=FILE)
+@click.option(
+    "--dataset",
+    type=FILE,
+    help="Data set, or its dataset.json, that names labels, regions and what to ignore; default: "
+    "the one that LABELS lies in, as labelsTr does.",
+)
+@click.option(
+    "--ignore",
+    type=click.IntRange(min=1),
+    help="Value in LABELS whose voxels count nowhere; default: that of 'ignore' in dataset.json.",
+)
+@click.option(
+    "--tolerance-mm",
+    type=click.FloatRange(min=0, max=1000),
+    help="How far a surface may lie from the other and count as right in NSD; default: 1.",
+)
+@click.option(
+    "--leave-out",
+    is_flag=True,
+    help="Leave out predictions without label map instead of refusing them; label maps without "
+    "prediction are always left out, and named.",
+)
 @click.option("--json", "json_path", type=FILE, help="Also write the scores here.")
-def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
-    """Compare PREDICTIONS with LABELS: Dice, HD95 and volume. Files or folders."""
-    refuse_input(json_path, predictions, labels)
+def evaluate(
+    *,
+    predictions: Path,
+    labels: Path,
+    dataset: Path | None,
+    ignore: int | None,
+    tolerance_mm: float | None,
+    leave_out: bool,
+    json_path: Path | None,
+) -> None:
+    """Compare PREDICTIONS with LABELS: Dice, HD95, NSD and volume. Files or folders.
+
+    Surfaces are the voxels with one of their six neighbours outside, and distances are those of
+    their centres in mm, as in MONAI. HD95 is the larger of the two 95th percentiles, of the
+    distances from prediction to label map and of those back. NSD, the normalised surface Dice, is
+    the share of both surfaces within --tolerance-mm of the other. Where only one side has a label,
+    Dice and NSD are 0, and HD95 has no value; where neither has it, it does not count.
+    """
+    refuse_input(json_path, predictions, labels, *(files_of(dataset) if dataset else ()))
     check_writable(json_path)
 
     from rich.console import Console
     from rich.progress import track
 
     from unet3d.inference.evaluation import evaluate as run_evaluation
+    from unet3d.inference.label_scores import TOLERANCE_MM
     from unet3d.reports.scores import evaluation_table
 
     terminal = Console(stderr=True)
@@ -33,17 +80,61 @@ def evaluate(predictions: Path, labels: Path, json_path: Path | None) -> None:
         transient=True,
         disable=not terminal.is_terminal,
     )
-    result = run_evaluation(predictions, labels, watch)
+    result = run_evaluation(
+        predictions,
+        labels,
+        watch,
+        scored=_scored_labels(labels, dataset, ignore),
+        tolerance_mm=TOLERANCE_MM if tolerance_mm is None else tolerance_mm,
+        leave_out=leave_out,
+    )
     Console().print(evaluation_table(result))
-    without = result.without_prediction
-    if without:
-        num_labels = len(result.cases) + len(without)
-        click.echo(
-            f"{len(without)} of the {num_labels} label maps in {labels} have no segmentation and "
-            f"do not count: {some(without)}"
-        )
+    _show_left_out(result, predictions, labels)
     if json_path is not None:
         write_json(json_path, result.to_dict())
+
+
+def _scored_labels(labels: Path, dataset: Path | None, ignore: int | None) -> "ScoredLabels":
+    """Return what is scored, as the data set says that is named, or that the label maps lie in."""
+    from dataclasses import replace
+
+    from unet3d.volumes.scored_labels import (
+        EVERY_VALUE,
+        description_of,
+        read_scored_labels,
+        values_of,
+    )
+
+    scored, found = EVERY_VALUE, None
+    if dataset is not None:
+        scored = read_scored_labels(dataset)
+    elif (found := description_of(labels)) is not None:
+        try:
+            scored = read_scored_labels(found)
+        except DatasetError as error:  # nobody asked for it
+            logger.warning("labels have no names: %s", error)
+        else:
+            click.echo(f"labels as {found} names them")
+    if ignore is None:
+        return scored
+    if ignore in {value for label in scored.names for value in values_of(label)}:
+        raise ConfigError(
+            f"--ignore {ignore} is a label of {dataset or found}; give the value that is none"
+        )
+    return replace(scored, ignore=ignore)
+
+
+def _show_left_out(result: "Evaluation", predictions: Path, labels: Path) -> None:
+    num_pairs = len(result.cases)
+    for without, what, where, partner in (
+        (result.without_prediction, "label maps", labels, "segmentation"),
+        (result.without_label, "segmentations", predictions, "label map"),
+    ):
+        if without:
+            click.echo(
+                f"{len(without)} of the {num_pairs + len(without)} {what} in {where} have no "
+                f"{partner} and do not count: {some(without)}"
+            )
 
 
 @click.command()

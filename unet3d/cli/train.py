@@ -111,8 +111,15 @@ def _show(result: "TrainingResult", console: "Console") -> None:
 
     if result.memory is not None:
         console.print(memory_table(result.memory))
+    final = ""
+    if result.final_dice is not None:
+        final = (
+            f" The validation cases as predict segments them: mean Dice {result.final_dice:.3f}, "
+            f"{result.folder.validation.path}."
+        )
     console.print(
-        f"{_dice_line(result.state)} Checkpoints, metrics and pictures: {result.folder.path}",
+        f"{_dice_line(result.state)}{final} Checkpoints, metrics and pictures: "
+        f"{result.folder.path}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -1,55 +1,27 @@
-"""How well predictions agree with labels: Dice, HD95 and volume of each label in each case.
+"""How well predictions agree with labels, from file to file: scores of each label in each case.
 
 Only the files are needed, so predictions of any other tool can be evaluated as well.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from monai.metrics import compute_dice, compute_hausdorff_distance
-from scipy import ndimage
-from scipy.spatial import cKDTree
-from torch import Tensor
 
 from unet3d.errors import DatasetError, VolumeError
+from unet3d.inference.label_scores import NOWHERE, TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.pairing import Pair, Pairs, find_pairs
 from unet3d.volumes.files import volume_stem
-from unet3d.volumes.grids import Affine, is_sheared, voxel_mm3
-from unet3d.volumes.header import VolumeHeader, same_grid
+from unet3d.volumes.header import same_grid
 from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import on_grid_of, read_label
-
-BACKGROUND = 0
-CUBIC_MM_PER_ML = 1000.0
+from unet3d.volumes.nifti import Volume, on_grid_of, read_label
+from unet3d.volumes.scored_labels import EVERY_VALUE, Label, ScoredLabels, values_of
 
 MAX_VALUES_OF_ONE_SIDE = 100
 """Values that only one of two label maps may have; more are the grey values of an image."""
-
-Mask = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelScore:
-    """One label in one case, or its mean over cases."""
-
-    dice: float | None
-    """From 0 to 1; None where neither the prediction nor the label map has the label."""
-    hd95_mm: float | None
-    """95th percentile of the distances between the two surfaces; None where either has no voxel of
-    the label, because there is then no distance (the Dice of 0 tells)."""
-    prediction_ml: float
-    """Volume of the label in the prediction."""
-    label_ml: float
-    """Volume of the label in the label map."""
-
-
-NOWHERE = LabelScore(dice=None, hd95_mm=None, prediction_ml=0.0, label_ml=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,137 +31,194 @@ class CaseScores:
     name: str
     prediction: Path
     label: Path
-    scores: dict[int, LabelScore]
-    """The score of each label by its value."""
+    scores: dict[Label, LabelScore]
+
+    @property
+    def mean_dice(self) -> float | None:
+        """Mean over the labels that the case has; None where it has none."""
+        return _mean([score.dice for score in self.scores.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The scores of every case; each has one for every label value that is in any of them."""
+    """The scores of every case; each has one for every label that is in any of them."""
 
     cases: tuple[CaseScores, ...]
-    label_values: tuple[int, ...]
+    labels: tuple[Label, ...]
+    """Values of labels and regions, in the order in which they are shown."""
+    scored: ScoredLabels = EVERY_VALUE
+    """Their names, and the value that counted nowhere."""
+    tolerance_mm: float = TOLERANCE_MM
+    """Of the surface Dice."""
     without_prediction: tuple[str, ...] = ()
     """Names of the label maps in the folder that nobody has predicted; they count nowhere."""
+    without_label: tuple[str, ...] = ()
+    """Names of the predictions without label map, likewise."""
 
-    def mean(self, value: int) -> LabelScore:
+    @classmethod
+    def of(
+        cls,
+        cases: Sequence[CaseScores],
+        scored: ScoredLabels,
+        tolerance_mm: float,
+        without_prediction: tuple[str, ...] = (),
+        without_label: tuple[str, ...] = (),
+    ) -> "Evaluation":
+        """Return the evaluation of cases, each of which has the scores of its own labels.
+
+        Args:
+            cases: At least one.
+            scored: What was scored.
+            tolerance_mm: Of the surface Dice.
+            without_prediction: Label maps that were left out.
+            without_label: Predictions that were left out.
+        """
+        there = {label for case in cases for label in case.scores}
+        order = scored.among({value for label in there for value in values_of(label)})
+        labels = tuple(label for label in order if label in there)
+        return cls(
+            cases=tuple(
+                replace(case, scores={label: case.scores.get(label, NOWHERE) for label in labels})
+                for case in cases
+            ),
+            labels=labels,
+            scored=scored,
+            tolerance_mm=tolerance_mm,
+            without_prediction=without_prediction,
+            without_label=without_label,
+        )
+
+    def mean(self, label: Label) -> LabelScore:
         """Return a label's means over the cases in which each number is defined.
 
         Args:
-            value: The label's.
+            label: The label.
         """
-        scores = [case.scores[value] for case in self.cases]
+        scores = [case.scores[label] for case in self.cases]
         return LabelScore(
             dice=_mean([score.dice for score in scores]),
             hd95_mm=_mean([score.hd95_mm for score in scores]),
+            nsd=_mean([score.nsd for score in scores]),
             prediction_ml=float(np.mean([score.prediction_ml for score in scores])),
             label_ml=float(np.mean([score.label_ml for score in scores])),
         )
 
-    def num_cases(self, value: int) -> tuple[int, int]:
+    def num_cases(self, label: Label) -> tuple[int, int]:
         """Return how many cases are in a label's mean Dice and in its mean HD95.
 
+        Those of its mean surface Dice are those of its mean Dice.
+
         Args:
-            value: The label's.
+            label: The label.
         """
-        scores = [case.scores[value] for case in self.cases]
+        scores = [case.scores[label] for case in self.cases]
         num_dice = sum(score.dice is not None for score in scores)
         return num_dice, sum(score.hd95_mm is not None for score in scores)
 
     @property
-    def mean_dice(self) -> float:
-        """Mean over the labels of their mean Dice."""
-        return float(np.mean([self.mean(value).dice for value in self.label_values]))
+    def mean_dice(self) -> float | None:
+        """Mean over the labels of their mean Dice; None where there is no label."""
+        return _mean([self.mean(label).dice for label in self.labels])
+
+    def name_of(self, label: Label) -> str:
+        """Return what a label is called: by its name, else by its value.
+
+        Args:
+            label: The label.
+        """
+        return self.scored.names.get(label, _key(label))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain lists and numbers, for JSON."""
+        """Return everything as plain lists and numbers, for JSON.
+
+        A label has its value as its key, a region its values with commas between them.
+        """
         means = {}
-        for value in self.label_values:
-            num_dice, num_hd95 = self.num_cases(value)
+        for label in self.labels:
+            num_dice, num_hd95 = self.num_cases(label)
             counts = {"num_cases_dice": num_dice, "num_cases_hd95": num_hd95}
-            means[str(value)] = asdict(self.mean(value)) | counts
+            means[_key(label)] = self._named(label, self.mean(label)) | counts
         return {
             "cases": [
                 {
                     "case": case.name,
                     "prediction": str(case.prediction),
                     "label": str(case.label),
-                    "labels": {str(value): asdict(score) for value, score in case.scores.items()},
+                    "labels": {
+                        _key(label): self._named(label, score)
+                        for label, score in case.scores.items()
+                    },
                 }
                 for case in self.cases
             ],
             "without_prediction": list(self.without_prediction),
+            "without_label": list(self.without_label),
+            "ignore": self.scored.ignore,
+            "tolerance_mm": self.tolerance_mm,
             "mean": means,
             "mean_dice": self.mean_dice,
         }
 
-
-def dice_per_class(
-    prediction: Tensor | npt.NDArray[Any], target: Tensor | npt.NDArray[Any], num_classes: int
-) -> list[float | None]:
-    """Return the Dice of each class.
-
-    Args:
-        prediction: Class indices, shape (X, Y, Z), on any device.
-        target: Class indices, shape (X, Y, Z), on the same device.
-        num_classes: Number of classes, the background included, which is class 0.
-
-    Returns:
-        A number for each class, the background first; None for a class that is in neither.
-    """
-    return [
-        _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
-        for index in range(num_classes)
-    ]
+    def _named(self, label: Label, score: LabelScore) -> dict[str, Any]:
+        return {"name": self.scored.names.get(label), **asdict(score)}
 
 
 def evaluate(
-    predictions: Path, labels: Path, watch: Callable[[Pairs], Iterable[Pair]] = iter
+    predictions: Path,
+    labels: Path,
+    watch: Callable[[Pairs], Iterable[Pair]] = iter,
+    *,
+    scored: ScoredLabels = EVERY_VALUE,
+    tolerance_mm: float = TOLERANCE_MM,
+    leave_out: bool = False,
 ) -> Evaluation:
     """Compare predictions with labels.
 
     Two files are compared whatever their names. In folders, the prediction of ``case.nii.gz`` is
-    ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label.
-    Label maps in a folder need not all be predicted, but every prediction needs its label map: one
-    that has none is more likely to be misnamed than meant to be left out.
+    ``case.nii.gz``, ``case_seg.nii.gz`` or ``case_0000_seg.nii.gz``. Every value but 0 is a label,
+    if none are named. Label maps in a folder need not all be predicted, but every prediction needs
+    its label map: one that has none is more likely to be misnamed than meant to be left out.
 
     Args:
         predictions: A label map, or a folder of them.
         labels: A label map, or a folder of them.
         watch: Passes on the pairs to compare, and may show how many are done.
+        scored: Names of labels and regions, and the value that counts nowhere.
+        tolerance_mm: Of the surface Dice.
+        leave_out: Whether predictions without label map are left out instead of refused.
 
     Raises:
         DatasetError: A prediction has no partner, or there is nothing to compare.
         VolumeError: A file cannot be read or is an image, two partners do not lie on one grid, or
             they are too large for the memory.
     """
-    pairs, without = find_pairs(predictions, labels)
+    found = find_pairs(predictions, labels, leave_out)
     cases = []
-    for prediction, label in watch(pairs):
+    for prediction, label in watch(found.pairs):
         with explaining_memory(f"cannot compare {prediction} with {label}"):
-            cases.append(_compare(prediction, label))
-    values = sorted({value for case in cases for value in case.scores})
-    if not values:
+            cases.append(_compare(prediction, label, scored, tolerance_mm))
+    evaluation = Evaluation.of(
+        cases, scored, tolerance_mm, found.without_prediction, found.without_label
+    )
+    if not evaluation.labels:
         raise DatasetError(
-            f"neither {predictions} nor {labels} holds any label but the background 0; "
+            f"neither {predictions} nor {labels} holds any label but the background 0"
+            f"{'' if scored.ignore is None else f' where {scored.ignore} is not to be ignored'}; "
             "there is nothing to compare"
         )
-    return Evaluation(
-        cases=tuple(
-            CaseScores(
-                name=case.name,
-                prediction=case.prediction,
-                label=case.label,
-                scores={value: case.scores.get(value, NOWHERE) for value in values},
-            )
-            for case in cases
-        ),
-        label_values=tuple(values),
-        without_prediction=tuple(without),
-    )
+    return evaluation
 
 
-def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
+def read_pair(prediction_path: Path, label_path: Path) -> tuple[Volume, Volume]:
+    """Read a prediction and its label map, the prediction with its axes as the label map has them.
+
+    Args:
+        prediction_path: The prediction.
+        label_path: The label map.
+
+    Raises:
+        VolumeError: A file cannot be read, or the two do not lie on one grid.
+    """
     prediction, label = read_label(prediction_path), read_label(label_path)
     disagreement = same_grid(prediction.header, label.header)
     if disagreement is not None:
@@ -197,17 +226,21 @@ def _compare(prediction_path: Path, label_path: Path) -> CaseScores:
             f"{prediction_path} and {label_path} do not lie on one grid: {disagreement}; "
             "compare a prediction with the label map of its own image"
         )
-    prediction = on_grid_of(label.header, prediction)
+    return on_grid_of(label.header, prediction), label
+
+
+def _compare(
+    prediction_path: Path, label_path: Path, scored: ScoredLabels, tolerance_mm: float
+) -> CaseScores:
+    prediction, label = read_pair(prediction_path, label_path)
     predicted_values, label_values = np.unique(prediction.array), np.unique(label.array)
     _refuse_image(prediction_path, predicted_values, label_path, label_values)
     _refuse_image(label_path, label_values, prediction_path, predicted_values)
-    scores = {
-        int(value): _score(prediction.array == value, label.array == value, label.header)
-        for value in np.union1d(predicted_values, label_values)
-        if value != BACKGROUND
-    }
     return CaseScores(
-        name=volume_stem(label_path), prediction=prediction_path, label=label_path, scores=scores
+        name=volume_stem(label_path),
+        prediction=prediction_path,
+        label=label_path,
+        scores=score_maps(prediction.array, label.array, label.header.affine, scored, tolerance_mm),
     )
 
 
@@ -222,78 +255,8 @@ def _refuse_image(
         )
 
 
-def _score(prediction: Mask, label: Mask, header: VolumeHeader) -> LabelScore:
-    # What follows takes time for each voxel, and a label usually fills a small part of a volume.
-    box = _bounding_box(prediction | label)
-    prediction, label = prediction[box], label[box]
-    voxel_ml = voxel_mm3(header.affine) / CUBIC_MM_PER_ML
-    num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
-    tensors = torch.from_numpy(prediction), torch.from_numpy(label)
-    return LabelScore(
-        dice=_dice(*tensors),
-        hd95_mm=_hd95_mm(*tensors, header) if num_predicted and num_labelled else None,
-        prediction_ml=num_predicted * voxel_ml,
-        label_ml=num_labelled * voxel_ml,
-    )
-
-
-def _dice(prediction: Tensor, target: Tensor) -> float | None:
-    if not (prediction.any() or target.any()):
-        return None
-    return float(compute_dice(_batch(prediction), _batch(target), ignore_empty=False).item())
-
-
-def _hd95_mm(prediction: Tensor, label: Tensor, header: VolumeHeader) -> float:
-    if is_sheared(header.affine):
-        return hd95_of_sheared_mm(prediction, label, header.affine)
-    with warnings.catch_warnings():
-        # MONAI warns about an argument that it passes to itself.
-        warnings.filterwarnings("ignore", ".*always_return_as_numpy", FutureWarning)
-        distance = compute_hausdorff_distance(
-            _batch(prediction),
-            _batch(label),
-            include_background=True,
-            percentile=95,
-            spacing=list(header.spacing_mm),
-        )
-    return float(distance.item())
-
-
-def hd95_of_sheared_mm(prediction: Tensor, label: Tensor, affine: Affine) -> float:
-    """Return what MONAI's HD95 is where axes are at right angles, for any axes.
-
-    MONAI's distance transform takes a spacing only. Here the same surface voxels are located by the
-    affine, and the nearest ones are searched for.
-
-    Args:
-        prediction: Mask with at least one voxel, shape (X, Y, Z).
-        label: Likewise.
-        affine: (4, 4), from voxel indices to mm.
-    """
-    masks = prediction.numpy(), label.numpy()
-    surfaces = [
-        np.argwhere(mask & ~ndimage.binary_erosion(mask)) @ affine[:3, :3].T for mask in masks
-    ]
-    trees = [cKDTree(surface) for surface in surfaces]
-    there, back = (
-        np.percentile(tree.query(surface)[0], 95)
-        for tree, surface in zip(trees, reversed(surfaces), strict=True)
-    )
-    return float(max(there, back))
-
-
-def _bounding_box(mask: Mask) -> tuple[slice, ...]:
-    box = []
-    for axis in range(mask.ndim):
-        others = tuple(other for other in range(mask.ndim) if other != axis)
-        (filled,) = np.nonzero(mask.any(axis=others))
-        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
-    return tuple(box)
-
-
-def _batch(mask: Tensor) -> Tensor:
-    """Return (X, Y, Z) as the batch (1, 1, X, Y, Z) that MONAI takes."""
-    return mask[None, None]
+def _key(label: Label) -> str:
+    return ",".join(map(str, values_of(label)))
 
 
 def _mean(numbers: Sequence[float | None]) -> float | None:

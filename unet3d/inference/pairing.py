@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from unet3d.errors import DatasetError, reason_of
@@ -12,12 +13,24 @@ Pair = tuple[Path, Path]
 Pairs = Sequence[Pair]
 
 
-def find_pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
-    """Return what to compare, and the names of the label maps that are left out.
+@dataclass(frozen=True, kw_only=True)
+class FoundPairs:
+    """What to compare, and what is left out."""
+
+    pairs: Pairs
+    without_prediction: tuple[str, ...] = ()
+    """Names of the label maps that have none."""
+    without_label: tuple[str, ...] = ()
+    """Names of the predictions that have no label map."""
+
+
+def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> FoundPairs:
+    """Return what to compare, by name.
 
     Args:
         predictions: A label map, or a folder of them.
         labels: A label map, or a folder of them.
+        leave_out: Whether predictions without label map are left out instead of refused.
 
     Raises:
         DatasetError: A prediction has no partner, or there is nothing to compare.
@@ -26,7 +39,7 @@ def find_pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
         if not path.exists():
             raise DatasetError(f"there is no file or folder {path}; name a label map or a folder")
     if not predictions.is_dir() and not labels.is_dir():
-        return [(predictions, labels)], []
+        return FoundPairs(pairs=[(predictions, labels)])
     label_of = _by_stem(labels)
     prediction_of: dict[str, Path] = {}  # by the stem of the label map
     unknown = []
@@ -41,16 +54,21 @@ def find_pairs(predictions: Path, labels: Path) -> tuple[Pairs, list[str]]:
                 "keep one of them"
             )
         prediction_of[partner] = prediction
-    if unknown:
+    if unknown and not (leave_out and prediction_of):
         more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
         raise DatasetError(
             f"{unknown[0]} has no label map in {labels}, looked for "
             f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
-            "the name of its label map, and keep others elsewhere"
+            "the name of its label map, and keep others elsewhere, or leave them out with "
+            "--leave-out"
         )
     # A user who names one prediction asks for that one only.
     without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []
-    return [(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)], without
+    return FoundPairs(
+        pairs=[(prediction_of[stem], label_of[stem]) for stem in sorted(prediction_of)],
+        without_prediction=tuple(without),
+        without_label=tuple(map(volume_stem, unknown)),
+    )
 
 
 def _by_stem(path: Path) -> dict[str, Path]:

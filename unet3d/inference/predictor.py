@@ -13,12 +13,13 @@ from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
-from unet3d.inference.placing import place_network
+from unet3d.inference.placing import PlacedNetwork, place_network
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
     computed_window,
+    join_windows,
     predict_logits,
 )
 from unet3d.kernels import strongest_class
@@ -59,6 +60,7 @@ class Predictor:
         parallel: ParallelSettings,
         inference: InferenceSettings,
         group: Group | None = None,
+        placed: PlacedNetwork | None = None,
     ) -> None:
         """Place the network; of several ranks, the first predicts and the others :meth:`follow`.
 
@@ -67,6 +69,8 @@ class Predictor:
             parallel: Where to run; it need not be where the network was trained.
             inference: Size and overlap of the windows.
             group: The ranks that share each window; None: this process alone.
+            placed: The network as it is placed already, in evaluation mode; then ``parallel`` is
+                not looked at, and ranks with other slabs of it :meth:`join` for each image.
 
         Raises:
             ConfigError: The mode needs ranks that are not there.
@@ -75,7 +79,7 @@ class Predictor:
                 computed with them.
         """
         group = group or Group(Ranks())
-        placed = place_network(checkpoint, parallel, group)
+        placed = placed or place_network(checkpoint, parallel, group)
         self.executor, self._precision = placed.executor, placed.precision
         largest = _largest_of(self.executor.module)
         if not largest <= MAX_WEIGHT:
@@ -153,6 +157,32 @@ class Predictor:
         smallest = np.min_scalar_type(max(values))
         labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
         return labels
+
+    def join(self, image: Volume) -> None:
+        """Compute with other ranks what :meth:`segment` returns in one of them; keep nothing.
+
+        The windows' size must be known, because only the other rank could look for one that fits.
+
+        Args:
+            image: The same as there.
+
+        Raises:
+            VolumeError: As there.
+            DoesNotFitError: A device has too little memory.
+            RuntimeError: The settings leave the windows' size open.
+        """
+        settings = self._inference
+        window = self._patch_size if settings.window == "auto" else settings.window
+        if window is None:
+            raise RuntimeError("ranks that join must know the windows' size")
+        join_windows(
+            self.executor,
+            self._prepared(image),
+            self._topology,
+            window,
+            settings.overlap,
+            settings.batch_size,
+        )
 
     def _prepared(self, image: Volume) -> torch.Tensor:
         try:

@@ -20,7 +20,7 @@ from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.augment import DeviceAugmentation
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.check import Finding, check_headers
-from unet3d.volumes.dataset import Dataset, fold_cases, load_dataset
+from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
 from unet3d.volumes.files import times
 from unet3d.volumes.naming import has_sides
 from unet3d.volumes.patches import padded_shape
@@ -49,6 +49,8 @@ class Experiment:
     """Prepared cases for training."""
     validation: tuple[PreparedCase, ...]
     """Prepared cases for validation."""
+    validation_files: tuple[Case, ...]
+    """The files that the latter were prepared from, in the same order."""
     split: CaseSplit
     """Names and contents of both."""
 
@@ -151,6 +153,7 @@ def plan_experiment(
         planned_sizes=network.sizes,
         training=tuple(prepare_cases(training, preprocessing, config.data.cache, num_workers)),
         validation=tuple(prepare_cases(validation, preprocessing, config.data.cache, num_workers)),
+        validation_files=validation,
         split=CaseSplit.of(training, validation, config.data.cache),
     )
 

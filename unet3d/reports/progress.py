@@ -143,6 +143,34 @@ class ProgressLine:
             text = f"{text} window {window}/{num_windows}"
             self._show(f"epoch {epoch + 1}/{self._num_epochs}", text, done)
 
+    def predicting(self, case: int, num_cases: int, window: int, num_windows: int) -> None:
+        """Show how far the prediction of the validation cases is, which comes last.
+
+        Args:
+            case: Cases done.
+            num_cases: Cases in all.
+            window: Windows done of the next case; 0 where none was begun.
+            num_windows: Windows of that case; at least 1.
+        """
+        now = time.monotonic()
+        text = f"case {min(case + 1, num_cases)}/{num_cases}"
+        if case == window == 0:
+            self._next_line = now + LOG_SECONDS
+        if self._progress.disable:
+            if now >= self._next_line and not self._quiet:
+                self._next_line = now + LOG_SECONDS
+                logger.info("predicting %s", text)
+        elif now >= self._next_refresh:
+            self._next_refresh = now + REFRESH_SECONDS
+            self._progress.update(
+                self._task,
+                completed=case + window / num_windows,
+                total=num_cases,
+                description="predicting the validation",
+                status=f"{text} window {window}/{num_windows}",
+                refresh=True,
+            )
+
     def epoch_done(self, metrics: Mapping[str, Any], note: str | None = None) -> None:
         """Show one epoch.
 

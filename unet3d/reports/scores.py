@@ -1,12 +1,13 @@
 """The scores of an evaluation as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from unet3d.inference.evaluation import Evaluation, LabelScore
+from unet3d.inference.evaluation import Evaluation
+from unet3d.inference.label_scores import LabelScore
 from unet3d.reports.format import NOTHING
 
 
@@ -16,29 +17,35 @@ def evaluation_table(evaluation: Evaluation) -> Table:
     Args:
         evaluation: What :func:`unet3d.inference.evaluation.evaluate` returns.
     """
+    mean = evaluation.mean_dice
     table = Table(
         title="Predictions compared with labels",
-        caption=f"Mean Dice over the labels: {evaluation.mean_dice:.4f}",
+        caption=f"Mean Dice over the labels: {NOTHING if mean is None else f'{mean:.4f}'}",
         box=box.SIMPLE_HEAD,
     )
     table.add_column("case")
-    for name in ("label", "Dice", "HD95\n(mm)", "predicted\n(mL)", "labelled\n(mL)"):
+    table.add_column("label", justify="right")
+    nsd = f"NSD\n({evaluation.tolerance_mm:g} mm)"
+    for name in ("Dice", "HD95\n(mm)", nsd, "predicted\n(mL)", "labelled\n(mL)"):
         table.add_column(name, justify="right", no_wrap=True)
-    for case in evaluation.cases:
-        _add_scores(table, case.name, case.scores)
-    if len(evaluation.cases) > 1:
-        means = {value: evaluation.mean(value) for value in evaluation.label_values}
-        _add_scores(table, f"mean of {len(evaluation.cases)} cases", means)
+    rows = [(case.name, case.scores) for case in evaluation.cases]
+    if len(rows) > 1:
+        means = {label: evaluation.mean(label) for label in evaluation.labels}
+        rows.append((f"mean of {len(rows)} cases", means))
+    for name, scores in rows:
+        named = [(evaluation.name_of(label), score) for label, score in scores.items()]
+        _add_scores(table, name, named)
     return table
 
 
-def _add_scores(table: Table, name: str, scores: Mapping[int, LabelScore]) -> None:
-    for index, (value, score) in enumerate(scores.items()):
+def _add_scores(table: Table, name: str, scores: Sequence[tuple[str, LabelScore]]) -> None:
+    for index, (label, score) in enumerate(scores):
         table.add_row(
             Text(name if index == 0 else ""),  # no markup
-            str(value),
+            Text(label),
             NOTHING if score.dice is None else f"{score.dice:.4f}",
             NOTHING if score.hd95_mm is None else f"{score.hd95_mm:.2f}",
+            NOTHING if score.nsd is None else f"{score.nsd:.4f}",
             f"{score.prediction_ml:.3f}",
             f"{score.label_ml:.3f}",
             end_section=index == len(scores) - 1,

@@ -19,15 +19,14 @@ from unet3d.atomic import append, is_leftover, make_folder, remove_leftovers, wr
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.reading import read_json
+from unet3d.runs.validation_folder import ValidationFolder
 
 logger = logging.getLogger(__name__)
 
 RUNS = Path("runs")
 """The folder below the current one where runs are put and looked for."""
-
 MAX_LINE_BYTES = 2**24
 """More than a line of metrics can have: enough for 100,000 labels."""
-
 MAX_EPOCH = 2**53
 """Larger numbers of epochs are no numbers that a training has written."""
 
@@ -54,6 +53,7 @@ class RunFolder:
         self.progress_picture = path / "progress.png"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
+        self.validation = ValidationFolder(path / "validation")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -130,11 +130,11 @@ class RunFolder:
                 f"{self.path} has no {self.latest.name} to resume from; name the folder of a run "
                 "with --output"
             )
-        if self.tensorboard.exists() and not self.tensorboard.is_dir():
-            raise ConfigError(f"{self.tensorboard} is no folder; move it away to continue the run")
-        pictures = (self.memory_picture, self.progress_picture)
+        for folder in (self.tensorboard, self.validation.path):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"{folder} is no folder; move it away to continue the run")
         tables = (self.data, self.config, self.metrics, self.memory, self.summary)
-        for path in (self.latest, self.best, *tables, *pictures):
+        for path in (self.latest, self.best, *tables, self.memory_picture, self.progress_picture):
             if path.is_dir():
                 raise ConfigError(f"{path} is a folder; move it away to continue the run")
         with writing(self.path):
@@ -157,7 +157,8 @@ class RunFolder:
         with writing(self.path):
             remove_leftovers(self.path)
             self.summary.unlink(missing_ok=True)  # not finished any more
-        kept = [line for line in self.read_metrics() if line["epoch"] <= num_epochs]
+            self.validation.remove()
+        kept = (line for line in self.read_metrics() if line["epoch"] <= num_epochs)
         self._write(self.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
     def discard_if_empty(self) -> None:

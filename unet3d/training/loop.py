@@ -27,6 +27,7 @@ from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.batches import loading_of, make_loader
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
+from unet3d.training.final_validation import FinalResult, FinalValidation
 from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import epoch_metrics
 from unet3d.training.recording import RunRecorder
@@ -45,6 +46,9 @@ class TrainingResult:
     """The run."""
     state: TrainingState
     """Where the training stands at its end."""
+    final_dice: float | None = None
+    """Mean Dice of the validation cases as the final network predicts them; None where there are
+    none, or nothing was left to do."""
     memory: dict[str, Any] | None
     """What ``memory.json`` holds; None where nothing was left to train."""
 
@@ -91,6 +95,14 @@ class TrainingLoop:
         self._adds_loss = dims.shard_of(dims.rank) == 0
         self.loader = make_loader(experiment, executor, dims, num_workers)
         self.validator = Validator(experiment, executor, group, dims.num_shards)
+        self.final_validation = FinalValidation(
+            experiment=experiment,
+            executor=executor,
+            folder=folder,
+            precision=precision,
+            dims=dims,
+            group=group,
+        )
         self.saver = CheckpointSaver(
             experiment=experiment,
             module=executor.module,
@@ -160,10 +172,16 @@ class TrainingLoop:
                 start_seconds = self._clock.take_start()
                 line.epoch_done(metrics, self._loading.note(metrics, start_seconds))
             self.recorder.begin()
-        if self.memory is not None:
-            update_reserved(self.memory, self.executor, self.folder, self.group)
-        self.recorder.write_summary(self.state)
-        return TrainingResult(folder=self.folder, state=self.state, memory=self.memory)
+            if self.memory is not None:
+                update_reserved(self.memory, self.executor, self.folder, self.group)
+            final = self._validate_finally(line, interruption)
+        self.recorder.write_summary(self.state, final)
+        return TrainingResult(
+            folder=self.folder,
+            state=self.state,
+            final_dice=final.mean_dice,
+            memory=self.memory,
+        )
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
         """Take the steps that are left of an epoch, the first time under measurement."""
@@ -271,6 +289,17 @@ class TrainingLoop:
             self.saver.save(self.state)
             self._stop(validation.stop)
         return validation
+
+    def _validate_finally(
+        self, line: ProgressLine, interruption: InterruptionRequest
+    ) -> FinalResult:
+        """Predict the validation cases with the final network, and keep what comes out."""
+        num_steps = self.state.epoch * self.loader.num_steps
+        checkpoint = self.saver.checkpoint(self.state)
+        final = self.final_validation.run(checkpoint, num_steps, interruption, line.predicting)
+        if final.stop:
+            self._stop(final.stop)
+        return final
 
     def _end_epoch(self, validation: Validation | None) -> dict[str, Any]:
         """Go on to the next epoch, and return the line of metrics of this one."""

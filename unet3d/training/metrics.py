@@ -16,6 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from unet3d import __version__
 from unet3d.atomic import append
 from unet3d.parallel import ParallelDims
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 
@@ -103,7 +104,12 @@ class ScalarFile:
 
 
 def run_summary(
-    state: TrainingState, *, dims: ParallelDims, devices: Sequence[str], precision: str
+    state: TrainingState,
+    *,
+    dims: ParallelDims,
+    devices: Sequence[str],
+    precision: str,
+    final: FinalResult,
 ) -> dict[str, Any]:
     """Return what ``summary.json`` holds.
 
@@ -111,13 +117,16 @@ def run_summary(
     whose network is ``checkpoint-best.pt``; ``last_mean_dice`` and ``last_dice`` are of the final
     network, which is ``checkpoint-latest.pt``. ``seconds`` are
     those of the steps and of the validations together, without the preparation before them;
-    ``waited_seconds`` are the part of the steps' that the devices waited for data.
+    ``waited_seconds`` are the part of the steps' that the devices waited for data. ``final`` is
+    what the final network makes of the validation cases, segmented as ``unet3d predict`` does; its
+    ``seconds`` are not in the others.
 
     Args:
         state: At the end of the training.
         dims: Mode, replicas and shards.
         devices: Names of the devices of all ranks.
         precision: What the network computed in.
+        final: The validation at its end.
     """
     return {
         "best_dice": state.best_dice,
@@ -125,6 +134,7 @@ def run_summary(
         "dice": state.best_labels,
         "last_mean_dice": state.last_mean_dice,
         "last_dice": state.last_dice,
+        "final": final.to_dict(),
         "epochs": state.epoch,
         "seconds": state.total_seconds + state.validation_seconds,
         "training_seconds": state.total_seconds,

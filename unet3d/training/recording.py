@@ -9,6 +9,7 @@ from unet3d.planning.experiment import Experiment
 from unet3d.reports.curves import write_progress_picture
 from unet3d.runs.run_folder import RunFolder, writing
 from unet3d.training.data_record import data_record
+from unet3d.training.final_validation import FinalResult
 from unet3d.training.metrics import ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
 
@@ -79,11 +80,12 @@ class RunRecorder:
             with writing(self._folder.progress_picture):
                 write_progress_picture(self._folder.read_metrics(), self._folder.progress_picture)
 
-    def write_summary(self, state: TrainingState) -> None:
+    def write_summary(self, state: TrainingState, final: FinalResult) -> None:
         """Write what the training has come to.
 
         Args:
             state: At its end.
+            final: What the final network makes of the validation cases.
         """
         if not self._group.is_first:
             return
@@ -92,5 +94,6 @@ class RunRecorder:
             dims=self._dims,
             devices=self._devices,
             precision=self._precision,
+            final=final,
         )
         self._folder.write_json(self._folder.summary, summary)

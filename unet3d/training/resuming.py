@@ -84,7 +84,12 @@ class Past:
         Args:
             config: The settings of now.
         """
-        return self.state.epoch >= config.training.epochs and self.folder.has_summary()
+        # A run of an older version lacks the predictions of its validation cases.
+        is_validated = (
+            self.split is None or not self.split.validation or self.folder.validation.is_whole()
+        )
+        is_trained = self.state.epoch >= config.training.epochs
+        return is_trained and is_validated and self.folder.has_summary()
 
     def has_source_of(self, config: Config) -> bool:
         """Return whether some settings name the run's own data and network.

@@ -64,7 +64,19 @@ class CheckpointSaver:
         """
         if not self._group.is_first:
             return
-        checkpoint = Checkpoint(
+        checkpoint = self.checkpoint(state)
+        if improved:
+            save_checkpoint(checkpoint, self._folder.best)
+        save_checkpoint(checkpoint, self._folder.latest)
+        self._saved_at = time.monotonic()  # writing takes time, too
+
+    def checkpoint(self, state: TrainingState) -> Checkpoint:
+        """Return what a checkpoint holds now; its tensors are the network's own.
+
+        Args:
+            state: Where the training stands.
+        """
+        return Checkpoint(
             topology=self._experiment.topology,
             preprocessing=self._experiment.preprocessing,
             patch_size=self._experiment.patch_size,
@@ -77,10 +89,6 @@ class CheckpointSaver:
                 **self._optimization.state_dict(),
             },
         )
-        if improved:
-            save_checkpoint(checkpoint, self._folder.best)
-        save_checkpoint(checkpoint, self._folder.latest)
-        self._saved_at = time.monotonic()  # writing takes time, too
 
     def is_finite(self) -> bool:
         """Return whether all that would be saved is a number; this waits for the devices."""

@@ -14,7 +14,7 @@ import torch
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
-from unet3d.inference.evaluation import dice_per_class
+from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+import torch
+
+from unet3d.inference.label_scores import LabelScore, dice_per_class, score_maps
+from unet3d.volumes.scored_labels import EVERY_VALUE, ScoredLabels
+
+AFFINE = np.diag([1.0, 1.0, 2.0, 1.0])
+
+
+def cube(start, stop, shape=(12, 12, 12), value=1):
+    array = np.zeros(shape, dtype=np.uint8)
+    array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))] = value
+    return array
+
+
+def test_dice_per_class_is_twice_the_overlap_over_the_sum():
+    prediction = torch.tensor([0, 0, 1, 1, 1, 2]).reshape(1, 2, 3)
+    target = torch.tensor([0, 1, 1, 1, 0, 3]).reshape(1, 2, 3)
+    # background: 1 of 2 and 2; class 1: 2 of 3 and 3; 2 and 3: no overlap; 4: nowhere
+    expected = [0.5, 2 / 3, 0.0, 0.0, None]
+    assert dice_per_class(prediction, target, 5) == pytest.approx(expected)
+    assert dice_per_class(prediction.numpy(), target.numpy(), 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
+def test_dice_per_class_takes_any_integer_type(dtype):
+    array = cube((2, 2, 2), (6, 6, 6)).astype(dtype)
+    array.setflags(write=False)  # as a memory-mapped label map is
+    assert dice_per_class(array, array, 3) == [1.0, 1.0, None]
+
+
+def test_a_shift_has_the_scores_of_the_hand():
+    # 6 x 6 x 6 voxels, shifted by one along Z, whose voxels are 2 mm.
+    prediction, label = cube((2, 2, 2), (8, 8, 8)), cube((2, 2, 3), (8, 8, 9))
+    (score,) = score_maps(prediction, label, AFFINE, EVERY_VALUE, tolerance_mm=0.5).values()
+    assert score.dice == pytest.approx(5 / 6)
+    assert score.hd95_mm == pytest.approx(2.0)
+    # Of the 152 surface voxels of a cube, the 36 of one face lie 2 mm off, and the inner 16 of the
+    # opposite one lie inside the other cube. Of these, 12 are 1 mm from its sides.
+    assert score.nsd == pytest.approx(1 - (36 + 16) / 152)
+    near = score_maps(prediction, label, AFFINE, EVERY_VALUE, tolerance_mm=1.0)[1]
+    assert near.nsd == pytest.approx(1 - (36 + 4) / 152)
+    wide = score_maps(prediction, label, AFFINE, EVERY_VALUE, tolerance_mm=2.0)[1]
+    assert wide.nsd == 1.0
+    assert (score.prediction_ml, score.label_ml) == pytest.approx((0.432, 0.432))
+
+
+def test_a_label_that_one_side_lacks_has_no_distance():
+    empty = np.zeros((12, 12, 12), np.uint8)
+    for pair in ((cube((2, 2, 2), (8, 8, 8)), empty), (empty, cube((2, 2, 2), (8, 8, 8)))):
+        (score,) = score_maps(*pair, AFFINE, EVERY_VALUE).values()
+        assert (score.dice, score.hd95_mm, score.nsd) == (0.0, None, 0.0)
+    assert score_maps(empty, empty, AFFINE, EVERY_VALUE) == {}
+
+
+def test_ignored_voxels_count_nowhere():
+    """The scores are those of maps from which the ignored part was cut away."""
+    rng = np.random.default_rng(0)
+    prediction, label = (rng.integers(0, 3, (12, 12, 12)).astype(np.uint8) for _ in "pl")
+    ignored = np.zeros_like(label, dtype=bool)
+    ignored[:, :, 7:] = True
+    marked = np.where(ignored, 9, label).astype(np.uint8)
+    before = prediction.copy(), marked.copy()
+    scored = ScoredLabels(ignore=9)
+    ours = score_maps(prediction, marked, AFFINE, scored)
+    cut = score_maps(prediction[:, :, :7], label[:, :, :7], AFFINE, EVERY_VALUE)
+    assert ours == cut and set(ours) == {1, 2}
+    assert np.array_equal(prediction, before[0]) and np.array_equal(marked, before[1])
+    # Without the option it is a label as any other.
+    assert set(score_maps(prediction, marked, AFFINE, EVERY_VALUE)) == {1, 2, 9}
+
+
+def test_a_region_is_scored_as_the_union_of_its_values():
+    rng = np.random.default_rng(1)
+    prediction, label = (rng.integers(0, 5, (9, 9, 9)).astype(np.uint8) for _ in "pl")
+    scored = ScoredLabels(names={(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"})
+    ours = score_maps(prediction, label, AFFINE, scored)
+    assert list(ours) == [(1, 2, 3), (2, 3), 3, 4]  # 4 belongs to none of them
+    for region in ((1, 2, 3), (2, 3)):
+        union = [np.isin(array, region).astype(np.uint8) for array in (prediction, label)]
+        assert ours[region] == score_maps(*union, AFFINE, EVERY_VALUE)[1]
+    assert isinstance(ours[4], LabelScore)

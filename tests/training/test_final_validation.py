@@ -1,0 +1,319 @@
+"""What a run leaves of its validation cases: what ``predict`` makes of them, and the scores."""
+
+import json
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from tests.command_line import run as run_command
+from tests.networks import random_checkpoint
+from tests.rank_threads import in_threads
+from tests.training.known_answers import NAMES, Reader
+from tests.trainings import assert_same_weights, run, settings, weights
+from tests.volumes.samples import write_volume
+from unet3d.config import Config, load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError, VolumeError
+from unet3d.inference.evaluation import evaluate
+from unet3d.interruption import Interrupted, InterruptionRequest
+from unet3d.planning.experiment import open_dataset
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.final_validation import FinalResult, FinalValidation
+from unet3d.volumes.dataset import Case
+from unet3d.volumes.nifti import read_label
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+
+
+def of_two_folds(cache: Path, *overrides: str) -> Config:
+    """Return a training that validates several cases, on another grid than their own."""
+    return settings(
+        cache, "data.num_folds=2", "data.spacing_mm=1.3,1,1", "training.epochs=1", *overrides
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    run(of_two_folds(cache), folder)
+    return folder
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "validation/cases.json").read_text())
+    return found
+
+
+def label_maps(folder: Path) -> dict[str, np.ndarray]:
+    return {path.name: read_label(path).array for path in folder.rglob("*_seg.nii.gz")}
+
+
+@pytest.mark.trains
+def test_the_cases_are_segmented_as_predict_does(
+    finished: Path, cache: Path, tmp_path: Path
+) -> None:
+    cases = {case.name: case for case in open_dataset(of_two_folds(cache)).cases}
+    names = record_of(finished)["validation"]
+    images = [cases[name].images[0] for name in names]
+    assert 2 <= len(names) < len(cases)
+    checkpoint = finished / "checkpoint-latest.pt"
+    arguments = ("--checkpoint", checkpoint, "--output", tmp_path, "--devices", "cpu")
+    assert run_command("predict", *images, *arguments) == 0
+    expected, actual = label_maps(tmp_path), label_maps(finished / "validation")
+    assert actual.keys() == expected.keys() == {f"{name}_seg.nii.gz" for name in names}
+    for name, array in expected.items():
+        assert array.any() and np.array_equal(actual[name], array)
+        ours = nib.load(finished / "validation" / name)
+        assert np.array_equal(ours.affine, nib.load(tmp_path / name).affine)
+
+
+@pytest.mark.trains
+def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
+    finished: Path, cache: Path
+) -> None:
+    dataset = open_dataset(of_two_folds(cache))
+    expected = evaluate(finished / "validation", dataset.root / "labelsTr").to_dict()
+    record = record_of(finished)
+    assert sorted(record["training"] + record["validation"]) == sorted(
+        case.name for case in dataset.cases
+    )
+    assert len(record["cases"]) == len(record["validation"])
+    wanted = {case["case"]: case for case in expected["cases"]}
+    means = []
+    for case in record["cases"]:
+        assert (finished / "validation" / case["prediction"]).is_file()
+        for key, score in case["labels"].items():
+            value = int(key)
+            assert score["name"] == dataset.label_names[dataset.label_values.index(value)]
+            assert {**score, "name": None} == wanted[case["case"]]["labels"][key]
+        known = [score["dice"] for score in case["labels"].values() if score["dice"] is not None]
+        assert case["mean_dice"] == pytest.approx(sum(known) / len(known))
+        means.append(case["mean_dice"])
+    assert means == sorted(means) and means[0] < means[-1]
+    assert record["mean_dice"] == pytest.approx(expected["mean_dice"])
+    summary = json.loads((finished / "summary.json").read_text())["final"]
+    assert summary["mean_dice"] == record["mean_dice"]
+    assert summary["num_cases"] == len(means) and summary["seconds"] > 0
+    assert summary["dice"] == {mean["name"]: mean["dice"] for mean in record["mean"].values()}
+
+
+@pytest.mark.trains
+def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
+    finished: Path, cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    result = run(of_two_folds(cache), folder)
+    before = record_of(folder)
+    assert result.final_dice == before["mean_dice"]
+    stamp = (folder / "validation").stat().st_ino
+    run(of_two_folds(cache), folder, resume=True)
+    assert (folder / "validation").stat().st_ino == stamp
+
+    (folder / "validation/cases.json").unlink()  # as of an older version
+    (folder / "validation/stale_seg.nii.gz").write_bytes(b"")
+    result = run(of_two_folds(cache), folder, resume=True)
+    assert record_of(folder) == before and result.final_dice == before["mean_dice"]
+    assert not (folder / "validation/stale_seg.nii.gz").exists()
+    assert_same_weights(folder, finished)
+
+    run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
+    assert record_of(folder)["epochs"] == 2
+    assert record_of(folder)["cases"] != before["cases"]
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("when", ["_predict", "_score"])
+def test_an_interruption_leaves_nothing_and_the_run_goes_on(
+    finished: Path, cache: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = getattr(FinalValidation, when)
+
+    def interrupted(self: FinalValidation, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return work(self, *arguments)
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(Interrupted) as caught:
+        patch.setattr(FinalValidation, when, interrupted)
+        run(of_two_folds(cache), folder)
+    assert caught.value.can_resume and caught.value.signal_number == signal.SIGTERM
+    names = {path.name for path in folder.iterdir()}
+    assert not names & {"summary.json", "validation"}
+    assert not [name for name in names if name.startswith(".unfinished")]
+    assert_same_weights(folder, finished)
+    run(of_two_folds(cache), folder, resume=True)
+    expected = record_of(finished)
+    assert record_of(folder) == expected
+    assert (folder / "summary.json").is_file()
+
+
+@pytest.mark.trains
+def test_a_file_in_place_of_the_folder_is_refused(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(of_two_folds(cache), folder)
+    before = weights(folder)
+    for path in (folder / "validation").iterdir():
+        path.unlink()
+    (folder / "validation").rmdir()
+    (folder / "validation").write_text("mine")
+    with pytest.raises(ConfigError, match="validation is no folder; move it away"):
+        run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
+    assert (folder / "validation").read_text() == "mine" and weights(folder).keys() == before.keys()
+
+
+SHAPES = [(6, 8, 10 + 2 * number) for number in range(5)]
+
+
+def files(folder: Path) -> tuple[Case, ...]:
+    """Write five cases whose image is what the network answers; case 3 is answered best."""
+    made = []
+    for number, shape in enumerate(SHAPES):
+        rng = np.random.default_rng(number)
+        label = rng.integers(0, 3, shape).astype(np.uint8)
+        wrong = rng.random(shape) < (0.1, 0.3, 0.2, 0.0, 0.4)[number]
+        answer = np.where(wrong, (label + 1) % 3, label).astype(np.float32)
+        name = f"patient_{number}/map" if number == 1 else f"case_{number}"
+        made.append(
+            Case(
+                name=name,
+                images=(write_volume(folder / f"images/{number}.nii.gz", answer),),
+                label=write_volume(folder / f"labels/{name}.nii.gz", label),
+            )
+        )
+    return tuple(made)
+
+
+def checkpoint() -> Checkpoint:
+    found = random_checkpoint(label_values=tuple(range(len(NAMES))))
+    preprocessing = Preprocessing(
+        spacing_mm=None,
+        channels=(ChannelNormalization(kind="none"),),
+        channel_names=("MRI",),
+        label_names=NAMES,
+        label_values=found.preprocessing.label_values,
+    )
+    return Checkpoint(
+        topology=found.topology,
+        preprocessing=preprocessing,
+        patch_size=(4, 4, 4),
+        config=load_config(None, []),
+        model=found.model,
+        training={},
+    )
+
+
+class CountingReader(Reader):
+    """Counts the cases that it was asked for, by their numbers of voxels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_windows = 0
+
+    def predict(self, image: Any) -> Any:
+        self.num_windows += 1
+        return super().predict(image)
+
+
+def validate(
+    cases: Sequence[Case], folder: Path, group: Group, request: InterruptionRequest
+) -> tuple[FinalResult, int]:
+    known, executor = checkpoint(), CountingReader()
+    names = [case.name for case in cases]
+    experiment: Any = SimpleNamespace(
+        config=load_config(None, ["inference.window=4,4,4"]),
+        preprocessing=known.preprocessing,
+        patch_size=known.patch_size,
+        validation_files=tuple(cases),
+        split=SimpleNamespace(training={"other": ""}, validation=dict.fromkeys(names, "")),
+    )
+    dims: Any = SimpleNamespace(num_shards=1, num_replicas=group.size)
+    placed: Any = executor
+    validation = FinalValidation(
+        experiment=experiment,
+        executor=placed,
+        folder=RunFolder(folder),
+        precision="float32",
+        dims=dims,
+        group=group,
+    )
+    return validation.run(known, 10, request), executor.num_windows
+
+
+def assert_right(folder: Path, cases: Sequence[Case]) -> None:
+    record = record_of(folder)
+    assert [case["case"] for case in record["cases"]] == [
+        *("case_4", "patient_1/map", "case_2", "case_0", "case_3")
+    ]
+    assert (record["training"], len(record["validation"])) == (["other"], 5)
+    best = record["cases"][-1]["labels"]
+    assert best["1"]["name"] == "liver" and "3" not in best
+    assert (best["2"]["dice"], best["2"]["hd95_mm"], best["2"]["nsd"]) == (1.0, 0.0, 1.0)
+    for case, shape in zip(cases, SHAPES, strict=True):
+        found = read_label(folder / "validation" / f"{case.name}_seg.nii.gz").array
+        answer = nib.load(case.images[0]).get_fdata()
+        assert found.shape == shape and np.array_equal(found, answer)
+
+
+def test_one_process_predicts_all_cases(tmp_path: Path) -> None:
+    cases, folder = files(tmp_path / "data"), tmp_path / "run"
+    folder.mkdir()
+    result, _ = validate(cases, folder, Group(Ranks()), InterruptionRequest())
+    assert_right(folder, cases)
+    assert result.mean_dice == record_of(folder)["mean_dice"]
+    assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_machine", "num_busy"), [(2, 2, 2), (4, 2, 2), (7, 7, 5)]
+)
+def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
+    tmp_path: Path, num_ranks: int, per_machine: int, num_busy: int
+) -> None:
+    cases, folder = files(tmp_path / "data"), tmp_path / "run"
+    folder.mkdir()
+    results = in_threads(
+        num_ranks,
+        lambda group: validate(cases, folder, group, InterruptionRequest()),
+        per_machine,
+    )
+    assert_right(folder, cases)
+    assert len({result.mean_dice for result, _ in results}) == 1
+    windows = [num_windows for _, num_windows in results]
+    assert all(windows[:num_busy]) and not any(windows[num_busy:])
+
+
+def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
+    cases, folder = files(tmp_path / "data"), tmp_path / "run"
+    folder.mkdir()
+    told = InterruptionRequest()
+    told.signal_number = 15
+    requests = [InterruptionRequest(), told]
+    results = in_threads(
+        2, lambda group: validate(cases, folder, group, requests[group.ranks.rank])
+    )
+    assert [result.stop for result, _ in results] == [15, 15]
+    assert not list(folder.iterdir())
+
+
+def test_a_case_that_is_gone_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    cases, folder = files(tmp_path / "data"), tmp_path / "run"
+    folder.mkdir()
+    cases[2].images[0].unlink()
+    with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):
+        validate(cases, folder, Group(Ranks()), InterruptionRequest())
+    assert not list(folder.iterdir())
+
+
+def test_without_validation_cases_there_is_nothing(tmp_path: Path) -> None:
+    result, num_windows = validate((), tmp_path, Group(Ranks()), InterruptionRequest())
+    assert (result.mean_dice, result.to_dict(), num_windows) == (None, None, 0)
+    assert not list(tmp_path.iterdir())

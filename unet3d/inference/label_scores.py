@@ -1,0 +1,127 @@
+"""How well a label map agrees with another: Dice, HD95, surface Dice and volume of each label."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from monai.metrics import compute_dice
+from torch import Tensor
+
+from unet3d.inference.surfaces import Mask, surface_distances
+from unet3d.volumes.grids import Affine, voxel_mm3
+from unet3d.volumes.scored_labels import BACKGROUND, Label, ScoredLabels, mask_of
+
+CUBIC_MM_PER_ML = 1000.0
+
+TOLERANCE_MM = 1.0
+"""Of the surface Dice, where none is given."""
+
+LabelMap = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelScore:
+    """One label in one case, or its mean over cases."""
+
+    dice: float | None
+    """From 0 to 1; None where neither the prediction nor the label map has the label."""
+    hd95_mm: float | None
+    """The larger one of two numbers: the 95th percentile of the distances from the surface voxels
+    of the prediction to the surface of the label map, and that of the other direction. None where
+    either has no voxel of the label, because there is then no distance (the Dice of 0 tells)."""
+    nsd: float | None
+    """Normalised surface Dice: the share of both surfaces that lies within a tolerance of the
+    other; 0 where one of them has no voxel of the label, None where neither has."""
+    prediction_ml: float
+    """Volume of the label in the prediction."""
+    label_ml: float
+    """Volume of the label in the label map."""
+
+
+NOWHERE = LabelScore(dice=None, hd95_mm=None, nsd=None, prediction_ml=0.0, label_ml=0.0)
+
+
+def score_maps(
+    prediction: LabelMap,
+    label: LabelMap,
+    affine: Affine,
+    scored: ScoredLabels,
+    tolerance_mm: float = TOLERANCE_MM,
+) -> dict[Label, LabelScore]:
+    """Return the score of each label that one of two label maps has.
+
+    Args:
+        prediction: Label values, shape (X, Y, Z).
+        label: Label values on the same grid. Where it has the value to ignore, nothing counts, as
+            if both maps had background there.
+        affine: (4, 4), from voxel indices to mm.
+        scored: Labels, regions and the value to ignore.
+        tolerance_mm: Of the surface Dice.
+    """
+    if scored.ignore is not None:
+        counted = label != scored.ignore
+        if not counted.all():
+            prediction = np.where(counted, prediction, prediction.dtype.type(BACKGROUND))
+            label = np.where(counted, label, label.dtype.type(BACKGROUND))
+    there = np.union1d(np.unique(prediction), np.unique(label)).tolist()
+    return {
+        one: _score(mask_of(prediction, one), mask_of(label, one), affine, tolerance_mm)
+        for one in scored.among(there)
+    }
+
+
+def dice_per_class(
+    prediction: Tensor | npt.NDArray[Any], target: Tensor | npt.NDArray[Any], num_classes: int
+) -> list[float | None]:
+    """Return the Dice of each class.
+
+    Args:
+        prediction: Class indices, shape (X, Y, Z), on any device.
+        target: Class indices, shape (X, Y, Z), on the same device.
+        num_classes: Number of classes, the background included, which is class 0.
+
+    Returns:
+        A number for each class, the background first; None for a class that is in neither.
+    """
+    return [
+        _dice(torch.as_tensor(prediction == index), torch.as_tensor(target == index))
+        for index in range(num_classes)
+    ]
+
+
+def _score(prediction: Mask, label: Mask, affine: Affine, tolerance_mm: float) -> LabelScore:
+    # What follows takes time for each voxel, and a label usually fills a small part of a volume.
+    box = _bounding_box(prediction | label)
+    prediction, label = prediction[box], label[box]
+    voxel_ml = voxel_mm3(affine) / CUBIC_MM_PER_ML
+    num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
+    hd95_mm, nsd = None, 0.0
+    if num_predicted and num_labelled:
+        distances = surface_distances(prediction, label, affine)
+        hd95_mm, nsd = distances.hd95_mm, distances.surface_dice(tolerance_mm)
+    return LabelScore(
+        dice=_dice(torch.from_numpy(prediction), torch.from_numpy(label)),
+        hd95_mm=hd95_mm,
+        nsd=nsd,
+        prediction_ml=num_predicted * voxel_ml,
+        label_ml=num_labelled * voxel_ml,
+    )
+
+
+def _dice(prediction: Tensor, target: Tensor) -> float | None:
+    if not (prediction.any() or target.any()):
+        return None
+    # As the batch (1, 1, X, Y, Z) that MONAI takes.
+    batches = prediction[None, None], target[None, None]
+    return float(compute_dice(*batches, ignore_empty=False).item())
+
+
+def _bounding_box(mask: Mask) -> tuple[slice, ...]:
+    box = []
+    for axis in range(mask.ndim):
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        (filled,) = np.nonzero(mask.any(axis=others))
+        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
+    return tuple(box)

@@ -1,0 +1,152 @@
+"""What is scored in label maps: labels and regions by name, and the value that counts nowhere.
+
+A ``dataset.json`` names them: the Decathlon's ``{"1": "tumour"}``, nnU-Net's ``{"tumour": 1}``, a
+region of several values ``{"whole tumour": [1, 2, 3]}``, and ``{"ignore": 4}`` for voxels that
+nobody has labelled.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.errors import DatasetError
+from unet3d.inputs.plain_data import shown
+from unet3d.volumes.classes import MAX_LABEL_VALUE
+from unet3d.volumes.folds import read_description
+from unet3d.volumes.naming import clean_name
+
+BACKGROUND = 0
+
+IGNORE = "ignore"
+"""What nnU-Net calls the label of voxels that count nowhere."""
+
+DESCRIPTION = "dataset.json"
+
+Label = int | tuple[int, ...]
+"""A label by its value, or a region by its values in ascending order, of which it has several."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredLabels:
+    """What is scored."""
+
+    names: Mapping[Label, str] = field(default_factory=dict)
+    """Names of labels and regions; values of no label and no region here are scored without."""
+    ignore: int | None = None
+    """Value of the label maps whose voxels count nowhere; None: all of them count."""
+
+    def among(self, values: Iterable[int]) -> list[Label]:
+        """Return what is scored where label maps hold some values.
+
+        Args:
+            values: All values that are in any of them.
+
+        Returns:
+            The named labels and regions of which a value is there, in the order of their names,
+            then the values that belong to none of them, ascending.
+        """
+        there = set(values) - {BACKGROUND, self.ignore}
+        named = [label for label in self.names if not there.isdisjoint(values_of(label))]
+        known = {value for label in self.names for value in values_of(label)}
+        return [*named, *sorted(there - known)]
+
+
+EVERY_VALUE = ScoredLabels()
+"""Every value but the background, without names."""
+
+
+def label_of(values: Iterable[int]) -> Label:
+    """Return the label or region of some values, of which there is at least one."""
+    first, *more = sorted(set(values))
+    return (first, *more) if more else first
+
+
+def values_of(label: Label) -> tuple[int, ...]:
+    """Return the values of a label or region."""
+    return label if isinstance(label, tuple) else (label,)
+
+
+def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> npt.NDArray[np.bool_]:
+    """Return where a label or region is.
+
+    Args:
+        array: Label values, shape (X, Y, Z).
+        label: The label.
+
+    Returns:
+        Shape (X, Y, Z).
+    """
+    mask: npt.NDArray[np.bool_] = (
+        np.isin(array, label) if isinstance(label, tuple) else array == label
+    )
+    return mask
+
+
+def description_of(labels: Path) -> Path | None:
+    """Return the ``dataset.json`` of the data set that label maps belong to, if they lie in one.
+
+    Args:
+        labels: A label map, or a folder of them, such as ``labelsTr`` of a data set.
+    """
+    folder = labels if labels.is_dir() else labels.parent
+    path = folder.absolute().parent / DESCRIPTION
+    return path if folder.absolute().name.startswith("labels") and path.is_file() else None
+
+
+def read_scored_labels(path: Path) -> ScoredLabels:
+    """Return what a data set says of its labels; nothing else in its description is looked at.
+
+    Args:
+        path: Its folder, or its ``dataset.json``.
+
+    Raises:
+        DatasetError: It cannot be read, or does not name labels, or not so that it can be
+            understood.
+    """
+    description = path / DESCRIPTION if path.is_dir() else path
+    tree = read_description(description)
+    given = tree.get("labels") if isinstance(tree, dict) else None
+    if not isinstance(given, dict) or not given:
+        raise DatasetError(f"{description} names no labels; name a data set that does")
+    by_value = all(key.isdecimal() for key in given)  # the Decathlon's
+    names: dict[Label, str] = {}
+    ignore: int | None = None
+    for key, other in given.items():
+        text, found = (other, key) if by_value else (key, other)
+        name = clean_name(description, "a label", text)
+        entries = found if isinstance(found, list) and found else [found]
+        label = label_of(_value(description, name, entry) for entry in entries)
+        if name == IGNORE and isinstance(label, int) and label != BACKGROUND:
+            ignore = label
+        elif label == BACKGROUND:
+            continue
+        elif name == IGNORE or BACKGROUND in values_of(label) or label in names:
+            raise DatasetError(
+                f"{description}: label {name} has the value {shown(found)}; give each label and "
+                "region values of its own, none of them 0, and 'ignore' a single one"
+            )
+        else:
+            names[label] = name
+    if ignore is not None and ignore in {value for label in names for value in values_of(label)}:
+        raise DatasetError(
+            f"{description}: {ignore} is the value of 'ignore' and of a label; give each its own"
+        )
+    return ScoredLabels(names=names, ignore=ignore)
+
+
+def _value(path: Path, name: str, value: Any) -> int:
+    digits = str(value) if type(value) in (int, str) else ""
+    if (
+        not (digits.isascii() and digits.isdecimal())
+        or len(digits) > len(str(MAX_LABEL_VALUE))
+        or int(digits) > MAX_LABEL_VALUE
+    ):
+        raise DatasetError(
+            f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0 to "
+            f"{MAX_LABEL_VALUE}"
+        )
+    return int(digits)
