@@ -12,7 +12,8 @@ from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError
 from unet3d.runs.case_split import CaseSplit, content_of
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.runs.run_folder import RUNS, RunFolder, newest_run
+from unet3d.runs.finding import newest_run
+from unet3d.runs.run_folder import RUNS, RunFolder
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import Case, load_dataset
 
