@@ -5,13 +5,42 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from unet3d.errors import CheckpointError, some
+from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.inputs.reading import read_json
 from unet3d.runs.run_folder import RUNS, RunFolder, checkpoint_in
 
 logger = logging.getLogger(__name__)
 
 FOLD = re.compile("fold([0-9]{1,4})")
 """Name of the folder of one fold, within that of the run over several of them."""
+
+FOLDS = "folds.json"
+"""File of a run over several folds that says which they are."""
+
+
+def recorded_folds(path: Path) -> tuple[int, ...] | None:
+    """Return which folds a run is over.
+
+    Args:
+        path: Its folder.
+
+    Returns:
+        Their numbers; None where the folder is not that of a run over several folds.
+
+    Raises:
+        ConfigError: The record is damaged.
+    """
+    file = path / FOLDS
+    if not file.is_file():
+        return None
+    try:
+        folds = read_json(file)["folds"]
+    except (OSError, ValueError, TypeError, LookupError):
+        folds = None
+    numbers = folds if isinstance(folds, list) else []
+    if not numbers or any(type(fold) is not int or fold < 0 for fold in numbers):
+        raise ConfigError(f"{file} is damaged; name the folds with --folds and another --output")
+    return tuple(numbers)
 
 
 def folds_in(path: Path) -> dict[int, RunFolder]:
