@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from unet3d.config import InferenceSettings, ParallelSettings, load_config
+from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
@@ -19,15 +20,17 @@ def random_checkpoint(
     patch_size: tuple[int, int, int] | None = (16, 16, 16),
     dtype: torch.dtype = torch.float32,
     changes: tuple[str, ...] = (),
+    channels: tuple[int, int] = (4, 8),
+    seed: int = 7,
 ) -> Checkpoint:
     """Return a checkpoint of a network of two levels and a stride of 2."""
     strides: Any = ((1, 1, 1), (2, 2, 2))
     topology = Topology(
-        in_channels=num_channels, num_classes=len(label_values), channels=(4, 8), strides=strides
+        in_channels=num_channels, num_classes=len(label_values), channels=channels, strides=strides
     )
     # Not torch.manual_seed, which seeds every GPU too; and a fork of their states must name them.
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(7)
+        torch.default_generator.manual_seed(seed)
         model = UNet3d(topology).to(dtype)
     with torch.no_grad():
         # No class is favoured where all features are alike, so that every class occurs.
@@ -58,9 +61,13 @@ def write_checkpoint(path: Path, **choices: Any) -> Path:
 
 
 def place(
-    checkpoint: Checkpoint, *devices: str, inference: InferenceSettings | None = None, **more: Any
+    checkpoint: Checkpoint | Networks,
+    *devices: str,
+    inference: InferenceSettings | None = None,
+    **more: Any,
 ) -> Predictor:
-    """Return a predictor of a checkpoint's network, on one device or cut over several."""
+    """Return a predictor of one network or of several, on one device or cut over several."""
     mode = "model" if len(devices) > 1 else "none"
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
-    return Predictor(checkpoint, parallel, inference or InferenceSettings())
+    networks = checkpoint if isinstance(checkpoint, Networks) else Networks.of(checkpoint)
+    return Predictor(networks, parallel, [inference or InferenceSettings()] * len(networks))

@@ -106,8 +106,9 @@ def stop_on_signals(is_rank: bool) -> None:
     """Have the signals end this program, from now on and until it ends.
 
     Args:
-        is_rank: Whether this is one of several ranks; then another process tells the user, and a
-            second signal changes nothing, because terminals and launchers send it twice.
+        is_rank: Whether another command has started this process, as a rank or for a fold; that one
+            tells the user then, and a second signal changes nothing, because terminals and
+            launchers send it twice.
     """
     _stop.is_rank = is_rank
     sys.unraisablehook = _stop.repeat

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import os
 import resource
 import sys
@@ -19,6 +20,7 @@ from tests.networks import write_checkpoint
 from tests.volumes.samples import write_json, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.errors import DoesNotFitError
+from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.volumes.scans import Scan, read_scan
@@ -40,6 +42,7 @@ def test_the_newest_finished_run_is_used_and_named(
         if name != "newest":  # that one still runs
             summary = write_json(folder / "runs" / name / "summary.json", {})
             os.utime(summary, (1e9 - age, 1e9 - age))
+    write_checkpoint(folder / "runs/oldest/checkpoint-best.pt", patch_size=(8, 8, 8))
     (folder / "runs/notes.txt").touch()
     assert run("predict", scan, "--devices", "cpu") == 0
     assert capsys.readouterr().out.startswith("using runs/middle/checkpoint-latest.pt\n")
@@ -48,7 +51,7 @@ def test_the_newest_finished_run_is_used_and_named(
     assert capsys.readouterr().out.startswith("using runs/oldest/checkpoint-latest.pt\n")
 
 
-def test_the_folder_of_a_run_stands_for_its_final_network(
+def test_the_folder_of_a_run_stands_for_its_final_checkpoint(
     folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_checkpoint(folder / "runs/mine/checkpoint-best.pt", patch_size=(8, 8, 8))
@@ -59,7 +62,75 @@ def test_the_folder_of_a_run_stands_for_its_final_network(
     assert run("predict", scan, *options, "runs/mine") == 0
     assert capsys.readouterr().out.startswith("using runs/mine/checkpoint-latest.pt\n")
     line = refusal(capsys, "predict", scan, *options, "runs")
-    assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt" in line
+    assert "runs has neither checkpoint-latest.pt nor checkpoint-best.pt, no folds" in line
+
+
+def write_folds(folder: Path) -> list[str]:
+    """Write two folds that are finished, with the checkpoints that stand for them."""
+    names = []
+    for fold in (0, 1):
+        run_folder = folder / "runs" / "mine" / f"fold{fold}"
+        write_checkpoint(run_folder / "checkpoint-latest.pt", patch_size=(8, 8, 8), seed=fold + 1)
+        write_json(run_folder / "summary.json", {})
+        names.append(f"runs/mine/fold{fold}/checkpoint-latest.pt")
+    write_json(folder / "runs" / "mine" / "summary.json", {})
+    return names
+
+
+def test_folds_are_averaged_and_named(
+    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = write_folds(folder)
+    expected = f"using the mean of 2 networks: {', '.join(names)}\n"
+    options = ("predict", scan, "--devices", "cpu", "--statistics", "--overwrite")
+    found = []
+    for choice in (
+        (),  # the newest finished run
+        ("--checkpoint", "runs/mine"),
+        ("--checkpoint", names[0], "--checkpoint", "runs/mine/fold1", "--checkpoint", names[0]),
+    ):
+        assert run(*options, *choice) == 0
+        assert capsys.readouterr().out.startswith(expected)
+        content = json.loads(scan.with_name("a scan_seg.json").read_text())
+        assert content["checkpoints"] == names
+        found.append(np.asarray(nib.load(scan.with_name("a scan_seg.nii.gz")).dataobj))
+    image = read_scan(Scan(images=(scan,), output=scan))
+    members = Networks.of(*(load_checkpoint(folder / name) for name in names))
+    settings = [InferenceSettings()] * 2
+    mean = Predictor(members, ParallelSettings(devices=("cpu",)), settings).segment(image)
+    for labels in found:
+        np.testing.assert_array_equal(labels, mean)
+    assert run(*options, "--checkpoint", names[0]) == 0
+    assert (mean != np.asarray(nib.load(scan.with_name("a scan_seg.nii.gz")).dataobj)).any()
+
+
+def test_networks_that_do_not_belong_together_are_one_line(
+    folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(folder / "other.pt", spacing_mm=(1.0, 1.0, 1.0))
+    choice = ("--checkpoint", checkpoint, "--checkpoint", "other.pt")
+    line = refusal(capsys, "predict", scan, *choice, "--devices", "cpu")
+    assert f"other.pt cannot be averaged with {checkpoint}: its spacing_mm is [1.0, 1.0" in line
+    assert not scan.with_name("a scan_seg.nii.gz").exists()
+
+
+def test_a_network_that_cannot_be_read_ends_all_scans(
+    folder: Path, scans: list[Path], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its description can be, so that this shows with the first scan."""
+    other = write_checkpoint(folder / "other.pt", patch_size=(8, 8, 8))
+    content = bytearray(other.read_bytes())
+    weight = load_checkpoint(other).model["encoder.levels.0.0.conv.weight"].numpy().tobytes()
+    content[content.index(weight)] ^= 1
+    other.write_bytes(content)
+    options = ("-o", "out", "--devices", "cpu", "--checkpoint", checkpoint)
+    assert run("predict", "scans", *options, "--checkpoint", "other.pt") == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0] for line in lines if "computing" not in line] == [
+        "Not segmented",
+        "Error",
+    ]
+    assert "other.pt is not a checkpoint, or is damaged" in lines[-1]
 
 
 def test_a_checkpoint_that_is_none_is_refused(
@@ -385,11 +456,11 @@ def test_the_first_line_comes_before_the_heavy_work(
     shown: list[str] = []
     monkeypatch.setattr(click, "echo", lambda text, **_: shown.append(text))
 
-    def load(path: Path) -> None:
+    def load(path: Path, part: str) -> None:
         assert shown == [f"using {checkpoint}"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unet3d.runs.checkpoint.load_checkpoint", load)
+    monkeypatch.setattr("unet3d.inference.networks.load_checkpoint", load)
     assert run("predict", scan, "--checkpoint", checkpoint) == 130
 
 
@@ -413,11 +484,12 @@ def test_options_reach_the_windows(
     arguments = ("predict", scan, "--checkpoint", checkpoint, *devices, *options)
     assert run(*arguments, "-o", "found.nii") == 0
     image = read_scan(Scan(images=(scan,), output=scan))
-    predictor = Predictor(load_checkpoint(checkpoint), ParallelSettings(devices=("cpu",)), expected)
+    networks = Networks.of(load_checkpoint(checkpoint))
+    predictor = Predictor(networks, ParallelSettings(devices=("cpu",)), [expected])
     np.testing.assert_array_equal(nib.load("found.nii").dataobj, predictor.segment(image))
-    usual = Predictor(
-        load_checkpoint(checkpoint), ParallelSettings(devices=("cpu",)), InferenceSettings()
-    ).segment(image)
+    usual = Predictor(networks, ParallelSettings(devices=("cpu",)), [InferenceSettings()]).segment(
+        image
+    )
     differs = expected.overlap != 0.5 or expected.window != (8, 8, 8)
     assert (usual != np.asarray(nib.load("found.nii").dataobj)).any() == differs
 

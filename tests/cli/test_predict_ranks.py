@@ -76,6 +76,20 @@ def test_ranks_write_the_files_of_one_process(
     assert_same(folder / "ranks", folder / "alone", "ac")
 
 
+def test_ranks_average_the_networks_that_one_process_does(folder: Path, scans: Path) -> None:
+    changes = ("training.precision=float64",)
+    for number, channels in enumerate([(4, 8), (6, 8)]):
+        write_checkpoint(
+            folder / f"folds/{number}.pt", dtype=torch.float64, changes=changes, channels=channels
+        )
+    arguments = ("predict", scans, "--checkpoint", "folds")
+    assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
+    done = in_a_process(*arguments, *SPATIAL, "-o", "ranks")
+    assert done.returncode == 1
+    assert done.stdout.startswith("using the mean of 2 networks: folds/0.pt, folds/1.pt\n")
+    assert_same(folder / "ranks", folder / "alone", "ac")
+
+
 def test_what_cannot_begin_is_one_line(folder: Path, scan: Path, checkpoint: Path) -> None:
     arguments = ("predict", "--checkpoint", checkpoint, *SPATIAL)
     (folder / "empty").mkdir()

@@ -23,7 +23,8 @@ from unet3d.distributed.purpose import PREDICTION
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import Unet3dError
-from unet3d.inference.placing import place_network
+from unet3d.inference.networks import Networks
+from unet3d.inference.placing import PlacedNetworks
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.interruption import Interrupted
@@ -55,7 +56,8 @@ def predicted(executor: SharedExecutor, image: torch.Tensor) -> torch.Tensor:
 
 
 def shared(group: Group, timeout_seconds: float = 60) -> SharedExecutor:
-    executor = place_network(CHECKPOINT, spread(group.size, timeout_seconds), group).executor
+    networks = Networks.of(CHECKPOINT)
+    executor = PlacedNetworks(networks, spread(group.size, timeout_seconds), group).executor
     assert isinstance(executor, SharedExecutor)
     return executor
 
@@ -136,6 +138,31 @@ def check_windows(group: Group) -> None:
     executor.end()
 
 
+MEMBERS = (
+    CHECKPOINT,
+    random_checkpoint(dtype=torch.float64, patch_size=None, seed=8),
+    random_checkpoint(dtype=torch.float64, patch_size=None, channels=(6, 8)),
+    random_checkpoint(dtype=torch.float32, patch_size=None),
+)
+"""Two that differ in their weights, one of another topology and one of another type."""
+
+
+def check_networks(group: Group) -> None:
+    """Compare windows of several networks in turn with what one process computes."""
+    placed = PlacedNetworks(Networks.of(*MEMBERS), spread(group.size), group)
+    if not group.is_first:
+        placed.follow()
+        return
+    for index in (1, 0, 2, 2, 3, 0):
+        placed.use(index)
+        image = image_of((16, 8, 8)).to(MEMBERS[index].dtype)
+        expected = place(MEMBERS[index]).executor.predict(image)
+        limit = 1e-10 if MEMBERS[index].dtype == torch.float64 else 1e-3
+        assert isinstance(placed.executor, SharedExecutor)
+        assert (predicted(placed.executor, image) - expected).abs().max() < limit, index
+    placed.end()
+
+
 def check_memory(group: Group, out: Path, fails: int) -> None:
     """Run out of memory in one rank, and go on."""
     failing(group, fails, run_out)
@@ -168,7 +195,7 @@ def check_planes(group: Group, out: Path) -> None:
 def check_smaller_windows(group: Group, folder: Path) -> None:
     """Segment a scan that does not fit into the memory of the second rank in one piece."""
     failing(group, 1, run_out)
-    predictor = Predictor(CHECKPOINT, spread(group.size), InferenceSettings(), group)
+    predictor = Predictor(Networks.of(CHECKPOINT), spread(group.size), [InferenceSettings()], group)
     if not group.is_first:
         predictor.follow()
         return
@@ -230,6 +257,7 @@ def check_loss(group: Group, out: Path, name: str, fail: Callable[[], object]) -
 
 def main_on_gpus(out: Path) -> None:
     statuses = in_ranks(2, lambda: in_group(check_windows))
+    statuses += in_ranks(2, lambda: in_group(check_networks))
     for fails in (0, 1):
         statuses += in_ranks(
             2,
@@ -243,6 +271,7 @@ def main_on_gpus(out: Path) -> None:
 
 def main(out: Path) -> None:
     statuses = in_ranks(3, lambda: in_group(check_windows))
+    statuses += in_ranks(2, lambda: in_group(check_networks))
     statuses += in_ranks(2, lambda: in_group(lambda group: check_memory(group, out, 1)))
     statuses += in_ranks(3, lambda: in_group(lambda group: check_memory(group, out, 0)))
     statuses += in_ranks(3, lambda: in_group(lambda group: check_planes(group, out)))

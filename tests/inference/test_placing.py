@@ -10,6 +10,7 @@ from tests.rank_threads import place
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
+from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import Checkpoint
@@ -26,7 +27,8 @@ def mode_of(
     **settings: Any,
 ) -> str:
     parallel = ParallelSettings(devices=devices or None, **settings)
-    chosen = choose_mode(parallel, checkpoint, window, ranks or Ranks())
+    networks = Networks.of(checkpoint)
+    chosen = choose_mode(parallel, networks, [window], ranks or Ranks())
     assert chosen == parallel.model_copy(update={"mode": chosen.mode})
     return chosen.mode
 
@@ -68,4 +70,4 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 def test_slabs_in_one_process_are_refused() -> None:
     settings = ParallelSettings(mode="spatial", devices=("cpu", "cpu"))
     with pytest.raises(ConfigError, match="spatial over 2 devices needs a process for each"):
-        Predictor(CHECKPOINT, settings, InferenceSettings())
+        Predictor(Networks.of(CHECKPOINT), settings, [InferenceSettings()])

@@ -18,6 +18,7 @@ from unet3d.config import InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
 from unet3d.inference import predictor as prediction
+from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.memory import host
 from unet3d.model import UNet3d
@@ -158,6 +159,121 @@ def test_every_placement_gives_the_same_labels(
     np.testing.assert_array_equal(
         place(checkpoint, *devices, **more).segment(image), predictor.segment(image)
     )
+
+
+# Several networks
+
+
+def reseeded(checkpoint: Checkpoint, seed: int) -> Checkpoint:
+    """Return a network of the same kind with other weights, and without bias for a class."""
+    generator = torch.Generator().manual_seed(seed)
+    model = {
+        name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        if value.dim() > 1
+        else value
+        for name, value in checkpoint.model.items()
+    }
+    return replace(
+        checkpoint, model={name: value.to(checkpoint.dtype) for name, value in model.items()}
+    )
+
+
+def wider(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a network of another topology, for the same images and labels."""
+    topology = replace(
+        checkpoint.topology, channels=(6, 8, 12), strides=((1, 1, 1), (2, 2, 2), (2, 2, 1))
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(3)
+        model = UNet3d(topology).to(checkpoint.dtype)
+    return replace(checkpoint, topology=topology, model=model.state_dict(), patch_size=(12, 8, 8))
+
+
+def probabilities(checkpoint: Checkpoint, array: np.ndarray) -> torch.Tensor:
+    """Return what the plain network gives to a whole volume, in float64."""
+    with torch.no_grad():
+        image = torch.from_numpy((array - array.mean()) / array.std()).double()
+        return checkpoint.build_model().double().eval()(image[None, None])[0].softmax(0)
+
+
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu"), ("cpu",) * 3], ids=str)
+def test_the_probabilities_of_networks_are_averaged(
+    tmp_path: Path, devices: tuple[str, ...]
+) -> None:
+    first = random_checkpoint(patch_size=None, dtype=torch.float64)
+    members = [
+        first,
+        reseeded(first, 1),
+        replace(wider(first), patch_size=None),
+        reseeded(first, 2),
+    ]
+    array = noise((12, 16, 8))
+    singly = torch.stack([probabilities(member, array) for member in members])
+    expected = singly.mean(0).argmax(0).numpy()
+    found = place(Networks.of(*members), *devices).segment(volume_of(array, tmp_path))
+    assert (found == expected).mean() > 0.999  # normalised in float32
+    for one in singly:  # it is none of them
+        assert (one.argmax(0).numpy() != expected).mean() > 0.02
+
+
+@pytest.mark.parametrize("target_mm", [None, (1.3, 1.1, 2.0)], ids=["native", "resampled"])
+def test_copies_of_a_network_segment_as_one_of_them(
+    tmp_path: Path, target_mm: Spacing | None
+) -> None:
+    checkpoint = random_checkpoint(spacing_mm=target_mm, dtype=torch.float64)
+    image = volume_of(noise((20, 17, 19)), tmp_path)
+    three = place(Networks.of(checkpoint, checkpoint, checkpoint)).segment(image)
+    np.testing.assert_array_equal(three, place(checkpoint).segment(image))
+    assert len(np.unique(three)) == 3
+
+
+def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) -> None:
+    first = random_checkpoint(dtype=torch.float64)
+    members = (first, wider(first))
+    image = volume_of(noise((24, 20, 16)), tmp_path)
+    found = place(Networks.of(*members))
+    shown: list[tuple[int, int]] = []
+    again = [found.segment(image, lambda done, total: shown.append((done, total))) for _ in "ab"]
+    np.testing.assert_array_equal(*again)
+    shares = [done / total for done, total in shown[: len(shown) // 2]]
+    assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
+    assert len({total for _, total in shown}) == 2  # windows of 16^3 and of 12x8x8
+    assert [done for done, _ in shown].count(0) == 2  # a scan begins once
+    # The same by hand, from the logits of each.
+    mean = torch.zeros(3, 24, 20, 16, dtype=torch.float64)
+    for member in members:
+        alone = place(member)
+        tensor = alone._prepared(image)
+        mean += alone._logits(tensor, lambda done, total: None).softmax(0) / 2
+    np.testing.assert_array_equal(again[0], mean.argmax(0))
+
+
+def test_networks_of_two_types_are_averaged(tmp_path: Path) -> None:
+    single = random_checkpoint(patch_size=None)
+    double = replace(single, model={name: value.double() for name, value in single.model.items()})
+    image = volume_of(noise((12, 10, 8)), tmp_path)
+    mixed = place(Networks.of(single, double)).segment(image)
+    assert (mixed == place(double).segment(image)).mean() > 0.97
+
+
+def test_one_network_of_several_that_has_diverged_is_named(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    found = place(Networks.of(checkpoint, scaled(checkpoint, 1e9)))
+    with pytest.raises(CheckpointError, match="^network 2's weights reach .*has diverged"):
+        found.segment(volume_of(noise(), tmp_path))
+
+
+def test_the_memory_of_the_mean_is_counted(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(prediction, "refuse_beyond_memory", lambda n, *words: needed.append(n))
+    image = volume_of(noise((16, 16, 8)), tmp_path)
+    for networks in ((checkpoint,), (checkpoint, checkpoint), (checkpoint,) * 3):
+        place(Networks.of(*networks)).segment(image)
+    logits = 3 * 16 * 16 * 8 * 4
+    assert needed == [logits, 2 * logits, 2 * logits]
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: Arguments without the program's name; None: those of the process.
     """
-    from unet3d.distributed.launched import is_launched
+    from unet3d.distributed.launched import is_launched, is_one_of_several
     from unet3d.distributed.ranks import die_with_launcher, kind_of, leave, report_end
     from unet3d.interruption import Interrupted, interruptible
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         leave(1)
     except Interrupted as interruption:
         report_end(interruption, "interrupted", interruption.signal_number)
-        if not is_launched():
+        if not is_launched() and not is_one_of_several():
             advice = "; continue with --resume" if interruption.can_resume else ""
             click.echo(f"Stopped by {interruption}{advice}", err=True)
         leave(interruption.exit_status)

@@ -13,18 +13,24 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FILE = click.Path(path_type=Path)
 
 
-class _CheckpointPath(click.Path):
-    """A checkpoint, or the folder of a run, which stands for its final one."""
+def files_of_checkpoints(
+    context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]
+) -> tuple[Path, ...]:
+    """Return the checkpoints that paths stand for, each of them once.
 
-    name = "path"
+    Args:
+        context: Of click.
+        parameter: The option.
+        paths: Files and folders; see :func:`~unet3d.runs.finding.checkpoints_in`.
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from unet3d.runs.run_folder import checkpoint_in
+    Raises:
+        CheckpointError: A folder has none.
+    """
+    if not paths:
+        return ()
+    from unet3d.runs.finding import checkpoints_in
 
-        return checkpoint_in(Path(value))
-
-
-CHECKPOINT = _CheckpointPath()
+    return tuple(dict.fromkeys(file for path in paths for file in checkpoints_in(path)))
 
 
 PARALLEL_HELP = {

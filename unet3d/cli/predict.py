@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from unet3d.cli.options import CHECKPOINT, FILE, changes_of, placement_options
+from unet3d.cli.options import FILE, changes_of, files_of_checkpoints, placement_options
 from unet3d.cli.output import begin_as_rank
 from unet3d.cli.segmentation import Segmentation
 from unet3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from unet3d.parallel import ParallelDims
+    from unet3d.runs.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,12 @@ class _Request:
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @click.option(
     "--checkpoint",
-    "checkpoint_path",
-    type=CHECKPOINT,
-    help="A file, or the folder of a run; default: the newest finished run.",
+    "checkpoints",
+    type=FILE,
+    multiple=True,
+    callback=files_of_checkpoints,
+    help="A file, or the folder of a run, of its folds or of files; repeatable: probabilities of "
+    "several networks are averaged. Default: the newest finished run.",
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
 @placement_options("auto", "none", "spatial", "model")
@@ -61,7 +65,7 @@ class _Request:
 def predict(
     *,
     images: tuple[Path, ...],
-    checkpoint_path: Path | None,
+    checkpoints: tuple[Path, ...],
     output: Path | None,
     parallel: str | None,
     devices: str | None,
@@ -75,18 +79,18 @@ def predict(
     from unet3d.distributed.launched import is_launched
 
     ranks = begin_as_rank()
-    if checkpoint_path is None and ranks.is_first:
-        checkpoint_path = _newest_checkpoint()
+    if not checkpoints and ranks.is_first:
+        checkpoints = _newest_checkpoints()
     if ranks.is_first and not is_launched():
         # What follows takes seconds before anything else can be seen.
-        click.echo(f"using {checkpoint_path}")
+        click.echo(f"using {_in_words(checkpoints)}")
 
     from unet3d.distributed.purpose import PREDICTION
     from unet3d.distributed.rendezvous import joined
+    from unet3d.inference.networks import Networks
     from unet3d.inference.placing import choose_mode
     from unet3d.inference.predictor import Predictor
     from unet3d.parallel import ParallelDims
-    from unet3d.runs.checkpoint import load_checkpoint
     from unet3d.volumes.scan_search import find_scans
 
     request = _Request(
@@ -99,32 +103,29 @@ def predict(
     )
     # The devices of training say nothing about those of prediction.
     placement = changes_of({"parallel.mode": parallel, "parallel.devices": devices})
-    timeout_seconds = load_config(None, placement).parallel.timeout_seconds
+    parallel_settings = load_config(None, placement).parallel
     with joined(ranks, PREDICTION) as group:
-        group.open(timeout_seconds)
-        path = checkpoint_path or Path()  # only the first rank needs it
-        checkpoint = group.file_from_first(path, load_checkpoint)
-        trained = checkpoint.config.inference
-        windows = changes_of(
-            {
-                "inference.window": window or trained.window,
-                "inference.overlap": trained.overlap if overlap is None else overlap,
-                "inference.batch_size": trained.batch_size,
-            }
-        )
-        settings = load_config(None, [*placement, *windows])
-        spread = choose_mode(settings.parallel, checkpoint, settings.inference.window, ranks)
+        group.open(parallel_settings.timeout_seconds)
+        # Only the first rank needs more of them than their number.
+        num_networks = group.from_first(lambda: len(checkpoints))
+        networks = Networks.read(checkpoints if group.is_first else [Path()] * num_networks, group)
+        windows = changes_of({"inference.window": window, "inference.overlap": overlap})
+        inference = [
+            load_config(None, [*_trained_windows(network), *windows]).inference
+            for network in networks.described
+        ]
+        spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
         dims = ParallelDims.resolve(spread, ranks=ranks)
         if dims.num_processes > group.size:
-            _start_ranks(request, path, dims)
+            _start_ranks(request, checkpoints, dims)
             return
         job = None
         if group.is_first:
-            num_channels = len(checkpoint.preprocessing.channels)
+            num_channels = len(networks.preprocessing.channels)
             scans = find_scans(images, output, num_channels, overwrite, statistics)
-            job = Segmentation(scans, statistics=statistics, overwrite=overwrite)
+            job = Segmentation(scans, checkpoints, statistics=statistics, overwrite=overwrite)
         if group.from_first(lambda: job is not None and job.has_work):
-            predictor = Predictor(checkpoint, spread, settings.inference, group)
+            predictor = Predictor(networks, spread, inference, group)
             if job is None:
                 predictor.follow()
             else:
@@ -134,7 +135,19 @@ def predict(
         raise job.error
 
 
-def _start_ranks(request: _Request, checkpoint: Path, dims: "ParallelDims") -> None:
+def _trained_windows(network: "Checkpoint") -> list[str]:
+    """Return the windows of a network's own settings."""
+    trained = network.config.inference
+    return changes_of(
+        {
+            "inference.window": trained.window,
+            "inference.overlap": trained.overlap,
+            "inference.batch_size": trained.batch_size,
+        }
+    )
+
+
+def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "ParallelDims") -> None:
     """Segment in a process for each device.
 
     Raises:
@@ -145,7 +158,6 @@ def _start_ranks(request: _Request, checkpoint: Path, dims: "ParallelDims") -> N
     from unet3d.distributed.purpose import PREDICTION
 
     placement = {
-        "--checkpoint": checkpoint,
         "--parallel": dims.mode,
         "--devices": ",".join(map(str, dims.all_devices)),
     }
@@ -153,6 +165,7 @@ def _start_ranks(request: _Request, checkpoint: Path, dims: "ParallelDims") -> N
         launch(
             [
                 "predict",
+                *(f"--checkpoint={path}" for path in checkpoints),
                 *(f"{option}={value}" for option, value in placement.items()),
                 *request.arguments(),
             ],
@@ -164,8 +177,14 @@ def _start_ranks(request: _Request, checkpoint: Path, dims: "ParallelDims") -> N
         )
 
 
-def _newest_checkpoint() -> Path:
-    from unet3d.runs.run_folder import RUNS, newest_run
+def _in_words(paths: tuple[Path, ...]) -> str:
+    names = ", ".join(map(str, paths))
+    return names if len(paths) == 1 else f"the mean of {len(paths)} networks: {names}"
+
+
+def _newest_checkpoints() -> tuple[Path, ...]:
+    from unet3d.runs.finding import checkpoints_in, newest_run
+    from unet3d.runs.run_folder import RUNS
 
     run = newest_run(finished=True)
     if run is None:
@@ -173,4 +192,4 @@ def _newest_checkpoint() -> Path:
             f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
             "--checkpoint FILE, or make one with unet3d train DATASET"
         )
-    return run.latest
+    return checkpoints_in(run.path)

@@ -3,12 +3,15 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from unet3d.cli.output import show_error
 from unet3d.errors import (
+    CheckpointError,
     DatasetError,
     RankError,
     ResultExistsError,
@@ -30,15 +33,24 @@ logger = logging.getLogger(__name__)
 class Segmentation:
     """The scans of one command."""
 
-    def __init__(self, scans: "FoundScans", *, statistics: bool, overwrite: bool) -> None:
+    def __init__(
+        self,
+        scans: "FoundScans",
+        checkpoints: Sequence[Path],
+        *,
+        statistics: bool,
+        overwrite: bool,
+    ) -> None:
         """Say which scans need nothing, and which cannot be segmented.
 
         Args:
             scans: What was asked for.
+            checkpoints: Files of the networks, which the statistics name.
             statistics: Whether to describe each label, too.
             overwrite: Whether to replace results.
         """
         self._scans = scans.to_segment
+        self._checkpoints = checkpoints
         self._num_scans = len(scans.to_segment) + len(scans.kept) + len(scans.faults)
         self._failures = [scan for scan, _ in scans.faults]
         self._error: Unet3dError | OSError | None = None
@@ -71,6 +83,7 @@ class Segmentation:
             predictor: The network.
 
         Raises:
+            CheckpointError: One of several networks cannot be used.
             RankError: Another rank died or hangs, so that nothing more can be segmented.
         """
         from rich.console import Console
@@ -86,7 +99,7 @@ class Segmentation:
                 try:
                     with progress.shown(number, scan.images[0].name):
                         self._write(scan, predictor, progress)
-                except RankError:
+                except (CheckpointError, RankError):
                     raise
                 except (Unet3dError, OSError) as error:
                     left.remove(scan)
@@ -145,7 +158,7 @@ class Segmentation:
                 )
             write_segmentation(scan, labels, image.header, self._overwrite)
             if found is not None:
-                write_statistics(scan, found, self._overwrite)
+                write_statistics(scan, found, self._checkpoints, self._overwrite)
         if not self._statistics and os.path.lexists(scan.statistics):
             logger.warning(
                 "%s was there before and may describe another segmentation; --statistics writes it",

@@ -1,5 +1,6 @@
 """``unet3d train``."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from unet3d.cli.output import begin_as_rank
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unet3d.training.cross_validation import FoldsResult
     from unet3d.training.loop import TrainingResult
     from unet3d.training.state import TrainingState
 
@@ -45,6 +47,12 @@ if TYPE_CHECKING:
     "--epochs", type=click.IntRange(min=1), help="Epochs in all; more with --resume extend a run."
 )
 @click.option("--fold", type=click.IntRange(min=0), help="Which fold validates.")
+@click.option(
+    "--folds",
+    metavar="LIST",
+    help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or with "
+    "another --parallel than auto one after another on all of them.",
+)
 @click.option("--output", type=FILE, help="Folder of the run; default: a new one below runs/.")
 @click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice.")
@@ -65,6 +73,7 @@ def train(
     max_restarts: int | None,
     epochs: int | None,
     fold: int | None,
+    folds: str | None,
     output: Path | None,
     resume: bool,
     seed: int | None,
@@ -92,6 +101,7 @@ def train(
     from rich.console import Console
 
     from unet3d.config.presets import preset_changes
+    from unet3d.training.cross_validation import request_over_folds, train_folds
     from unet3d.training.start import RunRequest, start_training
 
     request = RunRequest(
@@ -101,9 +111,27 @@ def train(
         resume=resume,
     )
     console = Console()
+    over_folds = request_over_folds(request, folds, ranks)
+    if over_folds is not None:
+        trained = train_folds(over_folds, folds, quiet, partial(click.echo, err=True))
+        if not quiet:
+            _show_folds(trained, console)
+        return
     result = start_training(request, ranks, console, quiet)
     if result is not None and ranks.is_first and not quiet:
         _show(result, console)
+
+
+def _show_folds(trained: "FoldsResult", console: "Console") -> None:
+    from unet3d.reports.folds import folds_table
+
+    console.print(folds_table(trained.summary))
+    console.print(
+        f"The folds and their summary: {trained.folder.path}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _show(result: "TrainingResult", console: "Console") -> None:

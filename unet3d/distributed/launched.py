@@ -1,4 +1,4 @@
-"""What a command tells the ranks that it starts, in their environment."""
+"""What a command tells the ranks, or the other commands, that it starts, in their environment."""
 
 import os
 
@@ -8,7 +8,18 @@ LAUNCHED = "UNET3D_LAUNCHED"
 MEETING_FOLDER = "UNET3D_MEETING_FOLDER"
 """Holds the folder, open to this user alone, in whose files the ranks meet."""
 
+PARENT = "UNET3D_PARENT"
+"""Holds the process id of the command that has started this one, and other ones beside it."""
+
+SHARED_BY = "UNET3D_SHARED_BY"
+"""Holds how many such commands share the cores of this machine at a time."""
+
 
 def is_launched() -> bool:
     """Return whether a command has started this process as one of its ranks."""
     return LAUNCHED in os.environ
+
+
+def is_one_of_several() -> bool:
+    """Return whether a command has started this one, and says itself when both are stopped."""
+    return PARENT in os.environ

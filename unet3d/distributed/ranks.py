@@ -14,7 +14,13 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
-from unet3d.distributed.launched import LAUNCHED, is_launched
+from unet3d.distributed.launched import (
+    LAUNCHED,
+    PARENT,
+    SHARED_BY,
+    is_launched,
+    is_one_of_several,
+)
 from unet3d.distributed.processes import die_with_parent
 from unet3d.errors import ConfigError, LostRankError, RankError, Unet3dError
 
@@ -91,16 +97,18 @@ class Ranks:
 
 
 def num_cores() -> int:
-    """Return how many cores this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return how many cores this process may use, which other commands may share."""
+    is_linux = sys.platform == "linux"
+    cores = len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get(SHARED_BY, "1")))
 
 
 def die_with_launcher() -> None:
-    """Have Linux kill this process, if it is a rank, when what has started it dies."""
+    """Have Linux kill this process, if another command has started it, when that one dies."""
     if is_launched():
         die_with_parent(int(os.environ[LAUNCHED]))
+    elif is_one_of_several():
+        die_with_parent(int(os.environ[PARENT]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 

@@ -1,8 +1,9 @@
-"""Where a trained network predicts: the mode, the precision, and the executor of this process."""
+"""Where trained networks predict: the mode, the precision, and the executor of this process."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -10,9 +11,10 @@ from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.inference.networks import Networks
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import computed_window
-from unet3d.model import BlockNetwork
+from unet3d.model import BlockNetwork, Topology
 from unet3d.parallel import (
     Executor,
     Layout,
@@ -30,18 +32,8 @@ logger = logging.getLogger(__name__)
 Window = Shape | Literal["auto", "whole"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacedNetwork:
-    """A network on the devices of this process."""
-
-    executor: Executor | SharedExecutor
-    """What predicts; of several ranks, what the first one predicts with and the others follow."""
-    precision: str
-    """Its number type."""
-
-
 def choose_mode(
-    settings: ParallelSettings, checkpoint: Checkpoint, window: Window, ranks: Ranks
+    settings: ParallelSettings, networks: Networks, windows: Sequence[Window], ranks: Ranks
 ) -> ParallelSettings:
     """Return the settings with a mode in place of ``auto``.
 
@@ -50,8 +42,8 @@ def choose_mode(
 
     Args:
         settings: Mode and devices.
-        checkpoint: The network.
-        window: Voxels along X, Y, Z; ``auto``: those of training.
+        networks: The networks.
+        windows: Voxels along X, Y, Z of the windows of each; ``auto``: those of its training.
         ranks: The place of this process.
 
     Raises:
@@ -69,7 +61,10 @@ def choose_mode(
         return settings
     dims = ParallelDims.resolve(settings)
     mode: str = dims.mode
-    if mode == "spatial" and not _is_divisible(checkpoint, window, dims.num_shards):
+    if mode == "spatial" and not all(
+        _is_divisible(network, window, dims.num_shards)
+        for network, window in zip(networks.described, windows, strict=True)
+    ):
         mode = "model"
     return settings.model_copy(update={"mode": mode})
 
@@ -86,59 +81,182 @@ def _is_divisible(checkpoint: Checkpoint, window: Window, num_shards: int) -> bo
     return SlabRule(topology=topology, num_shards=num_shards).most_shards(voxels) >= num_shards
 
 
-def place_network(
-    checkpoint: Checkpoint, parallel: ParallelSettings, group: Group
-) -> PlacedNetwork:
-    """Place a trained network on devices; all ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class TrainedNetwork:
+    """The one network that a training has on its devices, in the place of :class:`PlacedNetworks`.
 
-    Args:
-        checkpoint: A network trained in any mode.
-        parallel: Where to run; it need not be where the network was trained.
-        group: The ranks, connected; each has a slab of every window.
-
-    Raises:
-        DeviceError: A device does not exist, or has too little memory.
-        ConfigError: The mode needs ranks that are not there.
-        CheckpointError: The parameters do not belong to the network.
+    Ranks that have other slabs of it join for each image, so nobody follows.
     """
-    dims = ParallelDims.resolve(parallel, ranks=group.ranks)
-    if dims.num_shards != group.size:
-        raise ConfigError(
-            f"parallel mode {dims.mode} over {len(dims.all_devices)} devices needs a process for "
-            "each, which unet3d predict starts; here, use parallel mode model"
+
+    executor: Executor
+    """The network, in evaluation mode."""
+    precision: str
+    """What it computes in."""
+    index: ClassVar[int] = 0
+
+    def use(self, index: int) -> None:
+        """Leave the network where it is: there is no other."""
+
+    def follow(self) -> None:
+        """Return at once."""
+
+    def end(self) -> None:
+        """Return at once."""
+
+
+class PlacedNetworks:
+    """Networks on the devices of this process, one of them at a time; several ranks have slabs.
+
+    The weights of the next network are copied over those of the one before, as folds of one
+    data set allow; a network of another topology or type is placed in its stead.
+    """
+
+    def __init__(self, networks: Networks, parallel: ParallelSettings, group: Group) -> None:
+        """Place the first network; all ranks call it.
+
+        Args:
+            networks: Networks trained in any mode.
+            parallel: Where to run; it need not be where they were trained.
+            group: The ranks, connected; each has a slab of every window.
+
+        Raises:
+            DeviceError: A device does not exist, or has too little memory.
+            ConfigError: The mode needs ranks that are not there.
+            CheckpointError: The parameters do not belong to the network.
+        """
+        self._networks = networks
+        self._group = group
+        self._cuts = parallel.cuts
+        self._dims = dims = ParallelDims.resolve(parallel, ranks=group.ranks)
+        if dims.num_shards != group.size:
+            raise ConfigError(
+                f"parallel mode {dims.mode} over {len(dims.all_devices)} devices needs a process "
+                "for each, which unet3d predict starts; here, use parallel mode model"
+            )
+        self._precisions = [self._precision_of(network) for network in networks.described]
+        self.index = 0
+        """Number of the network that is placed."""
+        self._alone: Executor | None = None
+        self._shared: SharedExecutor | None = None
+        for precision in dict.fromkeys(self._precisions):
+            self._log_devices(precision)
+        if group.size == 1:
+            self._alone = self.make(0)
+        else:
+            self._shared = SharedExecutor(self, group, parallel.timeout_seconds)
+
+    @property
+    def executor(self) -> Executor | SharedExecutor:
+        """What predicts; of several ranks, what the first one predicts with."""
+        executor = self._shared or self._alone
+        if executor is None:
+            raise RuntimeError("no network is placed")
+        return executor
+
+    @property
+    def precision(self) -> str:
+        """Number type of the network that is placed."""
+        return self._precisions[self.index]
+
+    def use(self, index: int) -> None:
+        """Place another network; of several ranks, only the first one calls it.
+
+        Args:
+            index: Its number.
+
+        Raises:
+            DeviceError: A device has too little memory.
+            CheckpointError: The file cannot be read, or its parameters do not belong to it.
+        """
+        if index == self.index:
+            return
+        before, self.index = self.index, index
+        if self._shared is not None:
+            self._shared.use(index)
+        elif self._alone is not None and not self.load_into(self._alone, before, index):
+            self._alone = None  # two of them need not have a place there
+            self._alone = self.make(index)
+
+    def follow(self) -> None:
+        """Take part in what the first rank predicts, until it ends; all other ranks call it.
+
+        Raises:
+            RankError: Another rank died or hangs.
+            Interrupted: This rank was asked to stop, or another one.
+        """
+        if self._shared is not None:
+            self._shared.follow()
+
+    def end(self) -> None:
+        """Let the ranks go that follow; only the first rank calls it.
+
+        Raises:
+            RankError: One of them died.
+        """
+        if self._shared is not None:
+            self._shared.end()
+
+    def make(self, index: int) -> Executor:
+        """Return an executor of a network; of several ranks, all call it.
+
+        Args:
+            index: The network's number.
+
+        Raises:
+            DoesNotFitError: A device has too little memory.
+            CheckpointError: The parameters do not belong to the network.
+        """
+        executor = _executor(self._networks[index].build_model(), self._layout(index), self._group)
+        executor.module.eval()
+        return executor
+
+    def load_into(self, executor: Executor, before: int, index: int) -> bool:
+        """Give a placed network the weights of another one, if nothing else is different.
+
+        Args:
+            executor: Of the network that is placed.
+            before: That network's number.
+            index: Number of the other one.
+
+        Returns:
+            Whether it has them now.
+        """
+        if self._kind(before) != self._kind(index):
+            return False
+        executor.module.load_state_dict(self._networks[index].model)
+        return True
+
+    def _kind(self, index: int) -> tuple[Topology, torch.dtype, str]:
+        network = self._networks.described[index]
+        return network.topology, network.dtype, self._precisions[index]
+
+    def _precision_of(self, network: Checkpoint) -> str:
+        # A network trained in float64 or float32 stays there.
+        wanted = "float64" if network.dtype == torch.float64 else network.config.training.precision
+        # Lower ones suit the devices of training, which need not be these.
+        wanted = wanted if wanted in ("float32", "float64") else "auto"
+        return resolve_precision(wanted, self._dims.devices, self._group.exchange)
+
+    def _layout(self, index: int) -> Layout:
+        dims = self._dims
+        return Layout(
+            devices=dims.devices,
+            cuts=self._cuts,
+            autocast=autocast_dtype(self._precisions[index]),
+            num_shards=dims.num_shards,
+            shard=dims.shard_of(self._group.ranks.rank),
         )
-    # A network trained in float64 or float32 stays there.
-    is_double = any(value.dtype == torch.float64 for value in checkpoint.model.values())
-    wanted = "float64" if is_double else checkpoint.config.training.precision
-    # Lower ones suit the devices of training, which need not be these.
-    precision = resolve_precision(
-        wanted if wanted in ("float32", "float64") else "auto", dims.devices, group.exchange
-    )
-    layout = Layout(
-        devices=dims.devices,
-        cuts=parallel.cuts,
-        autocast=autocast_dtype(precision),
-        num_shards=dims.num_shards,
-        shard=dims.shard_of(group.ranks.rank),
-    )
-    logger.info(
-        "computing %s%s",
-        " and ".join(
-            f"on {device} in {precision_on(device, precision)}"
-            for device in dict.fromkeys(dims.all_devices)
-        ),
-        f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else "",
-    )
 
-    def make_executor() -> Executor:
-        return _executor(checkpoint.build_model(), layout, group)
-
-    if group.size == 1:
-        executor: Executor | SharedExecutor = make_executor()
-    else:
-        executor = SharedExecutor(make_executor, group, parallel.timeout_seconds)
-    executor.module.eval()
-    return PlacedNetwork(executor=executor, precision=precision)
+    def _log_devices(self, precision: str) -> None:
+        dims = self._dims
+        logger.info(
+            "computing %s%s",
+            " and ".join(
+                f"on {device} in {precision_on(device, precision)}"
+                for device in dict.fromkeys(dims.all_devices)
+            ),
+            f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else "",
+        )
 
 
 def _executor(model: BlockNetwork, layout: Layout, group: Group) -> Executor:

@@ -12,8 +12,11 @@ import torch
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
-from unet3d.inference.placing import PlacedNetwork, place_network
+from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.inference.averaging import ProbabilityMean
+from unet3d.inference.diagnosis import cause_of_non_finite, excess_of, refuse_diverged
+from unet3d.inference.networks import Networks
+from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
@@ -24,26 +27,14 @@ from unet3d.inference.sliding_window import (
 )
 from unet3d.kernels import strongest_class
 from unet3d.memory.host import shortage
-from unet3d.model import BlockNetwork
-from unet3d.parallel import image_dtype
+from unet3d.parallel import Executor, image_dtype
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.transform import prepare_image, restore_logits
+from unet3d.volumes.transform import Preprocessing, prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
-
-MAX_WEIGHT = 1e6
-MAX_INTENSITY = 1e9
-"""Beyond these a variance soon overflows in float32. What is normalised by it becomes 0, and the
-segmentation empty, though no number in sight is NaN or infinite. Trained weights stay below 100;
-the deviation of a normalised image is 1."""
-
-LARGEST_USUAL = 1e4
-"""Weights and intensities beyond this are named as the cause of an output that is not finite."""
-
-MAX_FLOAT16 = 65504
 
 MAPS_OF_FINEST_LEVEL = 3
 """The skip, what is upsampled to it, and the result of both."""
@@ -52,25 +43,25 @@ BFLOAT16_BYTES = 2
 
 
 class Predictor:
-    """A trained network, placed on devices, that segments volumes."""
+    """A trained network, or several whose probabilities are averaged, that segments volumes."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        networks: Networks,
         parallel: ParallelSettings,
-        inference: InferenceSettings,
+        inference: Sequence[InferenceSettings],
         group: Group | None = None,
-        placed: PlacedNetwork | None = None,
+        placed: TrainedNetwork | None = None,
     ) -> None:
-        """Place the network; of several ranks, the first predicts and the others :meth:`follow`.
+        """Place the first network; of several ranks, one predicts and the others :meth:`follow`.
 
         Args:
-            checkpoint: A network trained in any mode.
-            parallel: Where to run; it need not be where the network was trained.
-            inference: Size and overlap of the windows.
+            networks: Networks trained in any mode.
+            parallel: Where to run; it need not be where they were trained.
+            inference: Size and overlap of the windows of each network.
             group: The ranks that share each window; None: this process alone.
-            placed: The network as it is placed already, in evaluation mode; then ``parallel`` is
-                not looked at, and ranks with other slabs of it :meth:`join` for each image.
+            placed: The only network as it is placed already; then ``parallel`` is not looked at,
+                and ranks with other slabs of it :meth:`join` for each image.
 
         Raises:
             ConfigError: The mode needs ranks that are not there.
@@ -79,19 +70,37 @@ class Predictor:
                 computed with them.
         """
         group = group or Group(Ranks())
-        placed = placed or place_network(checkpoint, parallel, group)
-        self.executor, self._precision = placed.executor, placed.precision
-        largest = _largest_of(self.executor.module)
-        if not largest <= MAX_WEIGHT:
-            raise CheckpointError(
-                f"the network's weights {_reach(largest)}: its training has diverged; use another "
-                "checkpoint"
-            )
+        self._networks = networks
+        self._settings = inference
+        self._placed = placed or PlacedNetworks(networks, parallel, group)
         self._num_ranks_here = group.ranks.local_world_size
-        self._topology = checkpoint.topology
-        self.preprocessing = checkpoint.preprocessing
-        self._patch_size = checkpoint.patch_size
-        self._inference = inference
+        refuse_diverged(self.executor.module, self._name)
+
+    @property
+    def executor(self) -> Executor | SharedExecutor:
+        """What computes the network that is placed."""
+        return self._placed.executor
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How every network prepares an image."""
+        return self._networks.preprocessing
+
+    @property
+    def _network(self) -> Checkpoint:
+        """What is known of the network that is placed, without its weights."""
+        return self._networks.described[self._placed.index]
+
+    @property
+    def _inference(self) -> InferenceSettings:
+        """Size and overlap of its windows."""
+        return self._settings[self._placed.index]
+
+    @property
+    def _name(self) -> str:
+        """Words for it."""
+        is_alone = len(self._networks) == 1
+        return "the network" if is_alone else self._networks.names[self._placed.index]
 
     @property
     def label_names(self) -> dict[int, str]:
@@ -106,8 +115,7 @@ class Predictor:
             RankError: Another rank died or hangs.
             Interrupted: This rank was asked to stop, or another one.
         """
-        if isinstance(self.executor, SharedExecutor):
-            self.executor.follow()
+        self._placed.follow()
 
     def end(self) -> None:
         """Let the ranks go that follow, after the last image; only the first rank calls it.
@@ -115,8 +123,7 @@ class Predictor:
         Raises:
             RankError: One of them died.
         """
-        if isinstance(self.executor, SharedExecutor):
-            self.executor.end()
+        self._placed.end()
 
     def segment(
         self, image: Volume, windows_done: WindowsDone = lambda done, total: None
@@ -125,12 +132,14 @@ class Predictor:
 
         Args:
             image: Shape (C, X, Y, Z), as read from a file.
-            windows_done: Called before the first window and after each forward pass.
+            windows_done: Called before the first window and after each forward pass; each network
+                counts the same.
 
         Returns:
             Shape (X, Y, Z), on the image's grid.
 
         Raises:
+            CheckpointError: Another network than the first cannot be used.
             VolumeError: The image has other channels than the network was trained on, the host has
                 too little memory for it, or the network's output for it is not finite.
             DoesNotFitError: A device has too little memory.
@@ -147,10 +156,13 @@ class Predictor:
         x, y, z = tensor.shape[1:]
         self._refuse_beyond_memory(image, (x, y, z))
         try:
-            logits = self._logits(tensor, windows_done)
+            logits = self._logits_of_all(tensor, windows_done)
         except NonFiniteLogitsError as error:
+            cause = cause_of_non_finite(
+                self.executor.module, self._name, tensor, self._placed.precision
+            )
             raise VolumeError(
-                f"{image.header.path} cannot be segmented: {error}; {self._cause(tensor)}"
+                f"{image.header.path} cannot be segmented: {error}; {cause}"
             ) from error
         classes = self._classes(logits, image.header.shape).numpy()
         values = self.preprocessing.label_values
@@ -172,13 +184,13 @@ class Predictor:
             RuntimeError: The settings leave the windows' size open.
         """
         settings = self._inference
-        window = self._patch_size if settings.window == "auto" else settings.window
+        window = self._network.patch_size if settings.window == "auto" else settings.window
         if window is None:
             raise RuntimeError("ranks that join must know the windows' size")
         join_windows(
             self.executor,
             self._prepared(image),
-            self._topology,
+            self._network.topology,
             window,
             settings.overlap,
             settings.batch_size,
@@ -189,14 +201,12 @@ class Predictor:
             prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
         except VolumeError as error:
             raise VolumeError(f"{image.header.path}: {error}") from error
-        tensor = torch.from_numpy(np.ascontiguousarray(prepared)).to(
-            image_dtype(self.executor.module)
-        )
-        intensity = _largest(tensor)
-        if not intensity <= MAX_INTENSITY:
+        tensor = torch.from_numpy(np.ascontiguousarray(prepared))
+        excess = excess_of(tensor)
+        if excess is not None:
             raise VolumeError(
-                f"{image.header.path} cannot be segmented: its normalised intensities "
-                f"{_reach(intensity)}; look for voxels that are far from all others"
+                f"{image.header.path} cannot be segmented: {excess}; look for voxels that are far "
+                "from all others"
             )
         return tensor
 
@@ -204,13 +214,14 @@ class Predictor:
         """Refuse logits that the host cannot hold; devices refuse for themselves."""
         if self.executor.output_device.type == "cuda":
             return
-        shape, num_classes = image.header.shape, self._topology.num_classes
-        numbers = [num_classes * math.prod(grid)]  # of the network's grid, and of the scan's own
-        if grid != shape:
-            numbers.append(num_classes * math.prod(shape))
-        itemsize = image_dtype(self.executor.module).itemsize
+        shape, num_classes = image.header.shape, self._network.topology.num_classes
+        on_grid, on_own = (num_classes * math.prod(voxels) for voxels in (grid, shape))
+        beside = on_grid if len(self._networks) > 1 else 0  # the mean of the networks before
+        if grid != shape:  # the mean, or the only logits, on the scan's own grid
+            beside = max(beside, on_own)
+        itemsize = max(network.dtype.itemsize for network in self._networks.described)
         refuse_beyond_memory(
-            itemsize * sum(numbers),
+            itemsize * (on_grid + beside),
             f"{image.header.path}: the network's answer for {times(grid)} voxels and {num_classes} "
             "classes",
             "use a machine with more, or cut the scan into pieces",
@@ -225,33 +236,26 @@ class Predictor:
             # The scan's grid may be much finer than the network's.
             return strongest_class(restore_logits(logits.cpu(), shape))
 
-    def _cause(self, image: torch.Tensor) -> str:
-        """Return the likely cause of an output that is not finite, and what to do about it."""
-        weight = _largest_of(self.executor.module)
-        if not weight <= LARGEST_USUAL:
-            return (
-                f"the network's weights {_reach(weight)}: its training has diverged; use another "
-                "checkpoint"
-            )
-        intensity = _largest(image)
-        if not intensity <= LARGEST_USUAL:
-            return (
-                f"its normalised intensities {_reach(intensity)}; look for single voxels that are "
-                "far from all others"
-            )
-        if self._precision == "float16":
-            return (
-                f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --devices cpu, which "
-                "computes in another precision"
-            )
-        return "its intensities are probably unlike those of the training; look at the image"
+    def _logits_of_all(self, image: torch.Tensor, windows_done: WindowsDone) -> torch.Tensor:
+        """Return the network's logits; of several, the logarithm of their mean probabilities."""
+        number = len(self._networks)
+        if number == 1:
+            return self._logits(image, windows_done)
+        mean = ProbabilityMean()
+        for index in range(number):
+            self._placed.use(index)
+            refuse_diverged(self.executor.module, self._name)
+            mean.add(self._logits(image, _part(windows_done, index, number)))
+        return mean.logits()
 
     def _logits(self, image: torch.Tensor, windows_done: WindowsDone) -> torch.Tensor:
-        settings = self._inference
+        """Return the logits of the network that is placed."""
+        settings, patch_size = self._inference, self._network.patch_size
+        image = image.to(image_dtype(self.executor.module))
         if settings.window != "auto":
             return self._windows(image, settings.window, windows_done)
-        if self._patch_size is not None:
-            return self._windows(image, self._patch_size, windows_done)
+        if patch_size is not None:
+            return self._windows(image, patch_size, windows_done)
         # Trained on whole volumes: the whole volume where it fits, else the largest windows.
         x, y, z = image.shape[1:]
         window: list[int] = [x, y, z]
@@ -262,7 +266,7 @@ class Predictor:
                 return self._windows(image, shape, windows_done, alone=True)
             except DoesNotFitError:
                 longest = max(range(3), key=lambda axis: window[axis])
-                stride = self._topology.total_stride[longest]
+                stride = self._network.topology.total_stride[longest]
                 if window[longest] <= 4 * stride:
                     raise
                 window[longest] = (window[longest] + 1) // 2
@@ -283,7 +287,7 @@ class Predictor:
         return predict_logits(
             self.executor,
             image,
-            self._topology,
+            self._network.topology,
             window,
             settings.overlap,
             batch_size,
@@ -295,7 +299,7 @@ class Predictor:
 
         Linux would promise the memory, and end this process once it is used.
         """
-        topology = self._topology
+        topology = self._network.topology
         window = computed_window(wanted, topology.total_stride)
         padded = tuple(max(w, n) for w, n in zip(window, image.shape[1:], strict=True))
         needed = 0
@@ -314,18 +318,10 @@ class Predictor:
             )
 
 
-def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest magnitude in a tensor; NaN if there is one."""
-    if not tensor.numel():
-        return 0.0
-    return torch.stack(torch.aminmax(tensor)).abs().max().item()
+def _part(windows_done: WindowsDone, index: int, number: int) -> WindowsDone:
+    """Return what counts the windows of one of several networks as a part of all."""
 
+    def done_of_all(done: int, total: int) -> None:
+        windows_done(index * total + done, number * total)
 
-def _largest_of(model: BlockNetwork) -> float:
-    """Return the same of all parameters; running variances may be large and still be right."""
-    each = [_largest(parameter.detach()) for parameter in model.parameters()]
-    return float(np.max(each))  # Python's own max overlooks a NaN
-
-
-def _reach(magnitude: float) -> str:
-    return f"reach {magnitude:.3g}" if math.isfinite(magnitude) else "are NaN or infinite"
+    return done_of_all

@@ -2,7 +2,8 @@
 
 The first rank decides: it reads scans, asks for one window after another, keeps the logits and
 writes. The others only take part, and keep nothing. So a scan that cannot be read, a smaller window
-or the end of all scans is a matter of the first rank alone::
+or the end of all scans is a matter of the first rank alone, and so is the next of several
+networks::
 
     rank 0   shape, image ┬ forward pass ┬ outcome   blends, reads, writes; shape ..., or the end
     rank 1   shape, image ┴ forward pass ┴ outcome   waits for the next shape
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,10 @@ from unet3d.model import BlockNetwork
 from unet3d.parallel import Executor, Slot, image_dtype
 
 NO_SHAPE = (0,) * 5
-"""In place of the shape of a batch of windows: there are no more."""
+"""In place of the shape of a batch of windows: there is none, but perhaps another network."""
+
+NO_NETWORK = -1
+"""In place of a network's number, with ``NO_SHAPE``: there is nothing more to compute."""
 
 KINDS: tuple[type[Unet3dError], ...] = (RankError, Unet3dError, DoesNotFitError)
 """What may have gone wrong with a window; where ranks differ, the last one is the cause."""
@@ -53,16 +58,39 @@ class _Failure:
         return cls(kind=KINDS.index(kind) + 1, message=str(error))
 
 
+class Placing(Protocol):
+    """Places the networks in this rank."""
+
+    def make(self, index: int) -> Executor:
+        """Return an executor, in groups of its own; all ranks call it.
+
+        Args:
+            index: The network's number.
+        """
+        ...
+
+    def load_into(self, executor: Executor, before: int, index: int) -> bool:
+        """Give a placed network the weights of another one, if nothing else is different.
+
+        Args:
+            executor: Of the network that is placed.
+            before: That network's number.
+            index: Number of the other one.
+
+        Returns:
+            Whether it has them now; the same in all ranks.
+        """
+        ...
+
+
 class SharedExecutor:
     """For the first rank it predicts as any executor does; the others :meth:`follow`."""
 
-    def __init__(
-        self, make_executor: Callable[[], Executor], group: Group, timeout_seconds: float
-    ) -> None:
-        """Place the network; all ranks call it.
+    def __init__(self, placing: Placing, group: Group, timeout_seconds: float) -> None:
+        """Place the first network; all ranks call it.
 
         Args:
-            make_executor: Places it anew, in groups of its own, whenever all ranks call it.
+            placing: Places the networks.
             group: The ranks, connected.
             timeout_seconds: Silence after which a rank is taken to hang.
 
@@ -71,7 +99,8 @@ class SharedExecutor:
         """
         if group.values is None:
             raise RuntimeError("a single rank has no other to share windows with")
-        self._make_executor = make_executor
+        self._placing = placing
+        self._network = 0
         self._group = group
         self._store = group.values
         self._timeout = timedelta(seconds=timeout_seconds)
@@ -81,8 +110,7 @@ class SharedExecutor:
 
     def _connect(self) -> None:
         self._num_connections += 1
-        self._executor: Executor | None = self._make_executor()
-        self._executor.module.eval()
+        self._executor: Executor | None = self._placing.make(self._network)
         self._images: dist.ProcessGroup | None = self._group.new_group(self.input_device)
 
     @property
@@ -124,8 +152,20 @@ class SharedExecutor:
             RankError: A rank died or hangs.
             Interrupted: A rank was asked to stop.
         """
-        self._send(tuple(image.shape))
+        self._send(self._network, tuple(image.shape))
         return self._compute(lambda: image, InterruptionRequest())
+
+    def use(self, index: int) -> None:
+        """Go on with another network; only the first rank calls it.
+
+        Args:
+            index: Its number.
+
+        Raises:
+            RankError: A rank died or hangs.
+        """
+        self._send(index, NO_SHAPE)
+        self._change(index)
 
     def end(self) -> None:
         """Let the other ranks go; only the first rank calls it.
@@ -133,7 +173,7 @@ class SharedExecutor:
         Raises:
             RankError: One of them died.
         """
-        self._send(NO_SHAPE)
+        self._send(NO_NETWORK, NO_SHAPE)
 
     def follow(self) -> None:
         """Take part in every window until the first rank ends it; all other ranks call it.
@@ -145,9 +185,15 @@ class SharedExecutor:
             RankError: Another rank died or hangs.
             Interrupted: This rank was asked to stop, or another one.
         """
-        dtype = image_dtype(self.module)
         with deferred_interruption(is_rank=True) as request:
-            while (shape := self._send(NO_SHAPE)) != NO_SHAPE:
+            while True:
+                network, *shape = self._send(NO_NETWORK, NO_SHAPE)
+                if network == NO_NETWORK:
+                    return
+                if tuple(shape) == NO_SHAPE:
+                    self._change(network)
+                    continue
+                dtype = image_dtype(self.module)
                 empty = partial(torch.empty, shape, dtype=dtype, device=self.input_device)
                 try:
                     self._compute(empty, request)
@@ -156,9 +202,20 @@ class SharedExecutor:
                 except Unet3dError:
                     continue  # the first rank has it, too, and decides
 
-    def _send(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the first rank's shape in all of them."""
-        sent = torch.tensor(shape)
+    def _change(self, index: int) -> None:
+        """Place another network in all ranks, in groups of its own where it is of another kind."""
+        before, self._network = self._network, index
+        if self._placing.load_into(self.placed, before, index):
+            return
+        if self.input_device.type == "cuda":
+            torch.cuda.synchronize(self.input_device)
+        self._largest(0)  # no rank's GPU waits for a group any more
+        self._disconnect()
+        self._connect()
+
+    def _send(self, network: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the first rank's network and shape in all of them."""
+        sent = torch.tensor([network, *shape])
         with self._group.translate_dist_errors():
             work = dist.broadcast(sent, 0, async_op=True)
             if self._group.is_first:  # the others only have to take it

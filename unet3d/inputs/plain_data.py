@@ -6,6 +6,7 @@ terminal, no million digits.
 """
 
 import functools
+import math
 import reprlib
 import unicodedata
 from collections.abc import Callable, Iterable
@@ -25,6 +26,9 @@ Model = TypeVar("Model")
 
 PLAIN = ConfigDict(extra="forbid", allow_inf_nan=False)
 """``__pydantic_config__`` of a dataclass, or ``model_config`` of a model."""
+
+TOLERANCE = 1e-5
+"""Relative difference at which statistics of the same images, computed elsewhere, are the same."""
 
 MAX_PROBLEMS = 10
 """How many mistakes of one file a message names."""
@@ -88,6 +92,22 @@ class _Limited(reprlib.Repr):
 
 
 _LIMITED = _Limited()
+
+
+def is_close(first: Any, second: Any) -> bool:
+    """Return whether plain values are equal, numbers with a fraction nearly so.
+
+    Args:
+        first: Plain values, nested.
+        second: The same.
+    """
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=TOLERANCE, abs_tol=1e-12)
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(is_close(first[k], second[k]) for k in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(is_close, first, second))
+    return bool(first == second)
 
 
 def listed(problems: Iterable[str], num_more: int = 0) -> str:

@@ -66,4 +66,7 @@ class ScanProgress:
             self.stage("predicting")
         elif done == total:
             self.stage("finishing")
-        self._progress.update(self._task, completed=done, windows=f"window {done}/{total}")
+        # One of several networks may have windows of another size.
+        self._progress.update(
+            self._task, completed=done, total=total, windows=f"window {done}/{total}"
+        )

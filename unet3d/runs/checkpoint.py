@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -51,9 +51,15 @@ class Checkpoint:
     split: CaseSplit | None = None
     """The cases that its run trains and validates on; None: it is older than their record."""
     model: dict[str, Tensor]
-    """Parameters and buffers by name."""
+    """Parameters and buffers by name; on the meta device where only a description was read."""
     training: dict[str, Any]
     """Where its training stands, for ``--resume``; empty where there is nothing to continue."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters: float64, or float32."""
+        is_double = any(value.dtype == torch.float64 for value in self.model.values())
+        return torch.float64 if is_double else torch.float32
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU.
@@ -105,11 +111,15 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         ) from error
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
+def load_checkpoint(
+    path: Path, part: Literal["all", "network", "description"] = "all"
+) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
     Args:
         path: As written by :func:`save_checkpoint`.
+        part: What is read of it. network: the weights, but nothing to continue a training with;
+            description: neither, and its weights are on the meta device.
 
     Raises:
         CheckpointError: The file is missing, damaged, not a checkpoint of ours, or one that cannot
@@ -124,12 +134,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
             network = described_network(plain.topology, plain.model)
             if plain.training is not None:
                 check_optimizer(plain.training.optimizer, config.training, network)
-            lacking = shortage(file.num_bytes)  # a file may have holes, which take no disk
-            if lacking is not None:
-                raise ValueError(f"what it holds {lacking}")
-            model = file.filled(plain.model)
-            training = file.filled(content["training"])
-            refuse_non_finite(model, "the weight")
+            model: dict[str, Tensor] = plain.model
+            training: dict[str, Any] = {}
+            if part != "description":
+                lacking = shortage(file.num_bytes)  # a file may have holes, which take no disk
+                if lacking is not None:
+                    raise ValueError(f"what it holds {lacking}")
+                model = file.filled(model)
+                refuse_non_finite(model, "the weight")
+            if part == "all":
+                training = file.filled(content["training"])
             if training:
                 check_random(training["random"])
                 refuse_non_finite(training["optimizer"], "the optimizer's")

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -257,27 +257,6 @@ def make_run(name: str) -> RunFolder:
     return run
 
 
-def newest_run(
-    finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
-) -> RunFolder | None:
-    """Return the run below ``runs/`` that was written to last.
-
-    Args:
-        finished: Only runs that have come to their end.
-        suits: Whether a run is one of those that are meant; the newest ones are asked first.
-    """
-    if not RUNS.is_dir():
-        return None
-    written = []
-    for path in RUNS.iterdir():
-        run = RunFolder(path)
-        seconds = _written_at(run.summary if finished else run.latest)
-        if seconds is not None:
-            written.append((seconds, path.name, run))
-    newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
-    return next(filter(suits, newest_first), None)
-
-
 def checkpoint_in(path: Path) -> Path:
     """Return the checkpoint that is meant by a path.
 
@@ -326,14 +305,6 @@ def writing(path: Path) -> Iterator[None]:
             f"cannot write to {path}: {reason_of(error)}; make it writable, with space left, "
             "or choose another --output"
         ) from error
-
-
-def _written_at(path: Path) -> float | None:
-    """Return when a file was written, or None where there is none to be read."""
-    try:
-        return path.stat().st_mtime if path.is_file() else None
-    except OSError:  # it vanished, or its folder is another user's
-        return None
 
 
 def _epoch_line(text: bytes) -> dict[str, Any] | None:

@@ -12,7 +12,8 @@ from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError
 from unet3d.runs.case_split import CaseSplit, content_of
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.runs.run_folder import RUNS, RunFolder, newest_run
+from unet3d.runs.finding import folds_in, newest_run, recorded_folds
+from unet3d.runs.run_folder import RUNS, RunFolder
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.dataset import Case, load_dataset
 
@@ -20,32 +21,41 @@ logger = logging.getLogger(__name__)
 
 
 def run_to_resume(
-    output: Path | None, dataset: Path | None = None, cache: Path | None = None
+    output: Path | None,
+    dataset: Path | None = None,
+    cache: Path | None = None,
+    over_folds: bool = False,
 ) -> RunFolder:
-    """Return the run to continue.
+    """Return the run to continue, which may be one over several folds.
 
     Args:
         output: Its folder; None: the newest below ``runs/``.
         dataset: The data set that it was made with, wherever that was then; None: any.
         cache: The cache folder, where contents of files are remembered; None: the user's.
+        over_folds: Whether it must be one over several folds.
 
     Raises:
         ConfigError: There is no such run.
         DatasetError: The data set cannot be understood.
         VolumeError: A file of it cannot be read.
     """
+
+    def suits(run: RunFolder) -> bool:
+        return not over_folds or recorded_folds(run.path) is not None
+
     if output is not None:
         run: RunFolder | None = RunFolder(output)
     elif dataset is None:
-        run = newest_run(finished=False)
+        run = newest_run(finished=False, suits=suits)
     else:
-        run = newest_run(finished=False, suits=_Maker(dataset, cache).has_made)
-        if run is None and newest_run(finished=False) is not None:
+        maker = _Maker(dataset, cache)
+        run = newest_run(finished=False, suits=lambda run: suits(run) and maker.has_made(run))
+        if run is None and newest_run(finished=False, suits=suits) is not None:
             raise ConfigError(
                 f"no run in {RUNS} was made with {dataset}; name one with --output, or start one "
                 "without --resume"
             )
-    if run is None or not run.latest.exists():
+    if run is None or not (run.latest.exists() or recorded_folds(run.path) is not None):
         raise ConfigError(
             f"there is no run to resume in {output or RUNS}; start one without --resume"
         )
@@ -98,6 +108,8 @@ class _Maker:
 
     def has_made(self, run: RunFolder) -> bool:
         """Return whether a run was made with a data set of this path, or of these contents."""
+        if not run.latest.exists():  # one over several folds, all of one data set
+            return any(self.has_made(fold) for fold in folds_in(run.path).values())
         record = run.read_data()
         if record is None:  # a run of an earlier version
             try:

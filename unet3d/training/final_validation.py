@@ -25,7 +25,8 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
-from unet3d.inference.placing import PlacedNetwork
+from unet3d.inference.networks import Networks
+from unet3d.inference.placing import TrainedNetwork
 from unet3d.inference.predictor import Predictor
 from unet3d.interruption import InterruptionRequest
 from unet3d.parallel import Executor, ParallelDims
@@ -194,11 +195,11 @@ class FinalValidation:
             window = self._experiment.patch_size or "whole"
             inference = inference.model_copy(update={"window": window})
         predictor = Predictor(
-            checkpoint,
+            Networks.of(checkpoint),
             self._experiment.config.parallel,
-            inference,
+            [inference],
             self._group,
-            PlacedNetwork(executor=self._executor, precision=self._precision),
+            TrainedNetwork(executor=self._executor, precision=self._precision),
         )
         for number, index in enumerate(share):
             if self._signals.agree(interruption.signal_number or 0):

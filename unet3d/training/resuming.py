@@ -6,13 +6,13 @@ batch, patches, devices.
 """
 
 import logging
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from unet3d.config import Config
 from unet3d.errors import CheckpointError, ConfigError
+from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.case_split import CaseSplit
@@ -22,9 +22,6 @@ from unet3d.training.state import TrainingState
 from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
-
-TOLERANCE = 1e-5
-"""Relative difference at which statistics of the same images, computed elsewhere, are the same."""
 
 SILENT = ("data.", "parallel.", "memory.")
 """Settings that change nothing of what is learned, or whose effect is compared by itself."""
@@ -185,7 +182,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
             "normalisation": (kinds[0], kinds[1]),
         }
     )
-    if not changes and not _is_close(before.to_dict(), now.to_dict()):
+    if not changes and not is_close(before.to_dict(), now.to_dict()):
         changes.append("the statistics of intensities over all cases of the data set changed")
     return changes
 
@@ -194,7 +191,7 @@ def _changed(values: Mapping[str, tuple[Any, Any]]) -> list[str]:
     return [
         f"{name} changed from {_in_words(before)} to {_in_words(now)}"
         for name, (before, now) in values.items()
-        if not _is_close(before, now)
+        if not is_close(before, now)
     ]
 
 
@@ -202,17 +199,6 @@ def _in_words(value: Any) -> str:
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return "that of each case" if value is None else str(value)
-
-
-def _is_close(before: Any, now: Any) -> bool:
-    """Return whether plain values are equal, numbers with a fraction nearly so."""
-    if isinstance(before, float) and isinstance(now, float):
-        return math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-12)
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(_is_close(before[k], now[k]) for k in before)
-    if isinstance(before, list | tuple) and isinstance(now, list | tuple):
-        return len(before) == len(now) and all(map(_is_close, before, now))
-    return bool(before == now)
 
 
 def _flat(config: Config) -> Iterator[tuple[str, Any]]:

@@ -106,7 +106,7 @@ def choose_run(request: RunRequest, group: Group) -> Run:
 
 
 def _choose_run(request: RunRequest, group: Group) -> Run:
-    folder = _folder_to_resume(request) if request.resume else None
+    folder = folder_to_resume(request) if request.resume else None
     if folder is not None and request.config_path is None:
         with recorded_settings(folder) as path:
             recorded = load_config(path)
@@ -173,31 +173,41 @@ def choose_mode(config: Config, ranks: Ranks) -> Config:
     )
 
 
-def _folder_to_resume(request: RunRequest) -> RunFolder:
-    """Return the run to continue; without a folder, the newest of the data set that is named."""
+def folder_to_resume(request: RunRequest, over_folds: bool = False) -> RunFolder:
+    """Return the run to continue; without a folder, the newest of the data set that is named.
+
+    Args:
+        request: What was asked for.
+        over_folds: Whether it must be one over several folds.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
     named = [
         change
         for change in request.changes
         if change.partition("=")[0].strip() in ("data.dataset", "data.cache")
     ]
     data = load_config(request.config_path, named).data
-    return run_to_resume(request.output, data.dataset, data.cache)
+    return run_to_resume(request.output, data.dataset, data.cache, over_folds)
 
 
 def _may_be_restarted() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") > "0"
 
 
-def run_name(config: Config) -> str:
+def run_name(config: Config, folds: str | None = None) -> str:
     """Return the name of a new run: data set, fold and time.
 
     Args:
         config: The settings of the run.
+        folds: Words for its folds; None: the one of the settings.
     """
     source = config.data.dataset
     name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
     name = name[:MAX_NAME_LETTERS]
-    return f"{name}-fold{config.data.fold}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folds = folds or f"fold{config.data.fold}"
+    return f"{name}-{folds}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:

@@ -96,6 +96,24 @@ def load_dataset(path: Path) -> Dataset:
     raise DatasetError(f"{description} is of no known layout; a data set is {LAYOUTS}")
 
 
+def folds_of(dataset: Dataset, num_folds: int, seed: int) -> tuple[Fold, ...]:
+    """Return all folds of a data set: its own, or those that are drawn; see :func:`fold_cases`.
+
+    Args:
+        dataset: The data set.
+        num_folds: Number of folds to draw where the data set defines none.
+        seed: Seed of the drawn folds.
+
+    Raises:
+        DatasetError: There are too few cases to make one.
+    """
+    if dataset.folds:
+        return dataset.folds
+    if dataset.validation:
+        return (Fold(validation=dataset.validation),)
+    return drawn_folds(tuple(case.name for case in dataset.cases), num_folds, seed)
+
+
 def fold_cases(
     dataset: Dataset, fold: int, num_folds: int, seed: int
 ) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
@@ -114,12 +132,7 @@ def fold_cases(
         DatasetError: There is no such fold, or there are too few cases to make one.
     """
     by_name = {case.name: case for case in dataset.cases}
-    if dataset.folds:
-        folds = dataset.folds
-    elif dataset.validation:
-        folds = (Fold(validation=dataset.validation),)
-    else:
-        folds = drawn_folds(tuple(by_name), num_folds, seed)
+    folds = folds_of(dataset, num_folds, seed)
     if fold >= len(folds):
         have = "only fold 0" if len(folds) == 1 else f"folds 0 to {len(folds) - 1}"
         raise DatasetError(f"{dataset.root} has {have}, not fold {fold}; set data.fold accordingly")

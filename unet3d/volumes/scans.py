@@ -3,6 +3,7 @@
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,12 +136,18 @@ def label_statistics(
     return statistics
 
 
-def write_statistics(scan: Scan, statistics: dict[str, Any], overwrite: bool = False) -> Path:
+def write_statistics(
+    scan: Scan,
+    statistics: dict[str, Any],
+    checkpoints: Sequence[Path],
+    overwrite: bool = False,
+) -> Path:
     """Write statistics as JSON beside a segmentation.
 
     Args:
         scan: Says where to.
         statistics: From :func:`label_statistics`.
+        checkpoints: Files of the networks that made the segmentation.
         overwrite: Whether an existing file may be replaced.
 
     Returns:
@@ -150,7 +157,11 @@ def write_statistics(scan: Scan, statistics: dict[str, Any], overwrite: bool = F
         ResultExistsError: A file of that name has appeared.
         VolumeError: The file cannot be written.
     """
-    content = {"image": [str(image) for image in scan.images], "labels": statistics}
+    content = {
+        "image": [str(image) for image in scan.images],
+        "checkpoints": [str(path) for path in checkpoints],
+        "labels": statistics,
+    }
     text = json.dumps(content, indent=2) + "\n"
     publishing = replacing if overwrite else creating
     try:

@@ -1,0 +1,136 @@
+"""Several commands: in order or at the same time, what they say, and how they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process_trees import assert_all_end, children_of
+from unet3d.distributed.commands import Command, in_words, run_commands
+from unet3d.distributed.launched import PARENT, SHARED_BY
+from unet3d.distributed.launcher import import_variables
+from unet3d.distributed.ranks import num_cores
+from unet3d.interruption import Interrupted
+
+GOOD = ("config",)
+BAD = ("config", "--set", "nonsense=1")
+LONG = ("train", "--set", "training.epochs=100000", "--devices", "cpu", "--output")
+
+
+def commands(*arguments: tuple[str, ...]) -> list[Command]:
+    return [Command(name=f"c{index}", arguments=one) for index, one in enumerate(arguments)]
+
+
+def run(
+    *arguments: tuple[str, ...], num_slots: int, goes_on: bool = True
+) -> tuple[dict[str, int], list[str]]:
+    said: list[str] = []
+    statuses = run_commands(
+        commands(*arguments),
+        [()] * num_slots,
+        on_cpu=True,
+        say=said.append,
+        goes_on_after=lambda command: goes_on,
+    )
+    return statuses, said
+
+
+def test_what_commands_say_at_the_same_time_has_their_names() -> None:
+    statuses, said = run(GOOD, BAD, GOOD, num_slots=2)
+    assert statuses == {"c0": 0, "c1": 1, "c2": 0}
+    (line,) = said  # results of commands that run side by side are not shown
+    assert line.startswith("c1: Error: ") and "nonsense" in line
+
+
+def test_one_at_a_time_writes_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    statuses, said = run(GOOD, BAD, num_slots=1)
+    assert statuses == {"c0": 0, "c1": 1} and said == []
+    captured = capfd.readouterr()
+    assert captured.out.startswith("#") and captured.err.startswith("Error: ")
+
+
+def test_what_has_not_begun_need_not_begin_after_a_failure() -> None:
+    assert run(BAD, GOOD, num_slots=1, goes_on=False)[0] == {"c0": 1}
+    assert run(BAD, GOOD, num_slots=1, goes_on=True)[0] == {"c0": 1, "c1": 0}
+
+
+def test_each_slot_adds_its_own_words() -> None:
+    said: list[str] = []
+    slots = (("--set", "one=1"), ("--set", "two=2"))
+    run_commands(
+        commands(GOOD, GOOD), slots, on_cpu=False, say=said.append, goes_on_after=lambda _: True
+    )
+    assert ["one" in line for line in sorted(said)] == [True, False]
+
+
+def test_commands_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = num_cores()
+    monkeypatch.setenv(SHARED_BY, "2")
+    assert num_cores() == max(1, alone // 2)
+    monkeypatch.setenv(SHARED_BY, str(10 * alone))
+    assert num_cores() == 1
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_signal_ends_all_and_nothing_new_begins(tmp_path: Path, num_slots: int) -> None:
+    long = [(*LONG, str(tmp_path / str(index)), *SMALL) for index in range(3)]
+
+    def interrupt() -> None:
+        while not all((tmp_path / f"{index}/data.json").exists() for index in range(num_slots)):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        run(*long, num_slots=num_slots)
+    thread.join()
+    assert len(list(tmp_path.glob("*/checkpoint-latest.pt"))) == num_slots
+    assert not (tmp_path / "2").exists()
+
+
+SMALL = (
+    *("--set", "data.phantom.num_cases=2", "--set", "data.phantom.shape=16,16,16"),
+    *(
+        "--set",
+        "patches.size=8,8,8",
+        "--set",
+        "model.base_channels=4",
+        "--set",
+        "data.num_workers=0",
+    ),
+    *("--set", "model.num_levels=2", "--set", "training.steps_per_epoch=2"),
+)
+
+
+@pytest.mark.trains
+def test_killing_the_first_process_leaves_no_other(tmp_path: Path) -> None:
+    code = (
+        "import sys; from unet3d.distributed.commands import *; "
+        "run_commands([Command(name='a', arguments=tuple(sys.argv[1:]))], [()], on_cpu=True, "
+        "say=print, goes_on_after=lambda _: True)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *LONG, str(tmp_path / "run"), *SMALL],
+        env={**os.environ, **import_variables(), "OMP_NUM_THREADS": "1"},
+    )
+    while not (tmp_path / "run/data.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    (child,) = children_of(process.pid)
+    assert f"{PARENT}={process.pid}".encode() in Path(f"/proc/{child}/environ").read_bytes()
+    process.kill()
+    process.wait()
+    assert_all_end([child], 10)
+
+
+def test_ends_in_words() -> None:
+    assert in_words(1) == "failed"
+    assert in_words(-signal.SIGKILL) == "was killed by SIGKILL"
+    assert in_words(128 + signal.SIGTERM) == "was stopped by SIGTERM"

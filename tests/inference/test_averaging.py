@@ -1,0 +1,67 @@
+"""The mean of probabilities against PyTorch's softmax in float64."""
+
+import pytest
+import torch
+
+from unet3d.inference import averaging
+from unet3d.inference.averaging import ProbabilityMean
+
+
+def random_logits(*shape: int, number: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [6 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(number)]
+
+
+def mean_of(logits: list[torch.Tensor]) -> torch.Tensor:
+    mean = ProbabilityMean()
+    for one in logits:
+        mean.add(one.clone())
+    return mean.logits()
+
+
+@pytest.mark.parametrize("piece", [1, 100, 10**6])
+def test_it_is_the_mean_of_softmax(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(averaging, "PIECE_NUMBERS", piece)
+    logits = random_logits(4, 7, 5, 6)
+    expected = torch.stack([one.softmax(0) for one in logits]).mean(0)
+    torch.testing.assert_close(mean_of(logits).exp(), expected, rtol=1e-13, atol=0)
+    # Neither the mean of logits nor a vote gives these classes.
+    found = mean_of(logits).argmax(0)
+    assert torch.equal(found, expected.argmax(0))
+    assert not torch.equal(found, torch.stack(logits).mean(0).argmax(0))
+
+
+def test_copies_of_one_network_answer_as_it_does() -> None:
+    (logits,) = random_logits(3, 6, 6, 6, number=1)
+    difference = mean_of([logits] * 4) - logits  # logits have no unit: one number a voxel is open
+    torch.testing.assert_close(difference, difference[:1].expand_as(difference))
+
+
+def test_what_float32_cannot_hold_stays_finite_and_in_order() -> None:
+    logits = torch.tensor([500.0, 0.0, -500.0]).reshape(3, 1, 1, 1)
+    mean = mean_of([logits, -logits])
+    assert mean.isfinite().all()
+    torch.testing.assert_close(mean.exp().flatten(), torch.tensor([0.5, 0.0, 0.5]))
+
+
+def test_a_mean_begins_anew_and_takes_the_wider_type() -> None:
+    first, second, third = random_logits(2, 3, 3, 3)
+    mean = ProbabilityMean()
+    mean.add(first.float())
+    mean.add(second.clone())
+    assert mean.logits().dtype == torch.float64
+    mean.add(third.clone())
+    torch.testing.assert_close(mean.logits(), third.log_softmax(0))
+    with pytest.raises(RuntimeError, match="no networks"):
+        mean.logits()
+
+
+@pytest.mark.gpu
+def test_logits_that_had_no_place_on_the_gpu_bring_the_mean_to_the_host() -> None:
+    logits = random_logits(3, 4, 4, 4)
+    mean = ProbabilityMean()
+    for one, device in zip(logits, ("cuda", "cuda", "cpu"), strict=True):
+        mean.add(one.clone().to(device))
+    found = mean.logits()
+    assert found.device.type == "cpu"
+    torch.testing.assert_close(found, mean_of(logits))

@@ -1,0 +1,113 @@
+"""Which networks belong together, and when their files are read."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.networks import random_checkpoint, write_checkpoint
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import CheckpointError
+from unet3d.inference import networks
+from unet3d.inference.networks import Networks
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.volumes.transform import ChannelNormalization
+
+ALONE = Group(Ranks())
+CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=70.0)
+
+
+def of_preparation(**changes: Any) -> Checkpoint:
+    checkpoint = random_checkpoint(spacing_mm=(1.0, 1.0, 2.0))
+    preprocessing = replace(checkpoint.preprocessing, channels=(CT,))
+    return replace(checkpoint, preprocessing=replace(preprocessing, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"spacing_mm": (1.0, 1.0, 2.5)},
+            r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \[1.0, 1",
+        ),
+        ({"spacing_mm": None}, "its spacing_mm is None instead of"),
+        ({"channel_names": ("MR",)}, r"its channel_names is \['MR'\] instead of \['channel 0'\]"),
+        ({"label_names": ("a", "b", "c")}, "its label_names is"),
+        ({"label_values": (0, 1, 5)}, r"its label_values is \[0, 1, 5\] instead of \[0, 1, 2\]"),
+        ({"channels": (replace(CT, kind="z-score"),)}, "its channels is .*z-score.* instead"),
+        ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
+    ],
+    ids=str,
+)
+def test_networks_that_prepare_images_in_another_way_are_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(
+        CheckpointError, match=f"^network 3 cannot be averaged with network 1: {words}"
+    ):
+        Networks.of(of_preparation(), of_preparation(), of_preparation(**changes))
+
+
+def test_other_windows_and_levels_and_the_last_digit_do_not_matter() -> None:
+    nearly = of_preparation(channels=(replace(CT, mean=40.0 * (1 + 1e-7)),))
+    topology = replace(nearly.topology, channels=(4, 16))
+    Networks.of(of_preparation(), replace(nearly, topology=topology, patch_size=(8, 8, 8)))
+
+
+def test_files_are_read_in_a_thread_while_the_first_is_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt", "c.pt")]
+    read: list[tuple[str, str]] = []
+    go_on = threading.Event()
+
+    def load(path: Path, part: Any) -> Checkpoint:
+        read.append((path.stem, part))
+        if threading.current_thread() is not threading.main_thread() and path.stem != "a":
+            assert go_on.wait(20)
+        return load_checkpoint(path, part)
+
+    monkeypatch.setattr(networks, "load_checkpoint", load)
+    found = Networks.read(paths, ALONE)
+    assert read == [(name, "description") for name in "abc"]
+    assert all(weight.is_meta for one in found.described for weight in one.model.values())
+    first = found[0]  # the others are not there yet
+    go_on.set()
+    for name, of_file in zip("abc", [first, found[1], found[-1]], strict=True):
+        expected = load_checkpoint(tmp_path / f"{name}.pt").model
+        for key, weight in of_file.model.items():
+            assert torch.equal(weight, expected[key])
+    assert found[2] is found[2]  # once
+    assert sorted(read[3:]) == [(name, "network") for name in "abc"]
+
+
+def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path: Path) -> None:
+    paths = [write_checkpoint(tmp_path / name) for name in ("a.pt", "b.pt")]
+    content = bytearray(paths[1].read_bytes())
+    value = load_checkpoint(paths[1]).model["encoder.levels.0.0.conv.weight"].numpy().tobytes()
+    content[content.index(value)] ^= 1  # a digit of a weight
+    paths[1].write_bytes(content)
+    found = Networks.read(paths, ALONE)
+    found[0].build_model()
+    with pytest.raises(CheckpointError, match="b.pt is not a checkpoint, or is damaged"):
+        found[1]
+
+
+def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "a.pt")
+    found = Networks.read([path], ALONE)
+    write_checkpoint(path, patch_size=(8, 8, 8))
+    with pytest.raises(CheckpointError, match="a.pt was replaced while it was in use; give the"):
+        found[0]
+
+
+def test_what_continues_a_training_is_not_read(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "a.pt")
+    assert load_checkpoint(path, "network").training == {}
+    described = load_checkpoint(path, "description")
+    assert described.topology == random_checkpoint().topology
+    assert described.dtype == torch.float32

@@ -1,0 +1,102 @@
+"""Finding runs and checkpoints by the names of folders."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from unet3d.errors import CheckpointError
+from unet3d.runs.finding import checkpoints_in, folds_in, newest_run
+from unet3d.runs.run_folder import RunFolder
+
+
+def put_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
+    run = RunFolder(folder / "runs" / name)
+    run.create()
+    run.write_data({"number": begun})
+    for path, time in ((run.latest, begun), (run.summary, finished)):
+        if time is not None:
+            path.write_text("x")
+            os.utime(path, (time, time))
+
+
+def name_of(run: RunFolder | None) -> str | None:
+    return None if run is None else run.path.name
+
+
+def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert newest_run(finished=True) is None
+    (tmp_path / "runs").mkdir()
+    assert newest_run(finished=False) is None
+    (tmp_path / "runs" / "notes.txt").write_text("no run")
+    put_run(tmp_path, "empty", None, None)
+    assert newest_run(finished=False) is None
+    put_run(tmp_path, "z-old", 100, 200)
+    put_run(tmp_path, "b-finished-last", 300, 900)
+    put_run(tmp_path, "c-finished-first", 350, 800)
+    put_run(tmp_path, "a-going-on", 1000, None)
+    assert name_of(newest_run(finished=True)) == "b-finished-last"
+    assert name_of(newest_run(finished=False)) == "a-going-on"
+    old = newest_run(finished=False, suits=lambda run: (run.read_data() or {})["number"] < 350)
+    assert name_of(old) == "b-finished-last"
+    assert newest_run(finished=False, suits=lambda run: False) is None
+    (tmp_path / "runs" / "loop").symlink_to("loop")
+    assert name_of(newest_run(finished=False)) == "a-going-on"
+
+
+def test_a_run_over_folds_is_as_new_as_its_newest_fold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_run(tmp_path, "one", 500, 500)
+    put_run(tmp_path, "folds/fold0", 400, 400)
+    assert name_of(newest_run(finished=False)) == "one"
+    put_run(tmp_path, "folds/fold3", 600, None)
+    assert name_of(newest_run(finished=False)) == "folds"
+    assert name_of(newest_run(finished=True)) == "one"
+    (tmp_path / "runs/folds/summary.json").write_text("{}")
+    assert name_of(newest_run(finished=True)) == "folds"
+
+
+def test_folds_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for name in ("fold10", "fold9", "fold0", "fold", "folds", "fold1b", "validation"):
+        (tmp_path / name).mkdir()
+    assert {number: run.path.name for number, run in folds_in(tmp_path).items()} == {
+        0: "fold0",
+        9: "fold9",
+        10: "fold10",
+    }
+    assert folds_in(tmp_path / "fold0" / "absent") == {}
+
+
+def names_in(path: Path) -> list[str]:
+    return [str(file.relative_to(path)) for file in checkpoints_in(path)]
+
+
+def test_a_folder_stands_for_one_checkpoint_of_each_fold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for fold in (0, 2, 10):
+        put_run(tmp_path, f"mine/fold{fold}", 1, None)
+    mine = tmp_path / "runs" / "mine"
+    for fold in (0, 10):
+        (mine / f"fold{fold}" / "summary.json").write_text("{}")
+    (mine / "fold3").mkdir()  # which has not begun
+    files = [f"fold{fold}/checkpoint-latest.pt" for fold in (0, 2, 10)]
+    assert names_in(mine) == files
+    assert caplog.messages == [f"{mine}: the training of fold2, fold3 has not ended"]
+
+
+def test_a_folder_of_checkpoints_stands_for_all_of_them(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no folds that have, and no files"):
+        checkpoints_in(tmp_path)
+    for name in ("b.pt", "a.pt", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "c.pt").mkdir()
+    assert names_in(tmp_path) == ["a.pt", "b.pt"]
+    assert checkpoints_in(tmp_path / "b.pt") == (tmp_path / "b.pt",)
+    # A run stands for one, whatever lies beside it.
+    put_run(tmp_path, "run", 1, None)
+    (tmp_path / "runs/run/other.pt").touch()
+    assert names_in(tmp_path / "runs/run") == ["checkpoint-latest.pt"]

@@ -1,0 +1,61 @@
+"""The mean of the class probabilities of several networks, in the memory of one set of logits."""
+
+import math
+
+import torch
+from torch import Tensor
+
+PIECE_NUMBERS = 2**22
+"""Numbers whose exponentials are in memory at a time, beside the logits that they replace."""
+
+
+class ProbabilityMean:
+    """Adds up the probabilities that networks give to each class, one network after the other.
+
+    As in nnU-Net's ensembles (arXiv 1904.08128) every network counts the same, and each voxel is
+    given to the class of the largest mean. The mean is returned as its logarithm: that is what the
+    softmax of logits gives back, so it is resampled and compared as logits are, and several copies
+    of a network segment as one of them does.
+    """
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._num_networks = 0
+
+    def add(self, logits: Tensor) -> None:
+        """Add the probabilities of one more network.
+
+        Args:
+            logits: Shape (K, X, Y, Z), blended over all windows, on any device; their memory is
+                taken over.
+        """
+        _to_probabilities(logits)
+        self._num_networks += 1
+        if self._total is None:
+            self._total = logits
+            return
+        if logits.device.type == "cpu":  # where the device has too little memory for all of them
+            self._total = self._total.cpu()
+        dtype = torch.promote_types(self._total.dtype, logits.dtype)
+        self._total = self._total.to(dtype).add_(logits.to(self._total.device))
+
+    def logits(self) -> Tensor:
+        """Return the logarithm of the mean, shape (K, X, Y, Z), and forget it.
+
+        Raises:
+            RuntimeError: No network has been added.
+        """
+        if self._total is None:
+            raise RuntimeError("there is no mean of no networks")
+        mean = self._total.div_(self._num_networks)
+        self._total, self._num_networks = None, 0
+        # A probability that has become 0 has no logarithm that could be resampled.
+        return mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_()
+
+
+def _to_probabilities(logits: Tensor) -> None:
+    """Replace logits by their softmax, some planes at a time."""
+    numbers_of_plane = max(1, math.prod(logits.shape) // logits.shape[1])
+    num_planes = max(1, PIECE_NUMBERS // numbers_of_plane)
+    for planes in torch.split(logits, num_planes, dim=1):
+        planes.copy_(planes.softmax(0))

@@ -1,0 +1,123 @@
+"""The networks of one prediction: whether they belong together, and reading them in time."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import overload
+
+from unet3d.distributed.group import Group
+from unet3d.errors import CheckpointError
+from unet3d.inputs.plain_data import is_close, shown
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.volumes.transform import Preprocessing
+
+
+class Networks(Sequence[Checkpoint]):
+    """Trained networks whose probabilities are averaged; they prepare an image in one way.
+
+    Only what the files say of them is read at first. The weights of the first network are read when
+    it is asked for, and those of the others meanwhile, in their order, in a thread.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        described: Sequence[Checkpoint],
+        load: Callable[[int], Checkpoint],
+    ) -> None:
+        """See that they belong together.
+
+        Args:
+            names: What a user knows each of them by.
+            described: What is known of each without its weights; at least one.
+            load: Returns one of them with its weights; called from another thread.
+
+        Raises:
+            CheckpointError: One of them prepares images in another way than the first.
+        """
+        self.names = tuple(names)
+        self.described = tuple(described)
+        self._load = load
+        self._loaded: dict[int, Future[Checkpoint]] = {}
+        for name, other in zip(self.names[1:], self.described[1:], strict=True):
+            differences = _differences(self.described[0].preprocessing, other.preprocessing)
+            if differences:
+                raise CheckpointError(
+                    f"{name} cannot be averaged with {self.names[0]}: {'; '.join(differences)}; "
+                    "name networks that were trained on the same channels, labels and spacing"
+                )
+
+    @classmethod
+    def of(cls, *checkpoints: Checkpoint) -> "Networks":
+        """Return networks that are in memory already."""
+        names = [f"network {number}" for number in range(1, len(checkpoints) + 1)]
+        return cls(names, checkpoints, checkpoints.__getitem__)
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], group: Group) -> "Networks":
+        """Return the networks of files; all ranks call it.
+
+        Args:
+            paths: The checkpoints; ranks other than the first need only their number.
+            group: The ranks. Where there are several, all files are sent to them at once.
+
+        Raises:
+            CheckpointError: A file cannot be used, or the networks do not belong together.
+        """
+        if group.size > 1:
+            read = partial(load_checkpoint, part="network")
+            loaded = [group.file_from_first(path, read) for path in paths]
+            return cls([str(path) for path in paths], loaded, loaded.__getitem__)
+        described = [load_checkpoint(path, part="description") for path in paths]
+
+        def load(index: int) -> Checkpoint:
+            loaded = load_checkpoint(paths[index], part="network")
+            if replace(loaded, model={}) != replace(described[index], model={}):
+                raise CheckpointError(
+                    f"{paths[index]} was replaced while it was in use; give the same command again"
+                )
+            return loaded
+
+        return cls([str(path) for path in paths], described, load)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How all of them prepare an image."""
+        return self.described[0].preprocessing
+
+    def __len__(self) -> int:
+        return len(self.described)
+
+    @overload
+    def __getitem__(self, index: int) -> Checkpoint: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Checkpoint]: ...
+
+    def __getitem__(self, index: int | slice) -> Checkpoint | Sequence[Checkpoint]:
+        """Return a network with its weights, as soon as they are read.
+
+        Raises:
+            CheckpointError: They cannot be.
+        """
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        if not self._loaded:
+            with_one_thread = ThreadPoolExecutor(1, thread_name_prefix="networks")
+            self._loaded = {
+                number: with_one_thread.submit(self._load, number) for number in range(len(self))
+            }
+            with_one_thread.shutdown(wait=False)  # once all of them are read
+        return self._loaded[range(len(self))[index]].result()
+
+
+def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:
+    """Return how a preparation differs from the first network's, in words."""
+    wanted, found = first.to_dict(), other.to_dict()
+    return [
+        f"its {name} is {shown(found[name])} instead of {shown(wanted[name])}"
+        for name in wanted
+        if not is_close(wanted[name], found[name])
+    ]

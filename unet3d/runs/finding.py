@@ -1,0 +1,120 @@
+"""Finding runs, their folds and their checkpoints by the names of their folders."""
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.inputs.reading import read_json
+from unet3d.runs.run_folder import RUNS, RunFolder, checkpoint_in
+
+logger = logging.getLogger(__name__)
+
+FOLD = re.compile("fold([0-9]{1,4})")
+"""Name of the folder of one fold, within that of the run over several of them."""
+
+FOLDS = "folds.json"
+"""File of a run over several folds that says which they are."""
+
+
+def recorded_folds(path: Path) -> tuple[int, ...] | None:
+    """Return which folds a run is over.
+
+    Args:
+        path: Its folder.
+
+    Returns:
+        Their numbers; None where the folder is not that of a run over several folds.
+
+    Raises:
+        ConfigError: The record is damaged.
+    """
+    file = path / FOLDS
+    if not file.is_file():
+        return None
+    try:
+        folds = read_json(file)["folds"]
+    except (OSError, ValueError, TypeError, LookupError):
+        folds = None
+    numbers = folds if isinstance(folds, list) else []
+    if not numbers or any(type(fold) is not int or fold < 0 for fold in numbers):
+        raise ConfigError(f"{file} is damaged; name the folds with --folds and another --output")
+    return tuple(numbers)
+
+
+def folds_in(path: Path) -> dict[int, RunFolder]:
+    """Return the runs of single folds within the folder of a run over several, by their number.
+
+    Args:
+        path: A folder; where it is none, it has none.
+    """
+    try:
+        names = [folder.name for folder in path.iterdir()] if path.is_dir() else []
+    except OSError:  # it vanished, or is another user's
+        return {}
+    matches = sorted((int(found[1]), name) for name in names if (found := FOLD.fullmatch(name)))
+    return {number: RunFolder(path / name) for number, name in matches}
+
+
+def checkpoints_in(path: Path) -> tuple[Path, ...]:
+    """Return the checkpoints that are meant by a path.
+
+    Args:
+        path: A file; the folder of a run, which stands for one checkpoint; the folder of a run over
+            several folds, for one of each; or a folder of checkpoints, for all of them.
+
+    Raises:
+        CheckpointError: The folder has none.
+    """
+    if not path.is_dir():
+        return (path,)
+    run = RunFolder(path)
+    if run.latest.is_file() or run.best.is_file():
+        return (checkpoint_in(path),)
+    folds = list(folds_in(path).values())
+    begun = [fold for fold in folds if fold.latest.is_file() or fold.best.is_file()]
+    if begun:
+        lacking = [fold.path.name for fold in folds if not fold.has_summary()]
+        if lacking:
+            logger.warning("%s: the training of %s has not ended", path, some(lacking))
+        return tuple(checkpoint_in(fold.path) for fold in begun)
+    files = tuple(sorted(file for file in path.glob("*.pt") if file.is_file()))
+    if not files:
+        raise CheckpointError(
+            f"{path} has neither {run.latest.name} nor {run.best.name}, no folds that have, and no "
+            "files *.pt; name a checkpoint, or the folder of a run"
+        )
+    return files
+
+
+def newest_run(
+    finished: bool, suits: Callable[[RunFolder], bool] = lambda run: True
+) -> RunFolder | None:
+    """Return the run below ``runs/`` that was written to last; one over several folds counts once.
+
+    Args:
+        finished: Only runs that have come to their end, with all their folds.
+        suits: Whether a run is one of those that are meant; the newest ones are asked first.
+    """
+    if not RUNS.is_dir():
+        return None
+    written = []
+    for path in RUNS.iterdir():
+        run = RunFolder(path)
+        files = [run.summary if finished else run.latest]
+        if not finished:
+            files += [fold.latest for fold in folds_in(path).values()]
+        times = [seconds for file in files if (seconds := _written_at(file)) is not None]
+        if times:
+            written.append((max(times), path.name, run))
+    newest_first = (run for _, _, run in sorted(written, key=lambda one: one[:2], reverse=True))
+    return next(filter(suits, newest_first), None)
+
+
+def _written_at(path: Path) -> float | None:
+    """Return when a file was written, or None where there is none to be read."""
+    try:
+        return path.stat().st_mtime if path.is_file() else None
+    except OSError:  # it vanished, or its folder is another user's
+        return None
