@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from unet3d.config import ModelSettings
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
 
 TOLERANCE = 1e-10
+PER_SAMPLE = SegmentationLoss()
+BATCH_DICE = SegmentationLoss(joins_samples=True)
 
 
 def make_topology(**options: object) -> Topology:
@@ -26,16 +28,17 @@ def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Te
 
 @functools.lru_cache(maxsize=64)
 def plain_gradients(
-    topology: Topology, num_samples: int
+    topology: Topology, num_samples: int, loss_fn: SegmentationLoss = PER_SAMPLE
 ) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
     """Return loss, gradients and network of a step in float64, with the weights of seed 1.
 
-    All that ask for the same get the same, so none may change it.
+    The whole batch passes through the network, and its loss is taken, at once. All that ask for
+    the same get the same, so none may change it.
     """
     image, target = make_batch(num_samples)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
-    loss = dice_cross_entropy(model(image), target).total
+    loss = loss_fn(model(image), target).total
     loss.backward()
     gradients = {name: value.grad for name, value in model.named_parameters()}
     return loss.detach(), gradients, model
