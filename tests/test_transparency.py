@@ -101,6 +101,25 @@ def test_what_is_made_again_is_transparent(
         assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
 
 
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("deep_supervision", [False, True])
+@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
+def test_ignored_voxels_are_transparent(
+    loss_fn: SegmentationLoss, deep_supervision: bool, num_micro_batches: int, num_samples: int
+) -> None:
+    """Micro-batches in which unequal shares are labelled, and nothing at all."""
+    topology = make_topology(deep_supervision=deep_supervision)
+    image, target = make_batch(num_samples, ignores=True)
+    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores=True)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
+    terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
+    assert_close(terms.total, loss, "loss")
+    assert_gradients(model, gradients)
+
+
 @pytest.mark.parametrize("balance", ["encoder-decoder", "time", "memory"])
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
 def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(

@@ -60,6 +60,44 @@ def test_classes_without_a_voxel_are_monais_too(present: tuple[int, ...]) -> Non
     )
 
 
+@pytest.mark.parametrize("joins_samples", [False, True])
+def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> None:
+    """nnU-Net's masks, written anew: means over what is labelled, of each sample or of all."""
+    logits, target = make_batch(3)
+    target[0, :4] = 3
+    target[2] = 3  # nothing of the last sample is labelled
+    logits.requires_grad_()
+    terms = SegmentationLoss(joins_samples=joins_samples)(logits, target)
+    chance, dice, cross_entropy = logits.softmax(1), [], []
+    groups = [[0, 1, 2]] if joins_samples else [[0], [1], [2]]
+    for group in groups:
+        mask = (target[group] != 3).double()
+        surprise = torch.nn.functional.cross_entropy(
+            logits[group], target[group], ignore_index=3, reduction="none"
+        )
+        cross_entropy.append(surprise.sum() / mask.sum().clamp_min(1))
+        for label in (1, 2):
+            truth = (target[group] == label).double()
+            predicted = chance[group][:, label] * mask
+            overlap = 2 * (predicted * truth).sum() + 1e-5
+            dice.append(1 - overlap / (predicted.sum() + truth.sum() + 1e-5))
+    expected = torch.stack(dice).mean() + torch.stack(cross_entropy).mean()
+    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
+    found, wanted = gradient(terms.total, logits), gradient(expected, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+    assert not found[2].any() and not found[0, :, :4].any()
+
+
+def test_a_batch_without_a_label_costs_nothing() -> None:
+    logits, _ = make_batch(3)
+    target = torch.full((3, 6, 5, 7), 3)
+    logits.requires_grad_()
+    for loss in (dice_cross_entropy, BATCH_DICE):
+        terms = loss(logits, target)
+        assert terms.total.item() == pytest.approx(0, abs=1e-12)
+        assert not gradient(terms.total, logits).any()
+
+
 def test_an_empty_class_that_is_not_predicted_costs_nothing() -> None:
     target = torch.zeros(1, 4, 4, 4, dtype=torch.long)
     logits = torch.zeros(1, 2, 4, 4, 4, dtype=torch.float64)

@@ -15,7 +15,8 @@ from unet3d.parallel import Layout, parallelize
 from unet3d.volumes.loader import share_of
 
 CASES = (
-    # samples of the batch, stages, micro-batches, whether their sums are joined, options
+    # samples of the batch, stages, micro-batches, whether their sums are joined, options; in all
+    # with joined sums a part of the voxels is ignored
     (5, 1, 1, False, {}),
     (5, 1, 3, False, {"encoder": "residual", "deep_supervision": True}),
     (2, 1, 1, False, {}),
@@ -49,7 +50,7 @@ def take_part(folder: Path) -> None:
                 num_micro_batches=num_micro_batches,
             )
             executor = parallelize(model, layout, group)
-            image, target = make_batch(num_samples)
+            image, target = make_batch(num_samples, ignores=joins_samples)
             mine = share_of(range(num_samples), rank, group.size)
             weight = len(mine) * group.size / num_samples
             rows = list(mine or range(1))

@@ -42,7 +42,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
     num_samples, _, _, joins_samples, options = CASES[case]
     loss = SegmentationLoss(joins_samples=joins_samples)
-    expected_loss, expected, _ = plain_gradients(make_topology(**options), num_samples, loss)
+    topology = make_topology(**options)
+    expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
     for step in range(STEPS):
         by_rank = [
             torch.load(answers / f"{num_ranks}-{case}-{step}-{rank}.pt")

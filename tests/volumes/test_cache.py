@@ -189,6 +189,8 @@ def test_foreground_voxels_are_those_of_each_class() -> None:
     label[1, 2, 3] = label[2, 0, 0] = 2
     voxels = foreground_voxels(label, 4)
     assert [array.tolist() for array in voxels] == [[], [], [33, 40], []]
+    label_and_ignored = np.where(label, label, 4).astype(np.uint8)
+    assert all(map(np.array_equal, foreground_voxels(label_and_ignored, 4), voxels))
     assert (
         np.argwhere(label).tolist() == np.transpose(np.unravel_index(voxels[2], (3, 4, 5))).tolist()
     )

@@ -23,7 +23,8 @@ class LossTerms:
     """One minus the soft Dice: the mean over foreground classes, and over samples unless they are
     joined."""
     cross_entropy: Tensor
-    """Mean over samples and voxels, in nats."""
+    """Mean over the voxels that count, in nats: of each sample, then over samples; or of all at
+    once, where samples are joined."""
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""
@@ -80,6 +81,7 @@ class SegmentationLoss:
             logits: (N, K, X, Y, Z); with deep supervision a sequence, full resolution first, whose
                 losses are weighted 1, 1/2, 1/4, ... and normalised.
             target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
+                Voxels whose index is K or more do not count.
         """
         return self.from_sums(self.sums(logits, target))
 
@@ -116,7 +118,8 @@ class SegmentationLoss:
         """
         surprise, common, predicted, counted = sums.unbind(1)
         counted = counted.detach()
-        cross_entropy = (surprise.sum(2) / counted.sum(2)).mean(1)
+        # A sample without a voxel that counts is as good as can be: both of its terms are 0.
+        cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)
         overlap = (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
         dice = 1 - overlap[..., 1:].mean((1, 2))
         return LossTerms(
