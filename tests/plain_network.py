@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from unet3d.config import ModelSettings
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
 
 TOLERANCE = 1e-10
+PER_SAMPLE = SegmentationLoss()
+BATCH_DICE = SegmentationLoss(joins_samples=True)
 
 
 def make_topology(**options: object) -> Topology:
@@ -17,25 +19,38 @@ def make_topology(**options: object) -> Topology:
     return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
 
 
-def make_batch(num_samples: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def make_batch(
+    num_samples: int, dtype: torch.dtype = torch.float64, ignores: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return images and targets; where it ignores, a share that differs has no class.
+
+    Of the last of several samples nothing has.
+    """
     generator = torch.Generator().manual_seed(num_samples)
     image = torch.randn(num_samples, 2, 16, 16, 8, generator=generator, dtype=dtype)
     target = torch.randint(0, 3, (num_samples, 16, 16, 8), generator=generator)
+    if ignores:
+        shares = torch.linspace(0.2, 1.0, num_samples).view(-1, 1, 1, 1)
+        target[torch.rand(target.shape, generator=generator) < shares] = 3
     return image, target.to(torch.uint8)
 
 
 @functools.lru_cache(maxsize=64)
 def plain_gradients(
-    topology: Topology, num_samples: int
+    topology: Topology,
+    num_samples: int,
+    loss_fn: SegmentationLoss = PER_SAMPLE,
+    ignores: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor], UNet3d]:
     """Return loss, gradients and network of a step in float64, with the weights of seed 1.
 
-    All that ask for the same get the same, so none may change it.
+    The whole batch passes through the network, and its loss is taken, at once. All that ask for
+    the same get the same, so none may change it.
     """
-    image, target = make_batch(num_samples)
+    image, target = make_batch(num_samples, ignores=ignores)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
-    loss = dice_cross_entropy(model(image), target).total
+    loss = loss_fn(model(image), target).total
     loss.backward()
     gradients = {name: value.grad for name, value in model.named_parameters()}
     return loss.detach(), gradients, model

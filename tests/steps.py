@@ -7,7 +7,7 @@ import torch
 from tests.shards import ThreadMessages, run_shards
 from unet3d.config import ModelSettings, Shape, Spacing, TrainingSettings
 from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import UNet3d, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
 from unet3d.parallel.precision import autocast_dtype, image_dtype
@@ -30,6 +30,7 @@ def make_step(
     model: ModelSettings = SMALL,
     optimizer: str = "sgd",
     spacing_mm: Spacing = (1.0, 1.0, 1.0),
+    batch_dice: bool = False,
     **layout: object,
 ) -> Step:
     """Return a step of a network with two channels and three classes."""
@@ -42,7 +43,7 @@ def make_step(
         ),
         size=size,
         batch_size=batch_size,
-        settings=TrainingSettings(optimizer=optimizer),
+        settings=TrainingSettings(optimizer=optimizer, batch_dice=batch_dice),
         precision=precision,
     )
 
@@ -81,9 +82,7 @@ def _measure(step: Step, executor: Executor) -> dict[int, SlotMemory]:
         if number == 1:
             meter.start()
             executor.observer = meter
-        executor.forward_backward(
-            image, target, dice_cross_entropy, optimization.scale, planes=planes
-        )
+        executor.forward_backward(image, target, step.loss, optimization.scale, planes=planes)
         meter.note_gradients()
         optimization.step(0.01)
     return meter.read(optimization.optimizer)

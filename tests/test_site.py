@@ -92,6 +92,7 @@ def test_every_setting_is_explained(site: Path, pages: dict[Path, Page]) -> None
     "name",
     [
         "unet3d.errors.DatasetError",
+        "unet3d.model.loss.SegmentationLoss",
         "unet3d.model.loss.dice_cross_entropy",
         "unet3d.model.topology.plan_topology",
         "unet3d.model.unet.UNet3d",

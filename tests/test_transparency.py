@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.plain_network import (
+    BATCH_DICE,
+    PER_SAMPLE,
     TOLERANCE,
     assert_close,
     assert_gradients,
@@ -18,7 +20,7 @@ from tests.plain_network import (
 )
 from unet3d.config import Balance, ModelSettings, Recompute
 from unet3d.kernels import recompute as remake
-from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 
 
@@ -37,6 +39,7 @@ from unet3d.parallel import Layout, choose_cuts, parallelize
 )
 @pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(1, 1), (3, 2), (5, 3), (5, 5)])
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
+@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
 def test_spreading_is_transparent(
     options: dict[str, object],
     num_devices: int,
@@ -44,10 +47,11 @@ def test_spreading_is_transparent(
     num_samples: int,
     num_micro_batches: int,
     schedule: Literal["1f1b", "all-forward"],
+    loss_fn: SegmentationLoss,
 ) -> None:
     topology = make_topology(**options)
     image, target = make_batch(num_samples)
-    loss, gradients, _ = plain_gradients(topology, num_samples)
+    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     devices = (torch.device("cpu"),) * num_devices
@@ -62,7 +66,7 @@ def test_spreading_is_transparent(
         ),
     )
 
-    terms = executor.forward_backward(image, target, dice_cross_entropy)
+    terms = executor.forward_backward(image, target, loss_fn)
 
     assert_close(terms.total, loss, "loss")
     assert_gradients(model, gradients)
@@ -83,16 +87,18 @@ def test_spreading_is_transparent(
 )
 @pytest.mark.parametrize("recompute", ["norm", "level", "off"])
 @pytest.mark.parametrize("cuts", [(), (9,), (3, 8)], ids=str)
+@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
 def test_what_is_made_again_is_transparent(
     options: dict[str, object],
     recompute: Recompute,
     cuts: tuple[int, ...],
+    loss_fn: SegmentationLoss,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = make_topology(**options)
     image, target = make_batch(3)
-    loss, gradients, plain = plain_gradients(topology, 3)
+    loss, gradients, plain = plain_gradients(topology, 3, loss_fn)
     torch.manual_seed(1)
     model = UNet3d(topology).double()
     num_micro_batches = 1 if topology.norm == "batch" else 2
@@ -100,11 +106,30 @@ def test_what_is_made_again_is_transparent(
     layout = Layout(
         devices=devices, cuts=cuts, num_micro_batches=num_micro_batches, recompute=recompute
     )
-    terms = parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
+    terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
     assert_close(terms.total, loss, "loss")
     assert_gradients(model, gradients)
     for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
+
+
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("deep_supervision", [False, True])
+@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
+def test_ignored_voxels_are_transparent(
+    loss_fn: SegmentationLoss, deep_supervision: bool, num_micro_batches: int, num_samples: int
+) -> None:
+    """Micro-batches in which unequal shares are labelled, and nothing at all."""
+    topology = make_topology(deep_supervision=deep_supervision)
+    image, target = make_batch(num_samples, ignores=True)
+    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores=True)
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
+    terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
+    assert_close(terms.total, loss, "loss")
+    assert_gradients(model, gradients)
 
 
 @pytest.mark.parametrize("balance", ["encoder-decoder", "time", "memory"])
@@ -147,13 +172,18 @@ def test_batch_norm_is_transparent_on_two_devices() -> None:
     assert_gradients(model, gradients)
 
 
-def test_a_scale_changes_gradients_but_not_the_reported_loss() -> None:
-    image, target = make_batch(2)
-    loss, gradients, _ = plain_gradients(make_topology(), 2)
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
+def test_a_scale_changes_gradients_but_not_the_reported_loss(
+    loss_fn: SegmentationLoss, num_micro_batches: int
+) -> None:
+    image, target = make_batch(3)
+    loss, gradients, _ = plain_gradients(make_topology(), 3, loss_fn)
     torch.manual_seed(1)
     model = UNet3d(make_topology()).double()
-    executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
-    terms = executor.forward_backward(image, target, dice_cross_entropy, scale=1024.0)
+    layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
+    executor = parallelize(model, layout)
+    terms = executor.forward_backward(image, target, loss_fn, scale=1024.0)
     assert_close(terms.total, loss, "loss")
     weight = model.encoder.levels[0][0].conv.weight
     assert_close(weight.grad, 1024 * gradients["encoder.levels.0.0.conv.weight"], "weight")

@@ -6,7 +6,9 @@ import torch
 from monai.losses import DiceCELoss
 from torch import Tensor
 
-from unet3d.model import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
+from unet3d.model import LossTerms, SegmentationLoss, dice_cross_entropy
+
+BATCH_DICE = SegmentationLoss(joins_samples=True)
 
 
 def make_batch(
@@ -19,8 +21,9 @@ def make_batch(
     return logits, target
 
 
-def monai_loss(logits: Tensor, target: Tensor) -> Tensor:
+def monai_loss(logits: Tensor, target: Tensor, joins_samples: bool = False) -> Tensor:
     loss = DiceCELoss(
+        batch=joins_samples,
         include_background=False,
         to_onehot_y=True,
         softmax=True,
@@ -35,11 +38,13 @@ def gradient(loss: Tensor, logits: Tensor) -> Tensor:
     return result
 
 
+@pytest.mark.parametrize("joins_samples", [False, True])
 @pytest.mark.parametrize("num_classes", [2, 3, 6])
-def test_loss_and_gradient_are_monais(num_classes: int) -> None:
+def test_loss_and_gradient_are_monais(num_classes: int, joins_samples: bool) -> None:
     logits, target = make_batch(num_classes)
     logits.requires_grad_()
-    ours, theirs = dice_cross_entropy(logits, target).total, monai_loss(logits, target)
+    ours = SegmentationLoss(joins_samples=joins_samples)(logits, target).total
+    theirs = monai_loss(logits, target, joins_samples)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradient(ours, logits), gradient(theirs, logits), rtol=1e-10, atol=1e-14
@@ -53,6 +58,44 @@ def test_classes_without_a_voxel_are_monais_too(present: tuple[int, ...]) -> Non
     torch.testing.assert_close(
         dice_cross_entropy(logits, target).total, monai_loss(logits, target), rtol=1e-12, atol=0
     )
+
+
+@pytest.mark.parametrize("joins_samples", [False, True])
+def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> None:
+    """nnU-Net's masks, written anew: means over what is labelled, of each sample or of all."""
+    logits, target = make_batch(3)
+    target[0, :4] = 3
+    target[2] = 3  # nothing of the last sample is labelled
+    logits.requires_grad_()
+    terms = SegmentationLoss(joins_samples=joins_samples)(logits, target)
+    chance, dice, cross_entropy = logits.softmax(1), [], []
+    groups = [[0, 1, 2]] if joins_samples else [[0], [1], [2]]
+    for group in groups:
+        mask = (target[group] != 3).double()
+        surprise = torch.nn.functional.cross_entropy(
+            logits[group], target[group], ignore_index=3, reduction="none"
+        )
+        cross_entropy.append(surprise.sum() / mask.sum().clamp_min(1))
+        for label in (1, 2):
+            truth = (target[group] == label).double()
+            predicted = chance[group][:, label] * mask
+            overlap = 2 * (predicted * truth).sum() + 1e-5
+            dice.append(1 - overlap / (predicted.sum() + truth.sum() + 1e-5))
+    expected = torch.stack(dice).mean() + torch.stack(cross_entropy).mean()
+    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
+    found, wanted = gradient(terms.total, logits), gradient(expected, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+    assert not found[2].any() and not found[0, :, :4].any()
+
+
+def test_a_batch_without_a_label_costs_nothing() -> None:
+    logits, _ = make_batch(3)
+    target = torch.full((3, 6, 5, 7), 3)
+    logits.requires_grad_()
+    for loss in (dice_cross_entropy, BATCH_DICE):
+        terms = loss(logits, target)
+        assert terms.total.item() == pytest.approx(0, abs=1e-12)
+        assert not gradient(terms.total, logits).any()
 
 
 def test_an_empty_class_that_is_not_predicted_costs_nothing() -> None:
@@ -109,6 +152,44 @@ def test_weighted_micro_batches_add_up_exactly(sizes: tuple[int, ...]) -> None:
         torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
+def test_joined_sums_of_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
+    logits, target = make_batch(3, num_samples=5)
+    portions = zip(logits.split(sizes), target.split(sizes), strict=True)
+    total = torch.stack([BATCH_DICE.sums(some, labels) for some, labels in portions]).sum(0)
+    assert total.shape == (1, 4, 1, 3)
+    torch.testing.assert_close(
+        BATCH_DICE.from_sums(total).total, monai_loss(logits, target, True), rtol=1e-12, atol=0
+    )
+
+
+def test_a_false_positive_far_from_a_lesion_costs_something_with_batch_dice() -> None:
+    """A lesion is in one patch; where another one, without it, has a false positive, look there."""
+    shape = (2, 32, 32, 32)
+    target = torch.zeros(shape, dtype=torch.uint8)
+    target[0, 10:20, 10:20, 10:20] = 1
+    lesion = target.bool()
+    lesion[1, 4:12, 4:12, 4:12] = True  # what the network sees
+    score = torch.where(lesion, 5.0, -5.0).double()
+    logits = torch.stack((-score, score), 1).requires_grad_()
+
+    def pull(loss: SegmentationLoss) -> float:
+        """Return the gradient that all false voxels have together, of the Dice alone."""
+        found = gradient(loss(logits, target).dice, logits)
+        return float(found[1, 1, 4:12, 4:12, 4:12].sum())
+
+    alone, joined = pull(dice_cross_entropy), pull(BATCH_DICE)
+    assert 0 <= alone < 1e-8
+    assert joined > 1e4 * alone
+    # The independent formula: d/dx of 2c / (p + t), over the one foreground class.
+    logits_too = logits.detach().clone().requires_grad_()
+    chance = logits_too.softmax(1)[:, 1]
+    truth = (target == 1).double()
+    dice = 1 - (2 * (chance * truth).sum() + 1e-5) / (chance.sum() + truth.sum() + 1e-5)
+    expected = gradient(dice, logits_too)[1, 1, 4:12, 4:12, 4:12].sum()
+    assert joined == pytest.approx(float(expected), rel=1e-10)
+
+
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4)], ids=str)
 def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> None:
     """Ratios of slabs do not add up; sums do, and so do the gradients that they lead to."""
@@ -116,9 +197,9 @@ def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> No
     logits.requires_grad_()
     expected = monai_loss(logits, target)
     slabs = zip(logits.split(sizes, 2), target.split(sizes, 1), strict=True)
-    sums = torch.stack([loss_sums(slab, labels) for slab, labels in slabs]).sum(0)
-    assert sums.shape == (4, 3, 4)
-    terms = loss_from_sums(sums)
+    sums = torch.stack([dice_cross_entropy.sums(slab, labels) for slab, labels in slabs]).sum(0)
+    assert sums.shape == (1, 4, 3, 4)
+    terms = dice_cross_entropy.from_sums(sums)
     torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         gradient(terms.total, logits), gradient(expected, logits), rtol=1e-10, atol=1e-14
@@ -128,8 +209,8 @@ def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> No
 def test_sums_of_micro_batches_are_joined_along_samples() -> None:
     logits, target = make_batch(3, num_samples=5)
     portions = zip(logits.split((2, 3)), target.split((2, 3)), strict=True)
-    joined = torch.cat([loss_sums(some, labels) for some, labels in portions], 1)
-    whole, expected = loss_from_sums(joined), dice_cross_entropy(logits, target)
+    joined = torch.cat([dice_cross_entropy.sums(some, labels) for some, labels in portions], 2)
+    whole, expected = dice_cross_entropy.from_sums(joined), dice_cross_entropy(logits, target)
     for name in ("total", "dice", "cross_entropy"):
         torch.testing.assert_close(
             getattr(whole, name), getattr(expected, name), rtol=1e-13, atol=0
@@ -139,13 +220,15 @@ def test_sums_of_micro_batches_are_joined_along_samples() -> None:
 def test_sums_of_a_coarse_level_take_every_nth_voxel() -> None:
     logits, target = make_batch(3)
     fine = target.repeat_interleave(2, 1).repeat_interleave(3, 3)
-    assert torch.equal(loss_sums(logits, fine), loss_sums(logits, target))
+    assert torch.equal(
+        dice_cross_entropy.sums(logits, fine), dice_cross_entropy.sums(logits, target)
+    )
 
 
 def test_the_loss_of_sums_is_the_formula() -> None:
     """Of one sample: background, and a class of 6 voxels of which p finds 4, and 1 elsewhere."""
-    sums = torch.tensor([[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]).double()
-    terms = loss_from_sums(sums)
+    sums = torch.tensor([[[[2.0, 3.0]], [[9.0, 4.0]], [[11.0, 5.0]], [[10.0, 6.0]]]]).double()
+    terms = dice_cross_entropy.from_sums(sums)
     assert terms.cross_entropy.item() == pytest.approx(5 / 16)
     assert terms.dice.item() == pytest.approx(1 - 8 / 11, abs=1e-6)
     assert terms.total.item() == pytest.approx(5 / 16 + 3 / 11, abs=1e-6)

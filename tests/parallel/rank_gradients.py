@@ -10,20 +10,27 @@ from tests.plain_network import make_batch, make_topology
 from tests.ranks import in_ranks
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.parallel import Layout, parallelize
 from unet3d.volumes.loader import share_of
 
 CASES = (
-    # samples of the batch, stages, micro-batches, options of the network
-    (5, 1, 1, {}),
-    (5, 1, 3, {"encoder": "residual", "deep_supervision": True}),
-    (2, 1, 1, {}),
-    (1, 1, 2, {}),
-    (7, 2, 2, {}),
-    (1, 2, 1, {}),
-    (5, 3, 5, {"norm": "group", "deep_supervision": True}),
-    (3, 2, 2, {"kernels": "anisotropic"}),
+    # samples of the batch, stages, micro-batches, whether their sums are joined, options; in all
+    # with joined sums a part of the voxels is ignored
+    (5, 1, 1, False, {}),
+    (5, 1, 3, False, {"encoder": "residual", "deep_supervision": True}),
+    (2, 1, 1, False, {}),
+    (1, 1, 2, False, {}),
+    (7, 2, 2, False, {}),
+    (1, 2, 1, False, {}),
+    (5, 3, 5, False, {"norm": "group", "deep_supervision": True}),
+    (5, 1, 1, True, {}),
+    (5, 1, 3, True, {"deep_supervision": True}),
+    (2, 1, 1, True, {"encoder": "residual", "deep_supervision": True}),
+    (1, 1, 2, True, {}),
+    (7, 2, 2, True, {}),
+    (4, 2, 3, True, {"norm": "group", "deep_supervision": True}),
+    (3, 2, 2, False, {"kernels": "anisotropic"}),
 )
 STEPS = 3
 WORLD_SIZES = (2, 3)
@@ -33,7 +40,8 @@ def take_part(folder: Path) -> None:
     with joined(Ranks.from_environment()) as group:
         group.open(60)
         rank = group.ranks.rank
-        for number, (num_samples, num_stages, num_micro_batches, options) in enumerate(CASES):
+        for number, case in enumerate(CASES):
+            num_samples, num_stages, num_micro_batches, joins_samples, options = case
             # Every rank begins with weights of its own: the first one's must win.
             torch.manual_seed(1 + rank)
             model = UNet3d(make_topology(**options)).double()
@@ -43,18 +51,17 @@ def take_part(folder: Path) -> None:
                 num_micro_batches=num_micro_batches,
             )
             executor = parallelize(model, layout, group)
-            image, target = make_batch(num_samples)
+            image, target = make_batch(num_samples, ignores=joins_samples)
             mine = share_of(range(num_samples), rank, group.size)
             weight = len(mine) * group.size / num_samples
             rows = list(mine or range(1))
+            loss = SegmentationLoss(joins_samples=joins_samples)
             for step in range(STEPS):  # DDP arranges its buckets anew after the first
                 model.zero_grad(set_to_none=step == 0)
-                terms = executor.forward_backward(
-                    image[rows], target[rows], dice_cross_entropy, weight
-                )
+                terms = executor.forward_backward(image[rows], target[rows], loss, weight=weight)
                 gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-                (loss,) = group.sum([terms.total.item() * len(mine) / num_samples])
-                torch.save((loss, gradients), folder / f"{group.size}-{number}-{step}-{rank}.pt")
+                (total,) = group.sum([terms.total.item() * len(mine) / num_samples])
+                torch.save((total, gradients), folder / f"{group.size}-{number}-{step}-{rank}.pt")
             model.zero_grad()
             for stage in executor.stages:  # as after a step that a GPU has replayed
                 parameters = [p for block in stage.blocks for p in block.module.parameters()]

@@ -11,7 +11,7 @@ from tests.parallel.cpu_graphs import CpuGraphPool
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as recomputing
 from unet3d.memory.measurement import measured_steps
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import (
     Executor,
@@ -148,6 +148,27 @@ def take_steps(executor: Executor, number: int = NUM_WARM_UP_STEPS + 2) -> list[
         executor.module.zero_grad()
         terms = executor.forward_backward(image.double(), target, dice_cross_entropy)
     return [terms.total, *(parameter.grad for parameter in executor.module.parameters())]
+
+
+@pytest.mark.parametrize(("num_micro_batches", "num_captured"), [(1, 5), (2, 0)])
+def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
+    cpu_graphs: type[CpuGraphPool], num_micro_batches: int, num_captured: int
+) -> None:
+    loss = SegmentationLoss(joins_samples=True)
+
+    def found(choice: str) -> list[Tensor]:
+        executor = make_executor(
+            (CPU, CPU), num_micro_batches=num_micro_batches, cuda_graphs=choice
+        )
+        image, target = make_batch(1)
+        for _ in range(NUM_WARM_UP_STEPS + 2):
+            executor.module.zero_grad()
+            terms = executor.forward_backward(image.double(), target, loss)
+        gradients = [p.grad for p in executor.module.parameters() if p.grad is not None]
+        return [terms.total, *gradients]
+
+    assert_close(found("auto"), found("off"), 1e-10)
+    assert cpu_graphs.num_captured == num_captured
 
 
 def test_a_changed_network_is_captured_anew(cpu_graphs: type[CpuGraphPool]) -> None:

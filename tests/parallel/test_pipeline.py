@@ -3,7 +3,13 @@ import torch
 from torch import Tensor, nn
 
 from unet3d.errors import ConfigError
-from unet3d.model import SequentialNetwork, Topology, UNet3d, dice_cross_entropy
+from unet3d.model import (
+    SegmentationLoss,
+    SequentialNetwork,
+    Topology,
+    UNet3d,
+    dice_cross_entropy,
+)
 from unet3d.parallel import Layout, parallelize
 
 CPU = torch.device("cpu")
@@ -47,6 +53,22 @@ def test_a_frozen_encoder_is_passed_by(num_micro_batches: int) -> None:
     parallelize(model, layout).forward_backward(image, target, dice_cross_entropy)
     dice_cross_entropy(plain(image), target).total.backward()
     assert_same_gradients(model, plain)
+
+
+def test_dropout_cannot_pass_forward_twice_for_batch_dice() -> None:
+    def with_dropout() -> SequentialNetwork:
+        chain = nn.Sequential(nn.Conv3d(1, 3, 1), nn.Dropout3d(0.5), nn.Conv3d(3, 3, 1))
+        return SequentialNetwork(chain, (1, 4, 4, 4))
+
+    loss = SegmentationLoss(joins_samples=True)
+    image = torch.randn(2, 1, 4, 4, 4)
+    target = torch.zeros(2, 4, 4, 4, dtype=torch.uint8)
+    once = parallelize(with_dropout(), Layout(devices=(CPU,)))
+    assert once.forward_backward(image, target, loss).total.isfinite()
+    twice = parallelize(with_dropout(), Layout(devices=(CPU,), num_micro_batches=2))
+    with pytest.raises(ConfigError, match=r"dropout.*training\.batch_dice=false"):
+        twice.forward_backward(image, target, loss)
+    assert twice.forward_backward(image, target, dice_cross_entropy).total.isfinite()
 
 
 def test_a_loss_may_leave_out_a_result() -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from unet3d.config import Config, ParallelSettings
+from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError, Unet3dError
 from unet3d.parallel import Layout, Machine, ParallelDims
@@ -361,6 +361,22 @@ def test_a_rank_has_one_slab_of_one_replica(
     assert layout.devices == (own,)
     assert (layout.num_replicas, layout.num_shards) == (num_replicas, dims.num_shards)
     assert layout.shard == group[1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "batch_dice", "expected"),
+    [
+        ("0,1", 1, "true", "auto"),
+        ("0,1,2,3", 2, "true", "off"),
+        ("0,1,2,3", 2, "false", "auto"),
+    ],
+)
+def test_replicas_that_tell_one_another_sums_launch_their_steps(
+    devices: str, replicas: int, batch_dice: str, expected: str
+) -> None:
+    config = load_config(None, [f"training.batch_dice={batch_dice}"])
+    dims = spatial(devices, replicas)
+    assert Layout.of(config, dims, "float32").cuda_graphs == expected
 
 
 def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here() -> None:

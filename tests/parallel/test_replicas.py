@@ -17,7 +17,7 @@ from tests.plain_network import (
 )
 from tests.ranks import environment
 from unet3d.errors import ConfigError
-from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
 from unet3d.parallel.replicas import use_plain_strides
 
@@ -40,8 +40,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
-    num_samples, _, _, options = CASES[case]
-    expected_loss, expected, _ = plain_gradients(make_topology(**options), num_samples)
+    num_samples, _, _, joins_samples, options = CASES[case]
+    loss = SegmentationLoss(joins_samples=joins_samples)
+    topology = make_topology(**options)
+    expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
     for step in range(STEPS):
         by_rank = [
             torch.load(answers / f"{num_ranks}-{case}-{step}-{rank}.pt")
@@ -59,13 +61,13 @@ def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: i
         assert torch.equal(gradient, torch.full_like(gradient, mean))
 
 
-def two_steps(executor: Executor, dtype: torch.dtype) -> list[torch.Tensor]:
+def two_steps(executor: Executor, dtype: torch.dtype, loss: SegmentationLoss) -> list[torch.Tensor]:
     """Return all gradients in a row, after each of two steps on batches of four."""
     found = []
     for number in range(2):
         image, target = (value[:4] for value in make_batch(5 + number, dtype))
         target = target.to(executor.output_device)
-        executor.forward_backward(image.to(executor.input_device), target, dice_cross_entropy)
+        executor.forward_backward(image.to(executor.input_device), target, loss)
         gradients = [p.grad.cpu().flatten() for p in executor.module.parameters()]
         found.append(torch.cat(gradients))
         with torch.no_grad():
@@ -78,8 +80,9 @@ def two_steps(executor: Executor, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.multigpu
 @pytest.mark.parametrize("output", GPUS, ids=str)
 @pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("joins_samples", [False, True])
 def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
-    output: torch.device, lowered: torch.dtype | None
+    output: torch.device, lowered: torch.dtype | None, joins_samples: bool
 ) -> None:
     dtype = torch.float64 if lowered is None else torch.float32
     networks = []
@@ -92,7 +95,9 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
     one = parallelize(
         networks[1], Layout(devices=GPUS[:1], cuts=None, num_micro_batches=1, autocast=lowered)
     )
-    for actual, expected in zip(two_steps(threads, dtype), two_steps(one, dtype), strict=True):
+    loss = SegmentationLoss(joins_samples=joins_samples)
+    found, wanted = two_steps(threads, dtype, loss), two_steps(one, dtype, loss)
+    for actual, expected in zip(found, wanted, strict=True):
         if lowered is None:
             assert_close(actual, expected, "gradients")
         similarity = torch.nn.functional.cosine_similarity(actual, expected, dim=0)

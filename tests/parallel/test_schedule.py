@@ -6,6 +6,7 @@ import pytest
 from unet3d.parallel.schedule import (
     Action,
     Schedule,
+    all_forward,
     all_forward_all_backward,
     one_forward_one_backward,
 )
@@ -156,3 +157,13 @@ def test_work_is_queued_as_early_as_it_can_run() -> None:
     for schedule in SCHEDULES:
         times = list(run(schedule, 6, 3).values())
         assert times == sorted(times)
+
+
+@each_size
+def test_all_forward_is_a_pipeline_without_backward(
+    num_micro_batches: int, num_stages: int
+) -> None:
+    begins = run(all_forward, num_micro_batches, num_stages)
+    assert {action.kind for action in begins} == {"forward"}
+    assert len(begins) == num_micro_batches * num_stages
+    assert max(begins.values()) + 1 == num_micro_batches + num_stages - 1

@@ -157,6 +157,7 @@ def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
     config = experiment.config
     assert config.data.spacing_mm == (1.0, 1.0, 2.5)
     assert config.patches.size == experiment.patch_size == (20, 24, 12)
+    assert config.training.batch_dice is False
     assert experiment.topology.channels == (6, 12, 24)
     assert {case.name for case in experiment.training} == {f"case_{n}" for n in range(5)} - {
         case.name for case in experiment.validation

@@ -45,6 +45,10 @@ def activations(step: Step) -> list[int]:
         pytest.param(make_step((CPU,)), id="none"),
         pytest.param(make_step((CPU,), batch_size=3, num_micro_batches=2), id="accumulated"),
         pytest.param(make_step((CPU, CPU)), id="two slots"),
+        pytest.param(
+            make_step((CPU, CPU), batch_size=5, num_micro_batches=3, batch_dice=True),
+            id="batch Dice",
+        ),
         pytest.param(make_step((CPU, CPU), batch_size=8, num_micro_batches=8), id="8 in flight"),
         pytest.param(make_step((CPU,) * 3, batch_size=7, num_micro_batches=6), id="odd batch"),
         pytest.param(
@@ -82,6 +86,21 @@ def test_what_is_predicted_is_what_is_measured_to_the_byte(
     assert predict_memory(step).memory == measure(step)
 
 
+@pytest.mark.parametrize("devices", [(CPU,), GPUS[:1], GPUS[:2]], ids=str)
+def test_batch_dice_takes_no_more_memory(devices: tuple[torch.device, ...]) -> None:
+    """Micro-batches that pass forward a second time keep nothing of the first."""
+    step = make_step(devices, (32, 32, 32), 4, 4, model=WIDE)
+    settings = step.settings.model_copy(update={"batch_dice": True})
+    plain, joined = (
+        predict_memory(one, counts_reserved=False)
+        for one in (step, replace(step, settings=settings))
+    )
+    for slot, memory in plain.memory.items():
+        assert joined.memory[slot].activations_bytes == memory.activations_bytes
+        # The sums, and what small tensors are rounded up to.
+        assert joined.memory[slot].peak_bytes <= memory.peak_bytes + 64 * 1024
+
+
 def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
     step = make_step((CPU, CPU), size=(1024, 1024, 512), model=LARGE)
     prediction = predict_memory(step)
@@ -101,6 +120,10 @@ RESIDUAL = SMALL.model_copy(update={"encoder": "residual", "deep_supervision": T
             make_step((CPU,), (64, 48, 48), 1, model=WIDE, num_shards=3), id="two levels divided"
         ),
         pytest.param(make_step((CPU,), batch_size=3, num_micro_batches=2, num_shards=2), id="acc"),
+        pytest.param(
+            make_step((CPU,), batch_size=3, num_micro_batches=2, num_shards=2, batch_dice=True),
+            id="batch Dice",
+        ),
         pytest.param(make_step((CPU,), num_shards=2, recompute="level"), id="level"),
         pytest.param(make_step((CPU,), num_shards=2, recompute="off"), id="nothing recomputed"),
         pytest.param(make_step((CPU,), num_shards=2, num_replicas=2), id="in groups"),

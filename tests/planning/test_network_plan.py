@@ -93,6 +93,28 @@ def test_the_largest_batch_is_that_of_the_worst_volumes() -> None:
             assert math.prod(batch_shape(sizes, num_patches)) == most, sizes  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("size", "batch_dice", "expected"),
+    [
+        # A quarter of 24x24x24 is 3456 voxels.
+        ("16,16,8", "auto", True),
+        ("16,16,16", "auto", False),
+        ("whole", "auto", False),
+        ("16,16,8", "false", False),
+        ("whole", "true", True),
+    ],
+)
+def test_patches_much_smaller_than_the_volumes_have_batch_dice(
+    tmp_path: Path, size: str, batch_dice: str, expected: bool
+) -> None:
+    root = write_msd(tmp_path / "data", shape=(24, 24, 24))
+    overrides = [f"data.dataset={root}", f"patches.size={size}", "model.num_levels=2"]
+    config = load_config(None, [*overrides, f"training.batch_dice={batch_dice}"])
+    settled = plan_without_data(config).settled(config)
+    assert settled.training.batch_dice is expected
+    assert settled.model_copy(update={"training": config.training}) == config
+
+
 def test_whole_volumes_are_planned_at_the_largest(tmp_path: Path) -> None:
     network = plan_without_data(crossed(tmp_path, "model.num_levels=auto"))
     assert network.sizes == set(CROSSED)

@@ -146,6 +146,17 @@ def test_what_saves_memory_takes_time(option: dict[str, str]) -> None:
     assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
 
 
+def test_batch_dice_takes_a_forward_pass_more_with_micro_batches() -> None:
+    for num_micro_batches, least, most in ((1, 1.0, 1.0), (4, 1.3, 1.34)):
+        steps = [
+            make_step(
+                GPUS[:1], (128,) * 3, 4, num_micro_batches, model=LARGE, batch_dice=batch_dice
+            )
+            for batch_dice in (False, True)
+        ]
+        assert least <= seconds(steps[1]) / seconds(steps[0]) <= most
+
+
 def test_stages_are_not_predicted() -> None:
     assert step_seconds(make_step(GPUS[:2], precision="bfloat16")) is None
 

@@ -78,6 +78,7 @@ def test_a_choice_is_found_again(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         "size",
         "batch",
         "optimizer",
+        "batch Dice",
         "schedule",
         "recompute",
         "devices",
@@ -96,6 +97,8 @@ def test_in_other_circumstances_it_is_not(
         here = replace(here, topology=replace(here.topology, channels=(2, 5)))
     elif change == "size":
         here = replace(here, size=(x, y, z + 2))
+    elif change == "batch Dice":
+        here = tuning_key(tmp_path, "training.batch_dice=true")
     elif change == "batch":
         here = tuning_key(tmp_path, "training.batch_size=3")
     elif change == "optimizer":

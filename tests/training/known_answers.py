@@ -62,10 +62,11 @@ def validator(
     num_shards: int = 1,
     executor: Any = None,
     window: str = "4,4,4",
+    ignore_value: int | None = None,
 ) -> Validator:
     experiment: Any = SimpleNamespace(
         config=load_config(None, [f"inference.window={window}"]),
-        preprocessing=SimpleNamespace(label_names=NAMES),
+        preprocessing=SimpleNamespace(label_names=NAMES, ignore_value=ignore_value),
         topology=SimpleNamespace(
             total_stride=(2, 2, 2),
             num_classes=len(NAMES),

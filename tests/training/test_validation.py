@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.rank_threads import in_threads
 from tests.ranks import environment
-from tests.training.known_answers import Case, assert_right, made_cases, validator
+from tests.training.known_answers import NAMES, Case, assert_right, made_cases, validator
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
@@ -23,6 +24,22 @@ def cases() -> list[Case]:
 def test_the_dice_of_each_label_is_the_mean_over_the_cases(cases: list[Case]) -> None:
     found = validator(cases, Group(Ranks())).validate(1, 10, InterruptionRequest())
     assert_right(found, cases)
+
+
+def test_ignored_voxels_are_in_no_score(cases: list[Case]) -> None:
+    """Whatever the network says where nobody has labelled, the Dice is that of the other voxels."""
+    generator = np.random.default_rng(1)
+    partly = []
+    for case in made_cases():
+        is_ignored = generator.random(case.truth.shape) < 0.3
+        case.answer[is_ignored] = generator.integers(0, len(NAMES), is_ignored.sum())
+        case.truth[is_ignored] = len(NAMES)
+        partly.append(case)
+    assert any((case.answer[case.truth == len(NAMES)] == 3).any() for case in partly)
+    found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, 10, InterruptionRequest())
+    for case in partly:  # as if these voxels had never been
+        case.answer[case.truth == len(NAMES)] = 0
+    assert_right(found, partly)
 
 
 def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:

@@ -6,7 +6,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.volumes.samples import write_json, write_msd, write_volume
+from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d.config import Spacing
 from unet3d.memory import host
 from unet3d.volumes.check import Finding, check_dataset, check_headers
@@ -105,6 +105,18 @@ def test_warns_of_empty_labels_and_constant_images(root: Path) -> None:
     said = messages(check_dataset(load_dataset(root)))
     assert "error" not in said
     assert "warning" in said and "is empty" in said and "is 7 in every voxel" in said
+
+
+def test_ignored_voxels_are_known_but_no_label(tmp_path: Path) -> None:
+    labels = {"0": "background", "1": "left", "2": "right", "5": "ignore"}
+    root = write_msd(tmp_path / "data", labels=labels)
+    some = blob_label(SHAPE)
+    some[:, :, 4:] = 5
+    write_volume(root / "labelsTr/case_0.nii.gz", some)
+    write_volume(root / "labelsTr/case_1.nii.gz", np.where(some == 5, some, 0))
+    (finding,) = check_dataset(load_dataset(root))
+    assert (finding.case, finding.severity) == ("case_1", "warning")
+    assert finding.message.endswith("is empty: every voxel is background or ignored")
 
 
 def test_names_unreadable_files(root: Path) -> None:

@@ -106,10 +106,29 @@ def test_labels_that_are_not_consecutive_are_sorted_by_value(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
+    "labels",
+    [
+        {"background": 0, "a": 1, "ignore": 7, "b": 4},
+        {"0": "background", "1": "a", "4": "b", "7": "ignore"},
+    ],
+)
+def test_voxels_that_nobody_has_labelled_are_of_no_class(
+    tmp_path: Path, labels: dict[str, Any]
+) -> None:
+    dataset = load_dataset(nnunet(tmp_path, labels=labels))
+    assert (dataset.label_values, dataset.label_names) == ((0, 1, 4), ("background", "a", "b"))
+    assert dataset.ignore_value == 7
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"labels": {"background": 0, "whole": [1, 2]}}, "region"),
-        ({"labels": {"background": 0, "a": 1, "ignore": 2}}, "ignore"),
+        (
+            {"labels": {"background": 0, "a": 3, "ignore": 2}},
+            "label ignore is 2, but a is 3; give ignore the highest value",
+        ),
+        ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
         ({"labels": {"background": 0, "a": -1}}, "-1"),
         ({"labels": {"background": 0, "a": 1.5}}, "1.5"),

@@ -141,6 +141,22 @@ def test_ct_statistics_are_those_of_the_labelled_voxels(
     assert plan_preprocessing(dataset, settings)[0].channels[0] == channel
 
 
+def test_ignored_voxels_have_no_part_in_ct_statistics(
+    tmp_path: Path, settings: DataSettings
+) -> None:
+    labels = {"0": "background", "1": "left", "2": "right", "3": "ignore"}
+    root = write_msd(tmp_path / "data", 1, modality="CT", labels=labels)
+    label = blob_label((12, 14, 10))
+    image = 100.0 + label.astype(np.float32)
+    ignored = label == 0
+    image[ignored] = -5000
+    label[ignored] = 3
+    write_volume(root / "imagesTr/case_0.nii.gz", image)
+    write_volume(root / "labelsTr/case_0.nii.gz", label)
+    channel = plan_preprocessing(load_dataset(root), settings)[0].channels[0]
+    assert (channel.low, channel.high) == (101, 102)
+
+
 def test_every_case_counts_alike_in_ct_statistics() -> None:
     rng = np.random.default_rng(0)
     few, many = (rng.normal(mean, 20, size) for mean, size in ((40, 50), (140, 50_000)))

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,6 +41,21 @@ def test_survives_json() -> None:
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert validated(Preprocessing, tree) == preprocessing
     assert validated(Preprocessing, plan().to_dict()) == plan()
+
+
+def test_ignored_voxels_have_the_index_after_the_last_class() -> None:
+    preprocessing = replace(plan(label_values=(0, 3, 5)), ignore_value=9)
+    tree = json.loads(json.dumps(preprocessing.to_dict()))
+    assert validated(Preprocessing, tree) == preprocessing
+    del tree["ignore_value"]  # as in checkpoints from before there was one
+    assert validated(Preprocessing, tree) == plan(label_values=(0, 3, 5))
+    with pytest.raises(ValueError, match="ignores the label 4, which is not the highest"):
+        validated(Preprocessing, {**tree, "ignore_value": 4})
+    label = np.array([[[0, 3, 9], [5, 5, 9]]], np.int16)
+    prepared = prepare_label(label, (1, 1, 1), preprocessing)
+    assert prepared.tolist() == [[[0, 1, 3], [2, 2, 3]]]
+    with pytest.raises(VolumeError, match="the value 9"):
+        prepare_label(label, (1, 1, 1), plan(label_values=(0, 3, 5)))
 
 
 def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:

@@ -124,6 +124,7 @@ def plan(
             say=notes.append,
         )
         network = plan_without_data(config)
+        config = network.settled(config)
         notes += [rounded] if (rounded := rounding(config, network)) else []
     if picture is not None:
         _measure(config, network, notes, picture, json_path)
@@ -246,7 +247,8 @@ def _measure_rank(config_path: Path | None, step_record: Path) -> None:
     from unet3d.planning.rank_step import measure_rank
 
     config = load_config(config_path)
-    measure_rank(config, plan_without_data(config), step_record)
+    network = plan_without_data(config)
+    measure_rank(network.settled(config), network, step_record)
 
 
 def _draw(

@@ -194,6 +194,11 @@ class TrainingSettings(Section):
     micro_batches: Annotated[int, Field(gt=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
+    batch_dice: Literal["auto"] | bool = "auto"
+    """Whether the Dice of the loss is taken over the batch as one volume, instead of for each
+    patch, so that a false positive also costs something in a patch without the class. auto: where a
+    patch has fewer than a quarter of the voxels of the median volume. It takes a forward pass more
+    where a batch has micro-batches."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
     learning_rate: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 0.01

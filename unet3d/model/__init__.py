@@ -7,7 +7,7 @@ from unet3d.model.blocks import (
     run_block,
     run_blocks,
 )
-from unet3d.model.loss import LossTerms, dice_cross_entropy, loss_from_sums, loss_sums
+from unet3d.model.loss import LossTerms, SegmentationLoss, dice_cross_entropy
 from unet3d.model.network import BlockNetwork, SequentialNetwork, sequential_blocks
 from unet3d.model.topology import Topology, plan_topology
 from unet3d.model.unet import Decoder, Encoder, UNet3d
@@ -19,13 +19,12 @@ __all__ = [
     "Decoder",
     "Encoder",
     "LossTerms",
+    "SegmentationLoss",
     "SequentialNetwork",
     "Topology",
     "UNet3d",
     "dice_cross_entropy",
     "in_running_order",
-    "loss_from_sums",
-    "loss_sums",
     "plan_topology",
     "run_block",
     "run_blocks",

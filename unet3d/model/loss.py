@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from unet3d.config import TrainingSettings
 from unet3d.kernels import dice_ce_sums
 from unet3d.kernels.sharding import sum_of_losses
 
@@ -18,9 +20,11 @@ class LossTerms:
     total: Tensor
     """Dice plus cross-entropy, which training minimises."""
     dice: Tensor
-    """One minus the soft Dice: the mean over samples and foreground classes."""
+    """One minus the soft Dice: the mean over foreground classes, and over samples unless they are
+    joined."""
     cross_entropy: Tensor
-    """Mean over samples and voxels, in nats."""
+    """Mean over the voxels that count, in nats: of each sample, then over samples; or of all at
+    once, where samples are joined."""
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""
@@ -46,66 +50,94 @@ class LossTerms:
         )
 
 
-def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
-    """Return the sums over voxels that the loss is made of.
+@dataclass(frozen=True, kw_only=True)
+class SegmentationLoss:
+    """Soft Dice loss plus cross-entropy, made of sums over voxels.
 
-    Sums of parts of a volume add up to those of the volume, and sums of other samples are joined to
-    these along N. Where the logits are a slab, the sums are those of the volume
-    (:mod:`unet3d.kernels.sharding`).
-
-    Args:
-        logits: (N, K, X, Y, Z).
-        target: Class indices (N, X', Y', Z') of any integer type, on the device of the logits; X',
-            Y', Z' are multiples of X, Y, Z, and every n-th voxel is taken.
-
-    Returns:
-        (4, N, K) in float32 at least, through which backward reaches the logits. With p
-        the softmax of the logits: the sum of -log p over the voxels of each class, that of p over
-        them, that of p over all voxels, and their number.
+    Sums of parts of a volume add up to those of the volume, so the loss can be taken of slabs. The
+    Dice is that of V-Net (arXiv 1606.04797) with the smoothing of nnU-Net, for each foreground
+    class. By default it is taken for each sample too. Then the loss of a batch is the mean of the
+    losses of its samples: a sum over micro-batches, weighted by their sizes, is exact. Computed in
+    float32 at least.
     """
-    return sum_of_losses(dice_ce_sums(logits, _coarser(target, logits)))
+
+    joins_samples: bool = False
+    """Whether the sums are added up over the batch before the Dice is taken, as nnU-Net's batch
+    Dice. So a false positive costs something also where its sample has no voxel of the class."""
+
+    @classmethod
+    def of(cls, settings: TrainingSettings) -> "SegmentationLoss":
+        """Return the loss of a training.
+
+        Args:
+            settings: Where ``batch_dice`` is still ``auto``, it counts as false.
+        """
+        return cls(joins_samples=settings.batch_dice is True)
+
+    def __call__(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> LossTerms:
+        """Return the loss of a batch.
+
+        Args:
+            logits: (N, K, X, Y, Z); with deep supervision a sequence, full resolution first, whose
+                losses are weighted 1, 1/2, 1/4, ... and normalised.
+            target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
+                Voxels whose index is K or more do not count.
+        """
+        return self.from_sums(self.sums(logits, target))
+
+    def sums(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> Tensor:
+        """Return the sums over voxels that the loss is made of.
+
+        Sums of parts of a volume add up to those of the volume. Sums of other samples are joined to
+        these along N; or added, where :attr:`joins_samples`. Where the logits are a slab, the sums
+        are those of the volume (:mod:`unet3d.kernels.sharding`).
+
+        Args:
+            logits: As for the loss; the sizes of a coarser level divide those of the target, of
+                which every n-th voxel is taken.
+            target: As for the loss.
+
+        Returns:
+            (levels, 4, N, K) in float32 at least, through which backward reaches the logits; N is 1
+            where :attr:`joins_samples`. With p the softmax of the logits: the sum of -log p over
+            the voxels of each class, that of p over them, that of p over all voxels, and their
+            number.
+        """
+        levels = [logits] if isinstance(logits, Tensor) else logits
+        sums = torch.stack([dice_ce_sums(level, _coarser(target, level)) for level in levels])
+        if self.joins_samples:
+            sums = sums.sum(2, keepdim=True)
+        return sum_of_losses(sums)
+
+    def from_sums(self, sums: Tensor) -> LossTerms:
+        """Return the loss.
+
+        Args:
+            sums: As :meth:`sums` returns them, over whole volumes and, where
+                :attr:`joins_samples`, over the whole batch.
+        """
+        surprise, common, predicted, counted = sums.unbind(1)
+        counted = counted.detach()
+        # A sample without a voxel that counts is as good as can be: both of its terms are 0.
+        cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)
+        overlap = (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
+        dice = 1 - overlap[..., 1:].mean((1, 2))
+        return LossTerms(
+            total=_mean_over_levels(dice + cross_entropy),
+            dice=_mean_over_levels(dice),
+            cross_entropy=_mean_over_levels(cross_entropy),
+        )
 
 
-def loss_from_sums(sums: Tensor) -> LossTerms:
-    """Return the sum of soft Dice loss and cross-entropy.
-
-    Args:
-        sums: (4, N, K), as :func:`loss_sums` returns them, over whole volumes.
-    """
-    surprise, common, predicted, counted = sums.unbind(0)
-    cross_entropy = surprise.sum() / counted.detach().sum()
-    per_class = 1 - (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
-    dice = per_class[:, 1:].mean()
-    return LossTerms(total=dice + cross_entropy, dice=dice, cross_entropy=cross_entropy)
+dice_cross_entropy = SegmentationLoss()
+"""The loss with the Dice of each sample."""
 
 
-def mean_over_levels(levels: Sequence[LossTerms]) -> LossTerms:
-    """Return the mean of losses at several resolutions, weighted 1, 1/2, 1/4, ...
-
-    Args:
-        levels: Full resolution first.
-    """
-    weights = [0.5**level for level in range(len(levels))]
-    terms = [
-        level.weighted(weight / sum(weights)) for level, weight in zip(levels, weights, strict=True)
-    ]
-    return sum(terms[1:], start=terms[0])
-
-
-def dice_cross_entropy(logits: Tensor | Sequence[Tensor], target: Tensor) -> LossTerms:
-    """Return the sum of soft Dice loss and cross-entropy.
-
-    The Dice is taken per sample and per foreground class (V-Net, arXiv 1606.04797, with the
-    smoothing of nnU-Net), so the loss of a batch is the mean of the losses of its samples: a sum
-    over micro-batches, weighted by their sizes, is exact. Computed in float32 at least.
-
-    Args:
-        logits: (N, K, X, Y, Z); with deep supervision a sequence, full resolution first, whose
-            losses are weighted 1, 1/2, 1/4, ... and normalised.
-        target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
-    """
-    levels = [logits] if isinstance(logits, Tensor) else logits
-    return mean_over_levels([loss_from_sums(loss_sums(level, target)) for level in levels])
+def _mean_over_levels(values: Tensor) -> Tensor:
+    """Return the mean of losses (levels,), full resolution first, weighted 1, 1/2, 1/4, ..."""
+    weights = [0.5**level for level in range(len(values))]
+    parts = [value * weight for value, weight in zip(values.unbind(), weights, strict=True)]
+    return sum(parts[1:], start=parts[0]) / sum(weights)
 
 
 def _coarser(target: Tensor, logits: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class DataParallelExecutor:
         loss_fn: LossFunction,
         scale: float = 1.0,
         *,
+        weight: float = 1.0,
         planes: int | None = None,
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol."""
@@ -82,7 +83,7 @@ class DataParallelExecutor:
         with self.observer.during(first, "loss", 0):
             terms = as_loss(loss_fn(logits, target))
         with self.observer.during(first, "backward", 0):
-            torch.autograd.backward(terms.total * scale)
+            torch.autograd.backward(terms.total * (scale * weight))
         return terms.detached()
 
     @torch.no_grad()

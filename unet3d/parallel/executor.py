@@ -54,7 +54,8 @@ class ScalarLoss:
 
 
 LossFunction = Callable[[Any, Tensor], Loss | Tensor]
-"""Maps logits (a sequence of them, for several results) and target to a mean over the samples.
+"""Maps logits (a sequence of them, for several results) and target to a mean over the samples; or
+to a loss of the batch as one, if it is a :class:`~unet3d.parallel.whole_batch.LossOfSums`.
 
 It returns a :class:`Loss`, or a plain scalar as :func:`torch.nn.functional.cross_entropy` does.
 Steps are only captured as CUDA graphs if it is the same object in each of them.
@@ -146,6 +147,7 @@ class Executor(Protocol):
         loss_fn: LossFunction,
         scale: float = 1.0,
         *,
+        weight: float = 1.0,
         planes: int | None = None,
     ) -> Any:
         """Add the gradients of one batch to the module's.
@@ -153,8 +155,12 @@ class Executor(Protocol):
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
             target: (N, ...) on the output device, such as class indices (N, X, Y, Z).
-            loss_fn: A mean over samples; called where the logits are.
+            loss_fn: A mean over samples, or a loss of the batch as one; called where the logits
+                are.
             scale: Factor of the loss before backward (of a gradient scaler); not in the result.
+            weight: The share of the batch's samples that this replica has, over the mean share; see
+                :attr:`unet3d.volumes.patches.Batch.weight`. 0: the samples do not count. It is
+                not in the result.
             planes: Planes along X of the whole volume, where image and target are the slab of it
                 that belongs to this process; None: they are whole. Others than
                 :class:`~unet3d.parallel.spatial.executor.SpatialExecutor` take no slabs.

@@ -12,6 +12,17 @@ from unet3d.parallel.partition import Stage
 class GradientExchange(Protocol):
     """What is done with a step's gradients besides computing them."""
 
+    num_replicas: int
+    """Over how many replicas the gradients are averaged."""
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Return sums over all replicas from those of this one; each of them calls it in a step.
+
+        Args:
+            sums: On the device of the loss, without a graph; of one shape everywhere.
+        """
+        ...
+
     def step(self) -> AbstractContextManager[None]:
         """Return a context for one step."""
         ...
@@ -40,6 +51,12 @@ class GradientExchange(Protocol):
 
 class NoExchange:
     """A single replica, whose gradients need no exchange."""
+
+    num_replicas = 1
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Return the sums: there are no others."""
+        return sums
 
     def step(self) -> AbstractContextManager[None]:
         """Do nothing around a step."""

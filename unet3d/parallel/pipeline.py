@@ -25,10 +25,16 @@ from unet3d.parallel.mail import DirectMail, Mail, Routes
 from unet3d.parallel.offload import StepOffload
 from unet3d.parallel.partition import Stage
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.schedule import Schedule, most_alive
+from unet3d.parallel.schedule import Schedule, all_forward, most_alive
 from unet3d.parallel.stage_runner import EagerStage, Objective, StageRunner
 from unet3d.parallel.step_capture import StepCapture, is_small
 from unet3d.parallel.transfer import Transfer
+from unet3d.parallel.whole_batch import (
+    SumsStage,
+    joins_samples,
+    objectives_of_whole,
+    refuse_dropout,
+)
 
 
 class PipelineExecutor:
@@ -122,21 +128,29 @@ class PipelineExecutor:
         loss_fn: LossFunction,
         scale: float = 1.0,
         *,
+        weight: float = 1.0,
         planes: int | None = None,
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol.
 
         Raises:
             RankError: Another rank died or hangs.
+            ConfigError: The loss is one of the batch as one, and cannot be taken of this network.
         """
         self.module.check_shape(image)
-        images, targets, objectives, run = self._divided(image, target, loss_fn, scale)
+        images, targets = self._divided(image, target)
+        is_shared = self._is_shared(loss_fn, len(images))
+        objectives = _objectives(loss_fn, images, weight * scale)
+        run = partial(walk, self.schedule, self.stages, objectives)
         captured = None
-        if self._capture is not None:
+        if self._capture is not None and not is_shared:
             captured = self._capture.step(run, images, targets, objectives)
         with self.exchange.step():
             if captured is None:
                 self._catch_up()
+                if is_shared:
+                    own = self._objectives_of_whole(loss_fn, images, targets, weight > 0, scale)
+                    run = partial(walk, self.schedule, self.stages, own)
                 mail = DirectMail(self._routes, images, targets)
                 last = self.exchange.before_last_backward
                 terms = run(self._eager, mail, observer=self.observer, before_last_backward=last)
@@ -163,11 +177,12 @@ class PipelineExecutor:
         Returns:
             None where steps like this one are launched.
         """
-        images, targets, _, run = self._divided(image, target, loss_fn, 1.0)
-        if self._capture is None or not is_small(images, self._max_captured):
+        images, targets = self._divided(image, target)
+        is_launched = self._capture is None or self._is_shared(loss_fn, len(images))
+        if is_launched or not is_small(images, self._max_captured):
             return None
         return CapturedStep(
-            run=run,
+            run=partial(walk, self.schedule, self.stages, _objectives(loss_fn, images, 1.0)),
             stages=self._eager,
             routes=self._routes,
             images=images,
@@ -175,17 +190,55 @@ class PipelineExecutor:
             make_pool=make_pool,
         )
 
-    def _divided(
-        self, image: Tensor, target: Tensor, loss_fn: LossFunction, scale: float
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], list[Objective], Any]:
-        """Return images, targets and objectives of the micro-batches, and what walks them."""
+    def _divided(self, image: Tensor, target: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return images and targets of the micro-batches."""
         count = min(self.num_micro_batches, len(image))
-        images, targets = image.tensor_split(count), target.tensor_split(count)
-        objectives = [
-            Objective(loss_fn=loss_fn, weight=len(portion) / len(image), scale=scale)
-            for portion in images
-        ]
-        return images, targets, objectives, partial(walk, self.schedule, self.stages, objectives)
+        return image.tensor_split(count), target.tensor_split(count)
+
+    def _is_shared(self, loss_fn: LossFunction, count: int) -> bool:
+        """Return whether a loss is of the batch as one, and several parts have to know its sums."""
+        return joins_samples(loss_fn) and (count > 1 or self.exchange.num_replicas > 1)
+
+    def _objectives_of_whole(
+        self,
+        loss: Any,
+        images: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        is_counted: bool,
+        scale: float,
+    ) -> list[Objective]:
+        """Return the objectives for a loss of the batch as one; all replicas call it in a step.
+
+        Args:
+            loss: The loss.
+            images: Image of each micro-batch.
+            targets: Target of each micro-batch.
+            is_counted: Whether these samples are a part of the batch at all.
+            scale: Factor of the loss before backward.
+        """
+        factor = float(is_counted)
+
+        def over_replicas(own: Tensor) -> Tensor:
+            return self.exchange.total(own * factor)
+
+        # The exchange takes the mean over replicas, each of which has a part of the sum.
+        scale *= factor * self.exchange.num_replicas
+        if len(images) == 1:
+            return objectives_of_whole(loss, over_replicas, images, scale)
+        refuse_dropout(self.module)
+        with torch.no_grad():
+            total = over_replicas(self._sums(loss, images, targets))
+        return objectives_of_whole(loss, lambda own: total, images, scale)
+
+    def _sums(self, loss: Any, images: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Return the sums over all micro-batches, which pass forward for that."""
+        objectives = [Objective(loss_fn=loss.sums, weight=1.0, scale=1.0)] * len(images)
+        runners = [SumsStage(runner) for runner in self._eager]
+        mail = DirectMail(self._routes, images, targets)
+        sums: Tensor = walk(
+            all_forward, self.stages, objectives, runners, mail, observer=self.observer
+        )
+        return sums
 
     @torch.no_grad()
     def predict(self, image: Tensor) -> Tensor:
@@ -226,6 +279,14 @@ class PipelineExecutor:
             self._predictions.append(torch.cuda.current_stream(self.output_device).record_event())
             if len(self._predictions) > len(self.stages):
                 self._predictions.popleft().synchronize()
+
+
+def _objectives(loss_fn: LossFunction, images: Sequence[Tensor], scale: float) -> list[Objective]:
+    """Return the objectives of micro-batches whose loss is a mean over samples."""
+    num_samples = sum(map(len, images))
+    return [
+        Objective(loss_fn=loss_fn, weight=len(image) / num_samples, scale=scale) for image in images
+    ]
 
 
 def walk(

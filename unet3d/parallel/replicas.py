@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,9 +30,9 @@ from unet3d.parallel.partition import Stage
 class ReducerExchange:
     """The mean over the ranks of a group, each of which has a replica on the same kinds of devices.
 
-    Where a rank's samples are another share of the batch than its neighbour's, the scale of its
+    Where a rank's samples are another share of the batch than its neighbour's, the weight of its
     loss must say so (see :attr:`unet3d.volumes.patches.Batch.weight`). The loss that an executor
-    returns is that of its own samples.
+    returns is that of its own samples, unless it is one of the batch as one.
     """
 
     def __init__(self, module: BlockNetwork, stages: Sequence[Stage], group: Group) -> None:
@@ -56,6 +57,7 @@ class ReducerExchange:
             use_plain_strides(module)
         self._group = group
         self._devices = tuple(dict.fromkeys(stage.slot.device for stage in stages))
+        self.num_replicas = group.size
         self._wrapped = []
         for stage in stages:
             if stage.slot.device.type == "cuda":
@@ -84,6 +86,13 @@ class ReducerExchange:
                 # gradients came; until then there is one bucket, and nothing overlaps.
                 wrapped.reducer._rebuild_buckets()
             yield
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Add up over the ranks; see :class:`GradientExchange`."""
+        total = sums.clone(memory_format=torch.contiguous_format)
+        # In the group of the last stage, on whose device they are.
+        dist.all_reduce(total, group=self._wrapped[-1].process_group)
+        return total
 
     def before_last_backward(self, stage: Stage) -> None:
         """Have the stage's gradients exchanged as they come; see :class:`GradientExchange`."""

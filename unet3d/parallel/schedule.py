@@ -76,6 +76,23 @@ def all_forward_all_backward(num_micro_batches: int, num_stages: int) -> Iterato
     )
 
 
+def all_forward(num_micro_batches: int, num_stages: int) -> Iterator[Action]:
+    """Yield a schedule without backward, for what has to be known before a step.
+
+    It is the first half of :func:`all_forward_all_backward`::
+
+        stage 0   F0 F1 F2 F3
+        stage 1   .. F0 F1 F2 F3
+
+    Args:
+        num_micro_batches: At least 1.
+        num_stages: At least 1.
+    """
+    for action in all_forward_all_backward(num_micro_batches, num_stages):
+        if action.kind == "forward":
+            yield action
+
+
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": one_forward_one_backward,
     "all-forward": all_forward_all_backward,

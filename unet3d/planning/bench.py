@@ -14,7 +14,7 @@ import torch
 
 from unet3d.config import Balance
 from unet3d.memory.measurement import measured_steps
-from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.model.optimizer import Optimization, num_states
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import Executor, Layout, choose_cuts, image_dtype, parallelize
@@ -153,9 +153,10 @@ class Bench:
         optimization = Optimization(self.model, self.settings, self.tuning_key.precision)
         image = self.image.to(executor.input_device, image_dtype(executor.module))
         target = self.target.to(executor.output_device)
+        loss = SegmentationLoss.of(self.settings)
 
         def step() -> None:
-            executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
+            executor.forward_backward(image, target, loss, optimization.scale)
             # The work is the same at any rate; at this one the network does not change.
             optimization.step(0.0)
 

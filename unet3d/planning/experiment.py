@@ -131,6 +131,7 @@ def plan_experiment(
     report_findings(check_headers(dataset, config.data.spacing_mm))
     # From headers alone, so that what cannot be trained is refused before a voxel is read.
     network = network_of(dataset, config)
+    config = network.settled(config)
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
     rounded = rounding(config, network)

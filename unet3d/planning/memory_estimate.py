@@ -19,7 +19,7 @@ from unet3d.memory.allocations import (
 )
 from unet3d.memory.fake_devices import fake_device, is_fake_device
 from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, Topology, UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
@@ -50,11 +50,16 @@ class Step:
     batch_size: int
     """Patches."""
     settings: TrainingSettings
-    """The optimizer."""
+    """The optimizer and the loss."""
     precision: str
     """A resolved precision, such as ``bfloat16``; never ``auto``."""
     augmentation: DeviceAugmentation | None = None
     """What makes the batches on the first GPU; None: they come from the host."""
+
+    @property
+    def loss(self) -> SegmentationLoss:
+        """The loss."""
+        return SegmentationLoss.of(self.settings)
 
     @property
     def own_size(self) -> Shape:
@@ -202,7 +207,7 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         optimization.step(settings.learning_rate)
         meter = _Meter(executor.slots, model, recorder)
         executor.observer = meter
-        executor.forward_backward(image, target, dice_cross_entropy, planes=planes)
+        executor.forward_backward(image, target, step.loss, planes=planes)
         meter.note_gradients()
         optimization.step(settings.learning_rate)
         memory = meter.read(optimization.optimizer)
@@ -213,7 +218,9 @@ def predict_memory(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
                     peak_bytes += WORKSPACE_BYTES
                 memory[slot.index] = replace(memory[slot.index], peak_bytes=peak_bytes)
         reserved = (
-            reserved_bytes(executor, recorder, image, target, planes) if counts_reserved else {}
+            reserved_bytes(executor, recorder, image, target, loss=step.loss, planes=planes)
+            if counts_reserved
+            else {}
         )
         if executor.input_device in reserved:
             beside = WORKSPACE_BYTES if _multiplies_beside(step) else 0

@@ -22,6 +22,10 @@ from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing
 PREPARED_BYTES = 2
 """What a voxel of a prepared image takes where none is there to ask: float16."""
 
+BATCH_DICE_SHARE = 0.25
+"""Share of the median volume's voxels below which a patch is a part of it that may well lack a
+class; nnU-Net then takes its batch Dice too (Isensee et al., Nature Methods 18, 2021)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkPlan:
@@ -48,6 +52,18 @@ class NetworkPlan:
             num_patches: Patches in a batch of one replica.
         """
         return batch_shape(self.sizes, num_patches)
+
+    def settled(self, config: Config) -> Config:
+        """Return settings with what follows from the sizes written out.
+
+        Args:
+            config: ``training.batch_dice`` may be ``auto``.
+        """
+        if config.training.batch_dice != "auto":
+            return config
+        joins = math.prod(self.size) < BATCH_DICE_SHARE * math.prod(self.volume[0])
+        training = config.training.model_copy(update={"batch_dice": joins})
+        return config.model_copy(update={"training": training})
 
     def augmentation(
         self, settings: AugmentationSettings, device: torch.device

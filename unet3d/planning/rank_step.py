@@ -19,7 +19,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import DoesNotFitError
 from unet3d.memory.measurement import measured_steps
-from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.model.unet import refuse_beyond_memory
 from unet3d.parallel import (
@@ -98,9 +98,7 @@ def _measured(config: Config, network: NetworkPlan, group: Group) -> dict[str, A
     planes = step.size[0] if layout.num_shards > 1 else None
 
     def run() -> None:
-        executor.forward_backward(
-            image, target, dice_cross_entropy, optimization.scale, planes=planes
-        )
+        executor.forward_backward(image, target, step.loss, optimization.scale, planes=planes)
         optimization.step(0.0)  # the work is the same at any rate
 
     run()  # creates the optimizer's state

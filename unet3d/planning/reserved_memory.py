@@ -10,7 +10,6 @@ from torch import Tensor
 from unet3d.memory.allocations import WORKSPACE_BYTES, AllocationRecorder
 from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.segments import Segments
-from unet3d.model import dice_cross_entropy
 from unet3d.parallel import Executor, LossFunction
 from unet3d.parallel.captured_step import CapturedStep
 from unet3d.parallel.cuda_graphs import Graph, MakePool
@@ -23,6 +22,8 @@ def reserved_bytes(
     recorder: AllocationRecorder,
     image: Tensor,
     target: Tensor,
+    *,
+    loss: LossFunction,
     planes: int | None = None,
 ) -> dict[torch.device, int]:
     """Return what the allocator of each GPU reserves, with a captured step where there will be one.
@@ -34,6 +35,7 @@ def reserved_bytes(
         recorder: The recorder that has followed that step.
         image: The image of the step.
         target: The target of the step.
+        loss: The loss of the step.
         planes: Planes of the whole volume, where both are a slab.
     """
     gpus = [slot.device for slot in executor.slots if is_fake_device(slot.device)]
@@ -52,9 +54,7 @@ def reserved_bytes(
         recorder.segments[gpu].trim()
         for _ in range(2):  # cuBLAS's, for the stream of the capture, in two threads
             recorder.segments[gpu].allocate(WORKSPACE_BYTES)
-    captured = capture(
-        image, target, dice_cross_entropy, lambda gpu: _FakeGraphPool(gpu, recorder, pools[gpu])
-    )
+    captured = capture(image, target, loss, lambda gpu: _FakeGraphPool(gpu, recorder, pools[gpu]))
     if captured is None:
         return launched
     if isinstance(executor, SpatialExecutor):  # a replay is followed by their exchange

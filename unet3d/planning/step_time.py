@@ -39,6 +39,8 @@ LEVEL_FACTOR = 4 / 3
 """What the encoder takes with ``memory.recompute=level``: forward a second time."""
 OFFLOAD_FACTOR = 1.3
 """What a step takes with ``--offload skips``, on an H200 (``docs/benchmarks.md``)."""
+BATCH_DICE_FACTOR = 4 / 3
+"""What micro-batches take with ``training.batch_dice``: forward a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +237,8 @@ def step_seconds(step: Step, corrections: Mapping[str, float] | None = None) -> 
         levels = [block.level for block in work for _ in range(block.num_norms)]
         samples = math.ceil(step.batch_size / num_portions)
         total += num_portions * messages.seconds(levels, links, samples)
+    if step.loss.joins_samples and num_portions > 1:
+        total *= BATCH_DICE_FACTOR
     if num_ranks > 1:
         num_parameters = count_parameters(topology)
         total += gradient_seconds(num_parameters, num_ranks, links, is_flat=division is not None)

@@ -82,6 +82,7 @@ class TuningKey:
             "blocks": self.blocks(),
             "size": list(self.size),
             "batch_size": math.ceil(training.batch_size / self.num_replicas),
+            "batch_dice": training.batch_dice is True,
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
             "schedule": self.config.parallel.schedule,

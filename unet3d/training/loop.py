@@ -17,7 +17,7 @@ from unet3d.distributed.group import Group
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.measurement import measured_steps
-from unet3d.model import LossTerms, dice_cross_entropy
+from unet3d.model import LossTerms, SegmentationLoss
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.parallel.precision import image_dtype
@@ -91,6 +91,7 @@ class TrainingLoop:
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=dims.has_reducers
         )
+        self._loss = SegmentationLoss.of(self.config.training)
         # All shards of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0
         self.loader = make_loader(experiment, executor, dims, num_workers)
@@ -230,9 +231,13 @@ class TrainingLoop:
         # What a GPU has made would arrive on a CPU after it is read, if nobody waited.
         to_gpu = executor.output_device.type == "cuda"
         target = batch.target.to(executor.output_device, non_blocking=to_gpu)
-        scale = self.optimization.scale * batch.weight
         terms: LossTerms = executor.forward_backward(
-            image, target, dice_cross_entropy, scale, planes=batch.planes
+            image,
+            target,
+            self._loss,
+            self.optimization.scale,
+            weight=batch.weight,
+            planes=batch.planes,
         )
         self.optimization.step(self._learning_rate(done))
         return terms

@@ -177,6 +177,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
         {
             "label names": (before.label_names, now.label_names),
             "label values": (before.label_values, now.label_values),
+            "the ignored label": (before.ignore_value, now.ignore_value),
             "channel names": (before.channel_names, now.channel_names),
             "data.spacing_mm": (before.spacing_mm, now.spacing_mm),
             "normalisation": (kinds[0], kinds[1]),

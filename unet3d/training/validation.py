@@ -136,10 +136,15 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        label = torch.from_numpy(case.label()[...]).to(logits.device)
-        return dice_per_class(
-            strongest_class(logits), label, len(experiment.preprocessing.label_names)
-        )
+        num_classes = len(experiment.preprocessing.label_names)
+        found, classes = strongest_class(logits), case.label()[...]
+        if experiment.preprocessing.ignore_value is not None:
+            # Background in both, which has no part in the Dice of any label.
+            is_counted = classes < num_classes
+            found *= torch.from_numpy(is_counted).to(found.device)
+            classes = classes * is_counted
+        label = torch.from_numpy(classes).to(logits.device)
+        return dice_per_class(found, label, num_classes)
 
     @property
     def _window(self) -> Shape | Literal["whole"]:

@@ -211,7 +211,8 @@ def _voxel_findings(
     except VolumeError as error:
         yield Finding(case=case.name, severity="error", message=str(error))
         return
-    unknown = [value for value in values if value not in dataset.label_values]
+    known = {*dataset.label_values, dataset.ignore_value}
+    unknown = [value for value in values if value not in known]
     if unknown:
         yield Finding(
             case=case.name,
@@ -219,9 +220,10 @@ def _voxel_findings(
             message=f"{case.label} holds the value(s) {some(unknown)}, but dataset.json names "
             f"{some(dataset.label_values)}; correct one of them",
         )
-    elif values == [0]:
+    elif not {*values} - {0, dataset.ignore_value}:
+        what = "background" if values == [0] else "background or ignored"
         yield Finding(
             case=case.name,
             severity="warning",
-            message=f"{case.label} is empty: every voxel is background",
+            message=f"{case.label} is empty: every voxel is {what}",
         )

@@ -7,6 +7,8 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
+A label called ``ignore``, which has the highest value, marks voxels that nobody has labelled.
+
 A case is called by the path of its label map in the data set's folder, without ``labelsTr`` and
 without the ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two
 cases would have one name, the data set is refused.
@@ -28,7 +30,7 @@ from unet3d.errors import DatasetError
 from unet3d.inputs.plain_data import is_printable, shown
 from unet3d.volumes.files import SUFFIXES, find_spelling, members, volume_stem
 from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_description, read_folds
-from unet3d.volumes.naming import channel_names, clean_name, label_names
+from unet3d.volumes.naming import channel_names, clean_name, read_labels
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ class Dataset:
     cases: tuple[Case, ...]
     validation: tuple[str, ...] = ()
     """Names of cases that the data set itself sets aside for validation."""
+    ignore_value: int | None = None
+    """Value of voxels in the label maps that nobody has labelled, above that of every class; None:
+    there is none."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     unlabelled: tuple[Path, ...] = ()
@@ -243,13 +248,14 @@ class _Description:
             folds = read_folds(fixed, tuple(by_name))
         else:
             folds = self._numbered_folds(dict(zip(by_name, numbers, strict=False)))
-        labels = label_names(self.path, self.tree, [case.label for case in cases])
+        labels = read_labels(self.path, self.tree, [case.label for case in cases])
         return Dataset(
             name=self._name(),
             root=self.root,
             channel_names=channel_names(self.path, self.tree, cases[0].images),
-            label_names=tuple(labels.values()),
-            label_values=tuple(labels),
+            label_names=tuple(labels.names.values()),
+            label_values=tuple(labels.names),
+            ignore_value=labels.ignore_value,
             cases=cases,
             validation=validation,
             folds=folds,

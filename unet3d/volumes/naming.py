@@ -8,6 +8,7 @@ import logging
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,19 @@ MAX_CHANNELS = 1000
 """Many more than the sequences of any scan: a time series is not meant as channels."""
 
 MAX_NAME_LETTERS = 200
+
+IGNORE = "ignore"
+"""Name of the label of voxels that nobody has labelled, as nnU-Net has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """What the values in the label maps of a data set mean."""
+
+    names: dict[int, str]
+    """Name of each class by its value, in ascending order, the background first."""
+    ignore_value: int | None = None
+    """Value of voxels that nobody has labelled, the highest of all; None: every voxel is."""
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
@@ -57,8 +71,8 @@ def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -
     return tuple(clean_name(path, f"channel {number}", name) for number, name in enumerate(names))
 
 
-def label_names(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> dict[int, str]:
-    """Return the name of each label value, in ascending order, the background first.
+def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path]) -> Labels:
+    """Return what the values in the label maps mean.
 
     Args:
         path: The description, for messages.
@@ -71,7 +85,7 @@ def label_names(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
     """
     given = tree.get("labels")
     if given is None:
-        return _labels_found_in(label_maps, path)
+        return Labels(names=_labels_found_in(label_maps, path))
     if not isinstance(given, dict):
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
     # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
@@ -94,13 +108,21 @@ def label_names(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
                 f"{path}: the labels {value_of[name]} and {value} are both called {name}; give "
                 "each a name"
             )
+    ignore_value = value_of.get(IGNORE)
+    if ignore_value is not None:
+        if ignore_value != max(labels):
+            raise DatasetError(
+                f"{path}: the label {IGNORE} is {ignore_value}, but {labels[max(labels)]} is "
+                f"{max(labels)}; give {IGNORE} the highest value"
+            )
+        del labels[ignore_value]
     if len(labels) < 2:
         raise DatasetError(
             f"{path}: labels names nothing but the background; name what is labelled"
         )
     if len(labels) > MAX_CLASSES:
         raise DatasetError(f"{path} names {len(labels)} labels; use at most {MAX_CLASSES}")
-    return dict(sorted(labels.items()))
+    return Labels(names=dict(sorted(labels.items())), ignore_value=ignore_value)
 
 
 def clean_name(path: Path, what: str, text: Any) -> str:
@@ -131,8 +153,6 @@ def _refuse_many(path: Path, num_channels: int) -> None:
 
 
 def _label_value(path: Path, name: str, value: Any) -> int:
-    if name == "ignore":
-        raise DatasetError(f"{path}: the label 'ignore' is not supported; give every voxel a label")
     if isinstance(value, list):
         raise DatasetError(
             f"{path}: label {name} is the region {shown(value)}; overlapping regions are not "

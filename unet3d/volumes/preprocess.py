@@ -54,7 +54,8 @@ Result = TypeVar("Result")
 _Preparation = tuple[Case, Preprocessing, Cache, str]
 """A case, its plan, where it goes and under which key."""
 
-_Collection = tuple[Case, Cache, str]
+_Collection = tuple[Case, int | None, Cache, str]
+"""A case, the value of voxels that nobody has labelled, where it goes and under which key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,7 @@ def plan_preprocessing(
         channel_names=dataset.channel_names,
         label_names=dataset.label_names,
         label_values=dataset.label_values,
+        ignore_value=dataset.ignore_value,
     )
     return preprocessing, fingerprint
 
@@ -211,7 +213,9 @@ def _digests(store: Cache, case: Case) -> list[str]:
 def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
     plan = preprocessing.to_dict()
     # Names change nothing in the arrays.
-    settings = {key: plan[key] for key in ("spacing_mm", "channels", "label_values")}
+    settings = {
+        key: plan[key] for key in ("spacing_mm", "channels", "label_values", "ignore_value")
+    }
     return key_of([*_digests(store, case), settings], VERSION)
 
 
@@ -251,9 +255,9 @@ def _intensities(
     dataset: Dataset, cache: Path | None, num_workers: int
 ) -> list[npt.NDArray[np.float32]]:
     """Return intensities inside the labels of every case, each of shape (N, C)."""
-    store = Cache(cache)
-    keys = [key_of(_digests(store, case), VERSION) for case in dataset.cases]
-    tasks = [(case, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
+    store, ignored = Cache(cache), dataset.ignore_value
+    keys = [key_of([*_digests(store, case), ignored], VERSION) for case in dataset.cases]
+    tasks = [(case, ignored, store, key) for case, key in zip(dataset.cases, keys, strict=True)]
     collected = _from_cache(
         _load_intensities,
         _collect_intensities,
@@ -271,14 +275,17 @@ def _intensities(
 
 
 def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:
-    _, store, key = task
+    _, _, store, key = task
     return store.load_intensities(key)
 
 
 def _collect_intensities(task: _Collection) -> None:
-    case, store, key = task
+    case, ignored, store, key = task
     image, label = _read_case(case)
-    inside = np.flatnonzero(label.array)
+    is_inside = label.array != 0
+    if ignored is not None:
+        is_inside &= label.array != ignored
+    inside = np.flatnonzero(is_inside)
     if len(inside) > MAX_INTENSITIES_PER_CASE:
         rng = np.random.default_rng(0)
         inside = rng.choice(inside, MAX_INTENSITIES_PER_CASE, replace=False)

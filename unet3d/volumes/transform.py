@@ -77,6 +77,9 @@ class Preprocessing:
     channel_names: Annotated[tuple[Name, ...], at_most(2**14)]
     label_names: Annotated[tuple[Name, ...], at_most(2**16)]
     label_values: Annotated[tuple[LabelValue, ...], at_most(2**16)]
+    ignore_value: LabelValue | None = None
+    """Value of voxels that nobody has labelled; None: there is none. In prepared label maps they
+    have the index after the last class."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -86,7 +89,14 @@ class Preprocessing:
             "channel_names": list(self.channel_names),
             "label_names": list(self.label_names),
             "label_values": list(self.label_values),
+            "ignore_value": self.ignore_value,
         }
+
+    @property
+    def stored_values(self) -> tuple[int, ...]:
+        """The label value of each index in prepared label maps."""
+        ignored = () if self.ignore_value is None else (self.ignore_value,)
+        return (*self.label_values, *ignored)
 
     @model_validator(mode="after")
     def _names_agree(self) -> Self:
@@ -100,6 +110,8 @@ class Preprocessing:
                 f"has {len(self.label_names)} names of labels but {len(set(self.label_values))} "
                 "different values"
             )
+        if self.ignore_value is not None and self.ignore_value <= max(self.label_values):
+            raise ValueError(f"ignores the label {self.ignore_value}, which is not the highest one")
         return self
 
 
@@ -157,13 +169,14 @@ def prepare_label(
         preprocessing: The plan.
 
     Returns:
-        Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 classes.
+        Class indices, shape (X', Y', Z'): uint8, or uint16 for more than 256 of them. Voxels that
+        nobody has labelled have the index after the last class.
 
     Raises:
         VolumeError: A value belongs to no class, or at the target spacing the label map does not
             fit in memory.
     """
-    classes = class_indices(array, preprocessing.label_values)
+    classes = class_indices(array, preprocessing.stored_values)
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, CLASS_ARRAYS)
     with explaining_memory("the label map cannot be prepared"):

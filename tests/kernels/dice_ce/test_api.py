@@ -11,13 +11,16 @@ from unet3d.kernels.dice_ce.reference import sums
 
 
 def arguments(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float64, device: str = "cpu"
+    shape: tuple[int, ...],
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    num_others: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, target and the gradient of the sums."""
+    """Return logits, target, with so many indices that are of no class, and a gradient of sums."""
     generator = torch.Generator().manual_seed(0)
     n, k, *space = shape
     logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-    target = torch.randint(0, k, (n, *space), generator=generator)
+    target = torch.randint(0, k + num_others, (n, *space), generator=generator)
     gradient = torch.randn(4, n, k, generator=generator, dtype=torch.float64)
     return logits.to(device), target.to(device), gradient.to(device)
 
@@ -44,9 +47,25 @@ def test_sums_are_those_of_a_loop_over_voxels() -> None:
     torch.testing.assert_close(dice_ce_sums(logits, target), expected, rtol=1e-13, atol=1e-13)
 
 
-def test_derivatives_are_right() -> None:
-    logits, target, _ = arguments((2, 3, 2, 3, 2))
+@pytest.mark.parametrize("num_others", [0, 1, 3])
+def test_derivatives_are_right(num_others: int) -> None:
+    logits, target, _ = arguments((2, 3, 2, 3, 2), num_others=num_others)
     assert torch.autograd.gradcheck(lambda x: sums(x, target)[:3], logits.requires_grad_())
+
+
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_voxels_without_a_class_are_as_if_they_were_not_there(num_others: int) -> None:
+    logits, target, gradient = arguments((1, 3, 6, 5, 2), num_others=num_others)
+    sums, found = sums_and_gradient(logits, target, gradient[:, :1])
+    is_counted = target[0] < 3
+    some = logits[:, :, is_counted].view(1, 3, -1, 1, 1)
+    labels = target[:, is_counted].view(1, -1, 1, 1)
+    expected, wanted = sums_and_gradient(some, labels, gradient[:, :1])
+    torch.testing.assert_close(sums, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(
+        found[:, :, is_counted], wanted.view(1, 3, -1), rtol=1e-13, atol=1e-15
+    )
+    assert not found[:, :, ~is_counted].any()
 
 
 @pytest.mark.parametrize("sizes", [(6,), (3, 3), (1, 4, 1)], ids=str)
@@ -105,10 +124,11 @@ SHAPES = [
     [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_others", [0, 1])
 def test_sums_and_gradients_on_a_gpu_against_float64(
-    shape: tuple[int, ...], dtype: torch.dtype, tolerance: float
+    shape: tuple[int, ...], num_others: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    logits, target, gradient = arguments(shape, dtype, "cuda")
+    logits, target, gradient = arguments(shape, dtype, "cuda", num_others)
     sums, found = sums_and_gradient(logits, target, gradient)
     expected, wanted = sums_and_gradient(logits.double(), target, gradient)
     assert (sums.dtype, found.dtype) == (torch.float32, dtype)
@@ -116,6 +136,7 @@ def test_sums_and_gradients_on_a_gpu_against_float64(
         assert (row.double() - other).norm() <= 1e-6 * other.norm()
     assert torch.equal(sums[3].double(), expected[3])
     assert (found.double() - wanted).norm() <= tolerance * wanted.norm()
+    assert not found.movedim(1, -1)[target >= shape[1]].any()
     again = sums_and_gradient(logits, target, gradient)
     assert all(torch.equal(a, b) for a, b in zip((sums, found), again, strict=True))
 

@@ -19,20 +19,32 @@ from unet3d.config import ModelSettings
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
-from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import (
+    SegmentationLoss,
+    Topology,
+    UNet3d,
+    dice_cross_entropy,
+    plan_topology,
+)
 from unet3d.parallel import Layout
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.volumes.loader import share_of
 
 CASES = (
-    # replicas, shards, samples of the batch, micro-batches, options of the network
-    (1, 2, 1, 1, {}),
-    (1, 3, 2, 1, {"encoder": "residual", "deep_supervision": True}),
-    (2, 2, 5, 2, {}),
-    (2, 2, 1, 1, {"norm": "group"}),
-    (2, 1, 3, 1, {}),
-    (1, 2, 2, 1, {"kernels": "anisotropic"}),
+    # replicas, shards, samples of the batch, micro-batches, whether sums are joined, options; in
+    # all with joined sums a part of the voxels is ignored
+    (1, 2, 1, 1, False, {}),
+    (1, 3, 2, 1, False, {"encoder": "residual", "deep_supervision": True}),
+    (2, 2, 5, 2, False, {}),
+    (2, 2, 1, 1, False, {"norm": "group"}),
+    (2, 1, 3, 1, False, {}),
+    (1, 2, 3, 2, True, {"deep_supervision": True}),
+    (2, 2, 5, 2, True, {}),
+    (2, 2, 3, 2, True, {"encoder": "residual", "deep_supervision": True}),
+    (2, 2, 1, 1, True, {}),
+    (2, 1, 3, 1, True, {}),
+    (1, 2, 2, 1, False, {"kernels": "anisotropic"}),
 )
 STEPS = 2
 
@@ -62,7 +74,7 @@ def gpu_batch() -> tuple[Tensor, Tensor]:
 
 
 def on_cpus(folder: Path, group: Group, number: int) -> None:
-    num_replicas, num_shards, num_samples, num_micro_batches, options = CASES[number]
+    num_replicas, num_shards, num_samples, num_micro_batches, joins, options = CASES[number]
     rank = group.ranks.rank
     replica, shard = divmod(rank, num_shards)
     # Every rank begins with weights of its own: the first one's must win.
@@ -76,7 +88,7 @@ def on_cpus(folder: Path, group: Group, number: int) -> None:
         shard=shard,
     )
     executor = SpatialExecutor(model, layout, group)
-    image, target = make_batch(num_samples)
+    image, target = make_batch(num_samples, ignores=joins)
     mine = share_of(range(num_samples), replica, num_replicas)
     weight = len(mine) * num_replicas / num_samples
     rows = list(mine or range(1))
@@ -86,8 +98,8 @@ def on_cpus(folder: Path, group: Group, number: int) -> None:
         terms = executor.forward_backward(
             image[rows][:, :, slab.start : slab.stop],
             target[rows][:, slab.start : slab.stop],
-            dice_cross_entropy,
-            weight,
+            SegmentationLoss(joins_samples=joins),
+            weight=weight,
             planes=16,
         )
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}

@@ -19,7 +19,7 @@ from unet3d.errors import ConfigError, DeviceError, RankError
 from unet3d.kernels import recompute
 from unet3d.kernels.norm import api as norm
 from unet3d.kernels.sharding import sharded
-from unet3d.model import Topology, UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, Topology, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize, step_capture
 from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial import executor as executors
@@ -72,11 +72,17 @@ def batch_of(topology: Topology, size: Shape, num_samples: int) -> tuple[Tensor,
 class Case:
     """One network, one volume, and the plain network's answers."""
 
-    def __init__(self, topology: Topology, size: Shape, num_samples: int = 1) -> None:
-        self.topology, self.size = topology, size
+    def __init__(
+        self,
+        topology: Topology,
+        size: Shape,
+        num_samples: int = 1,
+        loss_fn: SegmentationLoss = dice_cross_entropy,
+    ) -> None:
+        self.topology, self.size, self.loss_fn = topology, size, loss_fn
         self.image, self.target = batch_of(topology, size, num_samples)
         self.plain = network_of(topology)
-        self.loss = dice_cross_entropy(self.plain(self.image), self.target).total
+        self.loss = loss_fn(self.plain(self.image), self.target).total
         self.loss.backward()
         with torch.no_grad():
             self.logits = self.plain.eval()(self.image)
@@ -97,7 +103,7 @@ class Case:
             loss = executor.forward_backward(
                 self.image[:, :, planes],
                 self.target[:, planes],
-                dice_cross_entropy,
+                self.loss_fn,
                 planes=self.size[0],
             )
             network.eval()
@@ -178,6 +184,16 @@ def _product(first: Shape, second: Shape) -> Shape:
 
 def test_batches_are_divided() -> None:
     Case(topology_of(), (24, 16, 8), num_samples=5).check(3, num_micro_batches=3)
+
+
+@pytest.mark.parametrize("deep_supervision", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3])
+def test_batch_dice_is_that_of_whole_volumes(
+    num_micro_batches: int, deep_supervision: bool
+) -> None:
+    topology = topology_of(deep_supervision=deep_supervision)
+    case = Case(topology, (24, 16, 8), 5, SegmentationLoss(joins_samples=True))
+    case.check(3, num_micro_batches=num_micro_batches)
 
 
 @pytest.mark.parametrize("num_shards", [2, 3])
@@ -362,7 +378,7 @@ def test_a_rank_that_is_lost_while_they_agree_is_named() -> None:
     def fails(wish: bool) -> bool:
         raise RuntimeError("gloo")
 
-    exchange = FlatExchange(UNet3d(topology_of()), None, None, fails)
+    exchange = FlatExchange(UNet3d(topology_of()), None, None, fails, 1)
     exchange._errors = translated  # type: ignore[assignment]
     with pytest.raises(RankError, match="rank 1 is gone"):
         exchange.all_agree(True)

@@ -10,7 +10,7 @@ import torch
 from tests.parallel.spatial.slab_gradients import CASES, GPU_CASES, gpu_batch, gpu_topology
 from tests.plain_network import assert_same_in_ranks, make_topology, plain_gradients
 from tests.ranks import environment
-from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize
 
 
@@ -42,8 +42,10 @@ def gpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
-    num_replicas, num_shards, num_samples, _, options = CASES[case]
-    expected_loss, expected, _ = plain_gradients(make_topology(**options), num_samples)
+    num_replicas, num_shards, num_samples, _, joins_samples, options = CASES[case]
+    loss = SegmentationLoss(joins_samples=joins_samples)
+    topology = make_topology(**options)
+    expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
     by_rank = [
         torch.load(answers / f"{case}-{rank}.pt") for rank in range(num_replicas * num_shards)
     ]

@@ -22,7 +22,8 @@ def dice_ce_sums(logits: Tensor, target: Tensor) -> Tensor:
 
     Args:
         logits: (N, K, X, Y, Z).
-        target: Class indices (N, X, Y, Z) of any integer type.
+        target: Class indices (N, X, Y, Z) of any integer type. Voxels whose index is K or more are
+            left out, and the gradient of their logits is 0.
 
     Returns:
         (4, N, K) in float32 at least. With p the softmax of the logits: the sum of -log p over the

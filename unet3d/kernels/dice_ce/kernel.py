@@ -50,7 +50,8 @@ def _sums(
         truth = tl.load(target + sample * V + voxel, mask=is_voxel, other=-1).to(tl.int32)
         is_truth = truth[:, None] == label[None, :]
         is_truth = is_truth & inside
-        chance = tl.where(inside, tl.exp(logs), 0.0)
+        is_counted = truth < K
+        chance = tl.where(inside & is_counted[:, None], tl.exp(logs), 0.0)
         surprise += tl.sum(tl.where(is_truth, -logs, 0.0), axis=0)
         common += tl.sum(tl.where(is_truth, chance, 0.0), axis=0)
         predicted += tl.sum(chance, axis=0)
@@ -74,9 +75,12 @@ def _gradient(
     is_voxel = voxel < V
     inside = is_voxel[:, None] & known[None, :]
     at = (sample * V + voxel)[:, None] * K + label[None, :]
-    chance = tl.where(inside, tl.exp(_log_softmax(logits, at, inside, known)), 0.0)
     truth = tl.load(target + sample * V + voxel, mask=is_voxel, other=-1).to(tl.int32)
-    is_truth = (truth[:, None] == label[None, :]).to(tl.float32)
+    is_counted = truth < K
+    chance = tl.exp(_log_softmax(logits, at, inside, known))
+    chance = tl.where(inside & is_counted[:, None], chance, 0.0)
+    is_truth = truth[:, None] == label[None, :]
+    is_truth = (is_truth & inside).to(tl.float32)
     surprise = tl.load(of_surprise + sample * K + label, mask=known, other=0.0)[None, :]
     common = tl.load(of_common + sample * K + label, mask=known, other=0.0)[None, :]
     predicted = tl.load(of_predicted + sample * K + label, mask=known, other=0.0)[None, :]
@@ -108,12 +112,13 @@ def _sums_unrolled(logits, target, partial, V, K: tl.constexpr, BV: tl.constexpr
     first = sample * V + block * BV
     at = logits + first * K + row * K
     truth = tl.load(target + first + row, mask=inside, other=-1).to(tl.int32)
+    is_counted = inside & (truth < K)
     largest, total = _softmax_unrolled(at, inside, K)
     log_total = tl.log(total)
     out = partial + (sample * tl.num_programs(0) + block) * 4 * K
     for k in tl.static_range(K):
         above = tl.load(at + k, mask=inside, other=0.0).to(tl.float32) - largest
-        chance = tl.where(inside, tl.exp(above) / total, 0.0)
+        chance = tl.where(is_counted, tl.exp(above) / total, 0.0)
         is_truth = truth == k
         tl.store(out + k, tl.sum(tl.where(is_truth, log_total - above, 0.0), axis=0))
         tl.store(out + K + k, tl.sum(tl.where(is_truth, chance, 0.0), axis=0))
@@ -132,19 +137,20 @@ def _gradient_unrolled(
     first = sample * V + block * BV
     at = logits + first * K + row * K
     truth = tl.load(target + first + row, mask=inside, other=-1).to(tl.int32)
+    is_counted = truth < K
     largest, total = _softmax_unrolled(at, inside, K)
     mean = tl.zeros_like(largest)
     weight = tl.zeros_like(largest)
     for k in tl.static_range(K):
         value = tl.load(at + k, mask=inside, other=0.0).to(tl.float32)
-        chance = tl.exp(value - largest) / total
+        chance = tl.where(is_counted, tl.exp(value - largest) / total, 0.0)
         is_truth = (truth == k).to(tl.float32)
         common = tl.load(of_common + sample * K + k)
         mean += chance * (tl.load(of_predicted + sample * K + k) + common * is_truth)
         weight += is_truth * tl.load(of_surprise + sample * K + k)
     for k in tl.static_range(K):
         value = tl.load(at + k, mask=inside, other=0.0).to(tl.float32)
-        chance = tl.exp(value - largest) / total
+        chance = tl.where(is_counted, tl.exp(value - largest) / total, 0.0)
         is_truth = (truth == k).to(tl.float32)
         common = tl.load(of_common + sample * K + k)
         wanted = tl.load(of_predicted + sample * K + k) + common * is_truth

@@ -25,7 +25,7 @@ class _Sums(torch.autograd.Function):
         logs = torch.log_softmax(_rows(logits), 1)
         is_truth = _is_truth(target, logs)
         surprise = -(is_truth * logs).sum(2)
-        chance = logs.exp_()
+        chance = logs.exp_().mul_(_is_counted(target, logs))
         common = (is_truth * chance).sum(2)
         return torch.stack((surprise, common, chance.sum(2), is_truth.sum(2)))
 
@@ -34,6 +34,7 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, target = ctx.saved_tensors
         chance = torch.softmax(_rows(logits), 1)
+        chance.mul_(_is_counted(target, chance))  # so that nothing below is left of the others
         surprise, common, predicted, _ = gradient.unsqueeze(-1).unbind(0)
         # With c the chances and t = 1 at the true class, the derivative by logit j is
         # u_j - c_j * (sum of u), where u = predicted * c + t * (common * c - surprise).
@@ -48,6 +49,11 @@ def _rows(logits: Tensor) -> Tensor:
     """Return (N, K, V) in float32 at least."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     return logits.to(exact, memory_format=torch.contiguous_format).flatten(2)
+
+
+def _is_counted(target: Tensor, like: Tensor) -> Tensor:
+    """Return 1 at each voxel that has a class, else 0: (N, 1, V)."""
+    return (target.flatten(1).unsqueeze(1) < like.shape[1]).to(like.dtype)
 
 
 def _is_truth(target: Tensor, like: Tensor) -> Tensor:

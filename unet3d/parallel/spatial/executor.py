@@ -40,6 +40,7 @@ from unet3d.parallel.spatial.shard import (
     gathered,
 )
 from unet3d.parallel.stage_runner import place
+from unet3d.parallel.whole_batch import joins_samples
 
 MAX_CAPTURED = 2**27
 """Most elements of a micro-batch's image, in the largest slab, in a step that is captured, if there
@@ -50,10 +51,23 @@ is memory. Between messages GPUs wait for the host, however large the slabs are.
 class _LossOfVolume:
     """A loss function whose sums are those of the volume; equal where its parts are."""
 
-    loss_fn: LossFunction
+    loss_fn: Any
     shard: VolumeShard
 
-    def __call__(self, logits: Any, target: Tensor) -> Loss | Tensor:
+    @property
+    def joins_samples(self) -> bool:
+        return joins_samples(self.loss_fn)
+
+    def sums(self, logits: Any, target: Tensor) -> Tensor:
+        with sharded(self.shard):
+            sums: Tensor = self.loss_fn.sums(logits, target)
+        return sums
+
+    def from_sums(self, sums: Tensor) -> Loss:
+        loss: Loss = self.loss_fn.from_sums(sums)
+        return loss
+
+    def __call__(self, logits: Any, target: Tensor) -> Any:
         with sharded(self.shard):
             return self.loss_fn(logits, target)
 
@@ -86,8 +100,8 @@ class SpatialExecutor:
     """The slab of one device; see :class:`~unet3d.parallel.Executor`.
 
     What all ranks of a replica compute is the loss of their volume, the same in each of them. A
-    loss function must be made of :func:`unet3d.model.loss.loss_sums` or of other sums over voxels
-    that go through :func:`unet3d.kernels.sharding.sum_of_losses`.
+    loss function must be a :class:`unet3d.model.loss.SegmentationLoss`, or made of other sums over
+    voxels that go through :func:`unet3d.kernels.sharding.sum_of_losses`.
     """
 
     def __init__(
@@ -139,7 +153,9 @@ class SpatialExecutor:
         self._watching = nullcontext if group is None else partial(group.watching, device)
         # No method of this executor: a circle would keep the groups after it is gone.
         agreed = partial(_all_shards, self._messages, layout.num_shards, device, self._watching)
-        self._exchange = FlatExchange(network, group, process_group, agreed)
+        self._exchange = FlatExchange(
+            network, group, process_group, agreed, num_shards=layout.num_shards
+        )
         self._training: _Divided | None = None
         self._predicting: _Divided | None = None
 
@@ -150,6 +166,7 @@ class SpatialExecutor:
         loss_fn: LossFunction,
         scale: float = 1.0,
         *,
+        weight: float = 1.0,
         planes: int | None = None,
     ) -> Any:
         """Add one batch's gradients to the module's; see the protocol.
@@ -164,7 +181,7 @@ class SpatialExecutor:
         divided.pipeline.observer = self.observer
         loss = _LossOfVolume(loss_fn=loss_fn, shard=divided.shard)
         with self._watching():
-            return divided.pipeline.forward_backward(image, target, loss, scale)
+            return divided.pipeline.forward_backward(image, target, loss, scale, weight=weight)
 
     def captured_step(
         self,

@@ -28,6 +28,7 @@ class FlatExchange:
         group: Group | None,
         process_group: dist.ProcessGroup | None,
         shards: Callable[[bool], bool],
+        num_shards: int,
     ) -> None:
         """Copy the first rank's parameters.
 
@@ -36,9 +37,12 @@ class FlatExchange:
             group: The ranks; None: memory is predicted, and there is nobody.
             process_group: Moves their tensors.
             shards: Tells the other shards of a replica a wish, and returns whether all have it.
+            num_shards: How many ranks a replica has, one after the other.
         """
         self._module = module
         self._num_ranks = 1 if group is None else group.size
+        self._num_shards = num_shards
+        self.num_replicas = 1 if group is None else group.size // num_shards
         self._errors = nullcontext if group is None else group.translate_dist_errors
         self._process_group = process_group
         self._shards = shards
@@ -68,6 +72,18 @@ class FlatExchange:
             else:  # gloo knows no mean
                 dist.all_reduce(flat, group=self._process_group)
                 flat /= self._num_ranks
+
+    def total(self, sums: Tensor) -> Tensor:
+        """Add up over the replicas; see :class:`GradientExchange`.
+
+        Args:
+            sums: Of the replica's volumes, the same in all its ranks.
+        """
+        if self._process_group is None:
+            return sums
+        total = sums.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self._process_group)
+        return total / self._num_shards
 
     def before_last_backward(self, stage: Stage) -> None:
         """Do nothing: the message goes out when backward has ended."""
