@@ -57,7 +57,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 def make_step(way: dict[str, Any]) -> Step:
     size = (way["size"],) * 3
     precision = way.get("precision", "bfloat16")
-    settings = ModelSettings(channels=CHANNELS, **way.get("model", {}))
+    settings = ModelSettings(channels=CHANNELS, deep_supervision=False, **way.get("model", {}))
     devices = tuple(torch.device("cuda", index) for index in range(way.get("num_gpus", 1)))
     layout = Layout(
         devices=devices,

@@ -8,8 +8,8 @@ network, which is the one that we train. Then its trainer runs as its command li
 its data loaders with its default augmentation in as many processes as it is told
 (``nnUNet_n_proc_DA``), beside them half as many for validation, which fill their queue and then
 sleep; float16 with a gradient scaler, ``cudnn.benchmark``, the network and the Dice loss compiled
-on a GPU. The trainer is ``nnUNetTrainerNoDeepSupervision``, because our default has no deep
-supervision either.
+on a GPU. The trainer is ``nnUNetTrainerNoDeepSupervision``, because the network that we train
+beside it has no deep supervision either.
 """
 
 import importlib.util

@@ -106,7 +106,7 @@ class Bench:
         self.devices = devices_named(arguments.devices.split(","))
         x, y, z = parse_shape(arguments.shape)
         channels = tuple(int(count) for count in arguments.channels.split(","))
-        settings = ModelSettings(channels=channels)
+        settings = ModelSettings(channels=channels, deep_supervision=False)
         self.topology = plan_topology(settings, (x, y, z), (1.0, 1.0, 1.0), 1, 3)
         torch.manual_seed(0)
         self.image = torch.randn(arguments.batch_size, 1, x, y, z)

@@ -112,7 +112,7 @@ class Problem:
     @property
     def topology(self) -> Topology:
         """Our network for it."""
-        settings = ModelSettings(channels=self.channels)
+        settings = ModelSettings(channels=self.channels, deep_supervision=False)
         return plan_topology(settings, self.size, (1.0, 1.0, 1.0), 1, NUM_CLASSES)
 
 

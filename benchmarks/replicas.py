@@ -186,7 +186,13 @@ def run_rank(way: Setup, arguments: argparse.Namespace) -> None:
         names = way.devices[group.ranks.rank]
         devices = devices_named(names)
         channels = tuple(int(count) for count in arguments.channels.split(","))
-        topology = plan_topology(ModelSettings(channels=channels), way.shape, (1.0, 1.0, 1.0), 1, 3)
+        topology = plan_topology(
+            ModelSettings(channels=channels, deep_supervision=False),
+            way.shape,
+            (1.0, 1.0, 1.0),
+            1,
+            3,
+        )
         torch.manual_seed(0)
         executor = place(UNet3d(topology), way, devices, group)
         optimization = Optimization(

@@ -49,7 +49,9 @@ def step_of(edge: int, count: int, channels: tuple[int, ...], recompute: Recompu
     """Return the step of a cube over GPUs, at batch 1 in bfloat16."""
     size = (edge, edge, edge)
     return Step(
-        topology=plan_topology(ModelSettings(channels=channels), size, (1.0, 1.0, 1.0), 1, 3),
+        topology=plan_topology(
+            ModelSettings(channels=channels, deep_supervision=False), size, (1.0, 1.0, 1.0), 1, 3
+        ),
         layout=Layout(
             devices=(torch.device("cuda", 0),),
             autocast=torch.bfloat16,

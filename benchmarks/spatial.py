@@ -90,7 +90,9 @@ class Bench:
     def topology(self, size: Shape) -> Topology:
         """Return the network for cubes of a size."""
         channels = tuple(int(count) for count in self.arguments.channels.split(","))
-        return plan_topology(ModelSettings(channels=channels), size, (1.0, 1.0, 1.0), 1, 3)
+        return plan_topology(
+            ModelSettings(channels=channels, deep_supervision=False), size, (1.0, 1.0, 1.0), 1, 3
+        )
 
     def layout(self, num_shards: int) -> Layout:
         """Return the place of this rank, alone or among all."""

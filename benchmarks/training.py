@@ -104,6 +104,7 @@ def values_of(arguments: argparse.Namespace, cache: Path, num_replicas: int = 1)
         "data.num_folds": arguments.num_cases,
         "patches.size": parse_shape(arguments.shape),
         "model.channels": tuple(int(number) for number in arguments.channels.split(",")),
+        "model.deep_supervision": False,  # the peers have none
         "training.batch_size": arguments.batch_size * num_replicas,
     }
     augmentation: dict[str, Any] = {"device": arguments.augmentation_device}

@@ -40,7 +40,7 @@ def measure(num_gpus: int, num_micro_batches: int, edge: int, batch: int, steps:
     from unet3d.parallel import Layout, parallelize
 
     devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
-    settings = ModelSettings(channels=CHANNELS)
+    settings = ModelSettings(channels=CHANNELS, deep_supervision=False)
     topology = plan_topology(settings, (edge,) * 3, (1.0, 1.0, 1.0), 1, 3)
     layout = Layout(devices=devices, num_micro_batches=num_micro_batches, autocast=torch.bfloat16)
     torch.manual_seed(0)

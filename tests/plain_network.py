@@ -15,7 +15,15 @@ BATCH_DICE = SegmentationLoss(joins_samples=True)
 
 
 def make_topology(**options: object) -> Topology:
-    settings = ModelSettings(base_channels=4, max_channels=16, num_levels=3, **options)
+    settings = ModelSettings(
+        **{
+            "deep_supervision": False,
+            "base_channels": 4,
+            "max_channels": 16,
+            "num_levels": 3,
+            **options,
+        }
+    )
     return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
 
 

@@ -16,9 +16,9 @@ from unet3d.planning.memory_estimate import Step
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(4))
-SMALL = ModelSettings(base_channels=4, num_levels=3)
-WIDE = ModelSettings(channels=(32, 64, 128))
-LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+SMALL = ModelSettings(base_channels=4, num_levels=3, deep_supervision=False)
+WIDE = ModelSettings(channels=(32, 64, 128), deep_supervision=False)
+LARGE = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
 
 
 def make_step(

@@ -246,7 +246,7 @@ def test_levels_are_recomputed_by_the_kernels_that_large_maps_have(
     num_slots: int, thick_mm: float
 ) -> None:
     """Maps with zeros around Z, pairs of voxels: what runs again does the same again."""
-    settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic")
+    settings = ModelSettings(channels=(32, 64, 64), kernels="anisotropic", deep_supervision=False)
     topology = plan_topology(settings, (128, 64, 64), (1.0, 1.0, thick_mm), 1, 3)
     gpu = torch.device("cuda", 0)
     generator = torch.Generator().manual_seed(1)

@@ -53,7 +53,9 @@ def make_image(size: Shape, channels: int = 2) -> Tensor:
 
 def small_network(**options: object) -> tuple[UNet3d, object]:
     torch.manual_seed(0)
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
     return model, parallelize(model, Layout(devices=(CPU,)))
 

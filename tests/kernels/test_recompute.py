@@ -28,7 +28,9 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def step(recomputes: bool, **options: object) -> tuple[int, list[Tensor]]:
     """Return the bytes that are kept for backward, and the gradients."""
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     torch.manual_seed(0)
     model = UNet3d(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)).double()
     image = torch.randn(2, 2, 16, 16, 8, dtype=torch.float64)

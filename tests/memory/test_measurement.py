@@ -12,7 +12,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def executor() -> Executor:
     topology = plan_topology(
-        ModelSettings(base_channels=4, num_levels=2), (8, 8, 8), (1.0, 1.0, 1.0), 1, 3
+        ModelSettings(base_channels=4, num_levels=2, deep_supervision=False),
+        (8, 8, 8),
+        (1.0, 1.0, 1.0),
+        1,
+        3,
     )
     layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=1)
     return parallelize(UNet3d(topology), layout)

@@ -35,7 +35,9 @@ def spread(
 
 
 def small_topology(**options: object) -> Topology:
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     return plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
 
 

@@ -99,7 +99,7 @@ def test_small_gradients_are_left_alone() -> None:
 
 def network() -> UNet3d:
     torch.manual_seed(0)
-    settings = ModelSettings(base_channels=4, num_levels=2)
+    settings = ModelSettings(base_channels=4, num_levels=2, deep_supervision=False)
     return UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 2))
 
 

@@ -17,7 +17,9 @@ def plan(
     spacing_mm: tuple[float, float, float] = ISOTROPIC,
     **options: object,
 ) -> Topology:
-    return plan_topology(ModelSettings(**options), size, spacing_mm, 1, 2)
+    return plan_topology(
+        ModelSettings(**{"deep_supervision": False, **options}), size, spacing_mm, 1, 2
+    )
 
 
 def test_an_isotropic_patch_is_halved_evenly_up_to_six_levels() -> None:

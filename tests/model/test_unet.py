@@ -26,7 +26,15 @@ VARIANTS = [
 
 
 def make_topology(num_levels: int = 4, **options: object) -> Topology:
-    settings = ModelSettings(base_channels=4, max_channels=12, num_levels=num_levels, **options)
+    settings = ModelSettings(
+        **{
+            "deep_supervision": False,
+            "base_channels": 4,
+            "max_channels": 12,
+            "num_levels": num_levels,
+            **options,
+        }
+    )
     return plan_topology(settings, (32, 32, 16), (1.0, 1.0, 2.5), 2, 3)
 
 

@@ -358,7 +358,9 @@ def test_a_captured_step_takes_little_more_than_a_launched_one(indices: tuple[in
     peaks = []
     for num_steps in (NUM_WARM_UP_STEPS, NUM_WARM_UP_STEPS + 2):
         torch.manual_seed(0)
-        model = UNet3d(plan_topology(ModelSettings(), (96,) * 3, (1.0,) * 3, 1, 3))
+        model = UNet3d(
+            plan_topology(ModelSettings(deep_supervision=False), (96,) * 3, (1.0,) * 3, 1, 3)
+        )
         layout = Layout(devices=(gpu,) * len(indices), num_micro_batches=8, autocast=torch.bfloat16)
         executor = parallelize(model, layout)
         image = torch.randn(8, 1, 96, 96, 96, device=gpu)

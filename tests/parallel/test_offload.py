@@ -32,7 +32,9 @@ def parking_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def topology_of(size: tuple[int, int, int] = (16, 16, 16), **options: Any) -> Topology:
-    settings = ModelSettings(**{"base_channels": 4, "num_levels": 3, **options})
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     return plan_topology(settings, size, (1.0, 1.0, 1.0), 2, 3)
 
 
@@ -303,7 +305,7 @@ def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
 
 
 def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
-    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 1, 3)
     found = []
     for choice in ("none", "skips"):
@@ -394,7 +396,7 @@ def test_no_memory_is_reused_or_read_too_early(
 
 @pytest.mark.gpu
 def test_a_gpu_needs_less_by_what_was_predicted() -> None:
-    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320))
+    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
     topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)
     predicted, measured = [], []
     for choice in ("none", "skips"):

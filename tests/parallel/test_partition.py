@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 
 
 def make_model(**options: object) -> UNet3d:
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     return UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 2))
 
 

@@ -17,7 +17,7 @@ from unet3d.planning.step_time import count_parameters, count_work, rates_of, st
 
 def on_gpu(edge: int, batch_size: int = 1, **layout: object) -> Step:
     """Return a step of the standard network on a cube, on a GPU."""
-    model = LARGE if edge >= 128 else ModelSettings(base_channels=32)
+    model = LARGE if edge >= 128 else ModelSettings(base_channels=32, deep_supervision=False)
     return make_step(GPUS[:1], (edge,) * 3, batch_size, precision="bfloat16", model=model, **layout)
 
 
@@ -60,7 +60,7 @@ def test_a_cpu_takes_what_two_cores_took(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_time, "num_cores", lambda: 2)
-    model = ModelSettings(channels=channels)
+    model = ModelSettings(channels=channels, deep_supervision=False)
     step = make_step((CPU,), (edge,) * 3, 1, precision=precision, model=model)
     assert 1000 * seconds(step) == pytest.approx(milliseconds, rel=0.1)
 

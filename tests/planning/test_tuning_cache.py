@@ -311,7 +311,9 @@ def test_a_run_can_be_resumed_in_any_mode(
 
 
 def test_names_of_blocks_need_no_memory() -> None:
-    settings = ModelSettings(base_channels=4096, max_channels=65536, num_levels=6)
+    settings = ModelSettings(
+        base_channels=4096, max_channels=65536, num_levels=6, deep_supervision=False
+    )
     topology = plan_topology(settings, (512, 512, 512), (1.0, 1.0, 1.0), 1, 3)
     here = TuningKey(
         config=Config(),

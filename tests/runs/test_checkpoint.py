@@ -37,7 +37,9 @@ PREPROCESSING = Preprocessing(
 def make_checkpoint(dtype: torch.dtype = torch.float32, **options: object) -> Checkpoint:
     """Return the checkpoint of a network after one step of training."""
     torch.manual_seed(0)
-    settings = ModelSettings(**{"base_channels": 2, "num_levels": 2, **options})
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 2, "num_levels": 2, **options}
+    )
     topology = plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
     model = UNet3d(topology).to(dtype)
     optimization = Optimization(model, TrainingSettings(optimizer="adamw"), "float32")

@@ -25,7 +25,9 @@ SIZE = (16, 16, 8)
 
 
 def make_model(**options: object) -> UNet3d:
-    settings = ModelSettings(base_channels=4, num_levels=3, **options)
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     torch.manual_seed(0)
     return UNet3d(plan_topology(settings, SIZE, (1.0, 1.0, 2.5), 2, 3))
 

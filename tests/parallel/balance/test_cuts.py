@@ -25,7 +25,9 @@ SIZE = (32, 32, 32)
 
 
 def make_model(**options: object) -> UNet3d:
-    settings = ModelSettings(**{"base_channels": 4, "num_levels": 3, **options})
+    settings = ModelSettings(
+        **{"deep_supervision": False, "base_channels": 4, "num_levels": 3, **options}
+    )
     return UNet3d(plan_topology(settings, SIZE, (1.0, 1.0, 1.0), 1, 2))
 
 
@@ -222,7 +224,11 @@ def test_the_sum_over_blocks_is_about_what_a_whole_step_allocates(
     """The step runs on fake tensors, so these GPUs need not exist."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = plan_topology(
-        ModelSettings(base_channels=8, num_levels=3), (64, 64, 64), (1.0, 1.0, 1.0), 1, 3
+        ModelSettings(base_channels=8, num_levels=3, deep_supervision=False),
+        (64, 64, 64),
+        (1.0, 1.0, 1.0),
+        1,
+        3,
     )
     gpus = tuple(torch.device("cuda", index) for index in range(len(cuts) + 1))
     layout = Layout(
@@ -345,7 +351,9 @@ def test_settings_that_balance_nothing_are_refused() -> None:
 
 @pytest.mark.multigpu
 def test_two_gpus_need_equal_memory(tmp_path: Path) -> None:
-    topology = plan_topology(ModelSettings(), (128, 128, 128), (1.0, 1.0, 1.0), 1, 3)
+    topology = plan_topology(
+        ModelSettings(deep_supervision=False), (128, 128, 128), (1.0, 1.0, 1.0), 1, 3
+    )
     devices = (torch.device("cuda:0"), torch.device("cuda:1"))
     layout = Layout(devices=devices, cuts=None, num_micro_batches=1, autocast=torch.bfloat16)
     model = UNet3d(topology)

@@ -62,7 +62,7 @@ GPU_STEPS = 6
 
 def gpu_topology() -> Topology:
     """Return a network whose finest maps are folded and whose last levels are whole."""
-    settings = ModelSettings(channels=(32, 64, 64, 64))
+    settings = ModelSettings(channels=(32, 64, 64, 64), deep_supervision=False)
     return plan_topology(settings, GPU_SIZE, (1.0, 1.0, 1.0), 1, 3)
 
 

@@ -11,7 +11,7 @@ NAMES = (
     *("rotation", "scaling", "noise", "blur", "brightness"),
     *("contrast", "low_resolution", "inverted_gamma", "gamma"),
 )
-NEVER = {f"{name}_probability": 0.0 for name in NAMES}
+NEVER = {**{f"{name}_probability": 0.0 for name in NAMES}, "mirror_axes": ()}
 
 NUM_DRAWN = 10_000
 MAX_ERROR = 0.02
