@@ -1,0 +1,186 @@
+"""Default trainings of unet3d and, where it is installed, of nnU-Net, of the same wall time.
+
+    python benchmarks/quality.py DATASET --minutes M [--held-out FOLDER] [--fold 0] [--seed 0]
+        [--device cuda:0] [--set KEY=VALUE ...] [--json FILE]
+
+Both train on the cases that are not in the fold, for M minutes, with what they choose themselves:
+``unet3d train DATASET`` without a configuration, and nnU-Net's planner and trainer, 3d_fullres.
+Only the number of epochs follows from the minutes; a short training before it tells how long one
+takes. Preparing the data is not counted. Then both segment the images of the fold and, if one is
+named, of another data set's folder that nobody trained on, from file to file, and
+``unet3d evaluate`` scores both.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import tuning_key
+from nnunet_fit import Fit
+
+from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
+
+NUM_TIMED_EPOCHS = 2
+NUM_FOLDS = 5
+
+
+def unet3d(*words: object) -> float:
+    """Run a command, and return the seconds that it took."""
+    said = [str(word) for word in words]
+    print(f"unet3d {shlex.join(said)}", file=sys.stderr)
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "unet3d", *said], stdout=sys.stderr.fileno(), check=True)
+    return time.perf_counter() - began
+
+
+def scores(predictions: Path, labels: Path, folder: Path) -> dict[str, Any]:
+    """Return the mean Dice of segmentations, over labels and of each."""
+    file = folder / "scores.json"
+    unet3d("evaluate", predictions, labels, "--json", file)
+    found = json.loads(file.read_text())
+    return {
+        "mean_dice": found["mean_dice"],
+        "dice": {label: mean["dice"] for label, mean in found["mean"].items()},
+        "num_cases": len(found["cases"]),
+    }
+
+
+def put(cases: Sequence[Case], folder: Path) -> None:
+    """Copy cases to ``images`` and ``labels``, in the names that both tools read."""
+    for name in ("images", "labels"):
+        (folder / name).mkdir(parents=True)
+    for case in cases:
+        for channel, image in enumerate(case.images):
+            shutil.copyfile(image, folder / "images" / f"{case.name}_{channel:04}.nii.gz")
+        shutil.copyfile(case.label, folder / "labels" / f"{case.name}.nii.gz")
+
+
+def ours(arguments: argparse.Namespace, sets: dict[str, Path], folder: Path) -> dict[str, Any]:
+    """Train unet3d, and score it on sets of cases."""
+    words = ["train", arguments.dataset, "--fold", arguments.fold, "--seed", arguments.seed]
+    words += ["--devices", arguments.device]
+    words += [word for change in arguments.changes for word in ("--set", change)]
+    unet3d(*words, "--epochs", NUM_TIMED_EPOCHS, "--output", folder / "timed")
+    lines = (folder / "timed" / "metrics.jsonl").read_text().splitlines()
+    seconds = [json.loads(line)["seconds"] for line in lines]
+    # The command again, for what it takes besides: start, planning, compiling, validation.
+    whole = unet3d(*words, "--epochs", 1, "--output", folder / "started")
+    beside = whole - json.loads((folder / "started" / "metrics.jsonl").read_text())["seconds"]
+    num_epochs = max(1, int((60 * arguments.minutes - beside) / seconds[-1]))
+    run = folder / "run"
+    row: dict[str, Any] = {
+        "train_seconds": unet3d(*words, "--epochs", num_epochs, "--output", run),
+        "epoch_seconds": seconds,
+        "num_epochs": num_epochs,
+        "summary": json.loads((run / "summary.json").read_text()),
+    }
+    for name, cases in sets.items():
+        out = folder / name
+        seconds_of_set = unet3d(
+            "predict", cases / "images", "-o", out, "--checkpoint", run,
+            "--devices", arguments.device,
+        )  # fmt: skip
+        row[name] = {
+            **scores(out, cases / "labels", folder),
+            "predict_seconds": seconds_of_set,
+        }
+    return row
+
+
+def nnunet(
+    arguments: argparse.Namespace,
+    dataset: Dataset,
+    validation: Sequence[Case],
+    sets: dict[str, Path],
+    folder: Path,
+) -> dict[str, Any]:
+    """Train nnU-Net, and score it on sets of cases; or return a ``reason`` why not."""
+    if importlib.util.find_spec("nnunetv2") is None:
+        return {"reason": "nnunetv2 is not installed"}
+    request = Fit(
+        cases={case.name: (list(map(str, case.images)), str(case.label)) for case in dataset.cases},
+        channels=list(dataset.channel_names),
+        labels=dict(zip(dataset.label_names, dataset.label_values, strict=True)),
+        validation=[case.name for case in validation],
+        minutes=arguments.minutes,
+        steps_per_epoch=arguments.nnunet_steps,
+        device=arguments.device,
+        num_workers=min(8, len(os.sched_getaffinity(0))),
+        folders={str(cases / "images"): str(folder / name) for name, cases in sets.items()},
+    )
+    asked, answer = folder / "request.json", folder / "answer.json"
+    asked.write_text(json.dumps(asdict(request)))
+    names = {"raw": "raw", "preprocessed": "preprocessed", "results": "results"}
+    environment = {f"nnUNet_{name}": str(folder / below) for name, below in names.items()}
+    script = Path(__file__).with_name("nnunet_fit.py")
+    subprocess.run(
+        [sys.executable, script, asked, answer],
+        env={**os.environ, **environment},
+        stdout=sys.stderr.fileno(),
+        check=True,
+    )
+    row: dict[str, Any] = json.loads(answer.read_text())
+    if "reason" not in row:
+        for name, cases in sets.items():
+            for way in ("plain", "mirrored"):
+                row[f"{name}, {way}"] = scores(folder / name / way, cases / "labels", folder)
+    return row
+
+
+def main() -> None:
+    """Train both and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("dataset", type=Path)
+    parser.add_argument("--minutes", type=float, required=True, help="of each training")
+    parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
+    parser.add_argument("--fold", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--set", dest="changes", action="append", default=[])
+    parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    dataset = load_dataset(arguments.dataset)
+    _, validation = fold_cases(dataset, arguments.fold, NUM_FOLDS, arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sets = {"validation": folder / "cases" / "validation"}
+        put(validation, sets["validation"])
+        if arguments.held_out is not None:
+            sets["held out"] = folder / "cases" / "held-out"
+            put(load_dataset(arguments.held_out).cases, sets["held out"])
+        for way in ("ours", "nnunet"):
+            (folder / way).mkdir()
+        rows = {
+            "unet3d": ours(arguments, sets, folder / "ours"),
+            "nnU-Net": nnunet(arguments, dataset, validation, sets, folder / "nnunet"),
+        }
+    print("| | cases | mean Dice | epochs | training, s |\n|---|---|---:|---:|---:|")
+    for way, row in rows.items():
+        if "reason" in row:
+            print(f"| {way} | | {row['reason']} | | |")
+        for name, found in row.items():
+            if isinstance(found, dict) and "num_cases" in found:
+                print(
+                    f"| {way} | {found['num_cases']}, {name} | {found['mean_dice']:.4f} | "
+                    f"{row['num_epochs']} | {row['train_seconds']:.0f} |"
+                )
+    if arguments.json is not None:
+        record = {**tuning_key([torch.device(arguments.device)], "by default"), "rows": rows}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
