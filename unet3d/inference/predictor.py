@@ -17,6 +17,7 @@ from unet3d.inference.averaging import ProbabilityMean
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of, refuse_diverged
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
+from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
@@ -75,6 +76,12 @@ class Predictor:
         self._placed = placed or PlacedNetworks(networks, parallel, group)
         self._num_ranks_here = group.ranks.local_world_size
         refuse_diverged(self.executor.module, self._name)
+        self._rules = common_rules(
+            network.postprocessing if settings.postprocessing else ()
+            for network, settings in zip(networks.described, inference, strict=True)
+        )
+        if self._rules and group.is_first:
+            logger.info("post-processing: %s", rules_in_words(self._rules, self.label_names))
 
     @property
     def executor(self) -> Executor | SharedExecutor:
@@ -136,7 +143,7 @@ class Predictor:
                 counts the same.
 
         Returns:
-            Shape (X, Y, Z), on the image's grid.
+            Shape (X, Y, Z), on the image's grid, after the post-processing of the network.
 
         Raises:
             CheckpointError: Another network than the first cannot be used.
@@ -168,6 +175,8 @@ class Predictor:
         values = self.preprocessing.label_values
         smallest = np.min_scalar_type(max(values))
         labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
+        del logits, classes  # components take memory, too
+        keep_largest(labels, self._rules)
         return labels
 
     def join(self, image: Volume) -> None:
