@@ -22,6 +22,7 @@ def random_checkpoint(
     changes: tuple[str, ...] = (),
     channels: tuple[int, int] = (4, 8),
     seed: int = 7,
+    postprocessing: tuple[tuple[int, ...], ...] = (),
 ) -> Checkpoint:
     """Return a checkpoint of a network of two levels and a stride of 2."""
     strides: Any = ((1, 1, 1), (2, 2, 2))
@@ -48,6 +49,7 @@ def random_checkpoint(
         ),
         patch_size=patch_size,
         config=load_config(None, changes),
+        postprocessing=postprocessing,
         model=model.state_dict(),
         training={},
     )

@@ -21,8 +21,10 @@ from tests.volumes.samples import write_json, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.errors import DoesNotFitError
 from unet3d.inference.networks import Networks
+from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.volumes.nifti import read_label
 from unet3d.volumes.scans import Scan, read_scan
 
 
@@ -492,6 +494,17 @@ def test_options_reach_the_windows(
     )
     differs = expected.overlap != 0.5 or expected.window != (8, 8, 8)
     assert (usual != np.asarray(nib.load("found.nii").dataobj)).any() == differs
+
+
+def test_components_are_kept_on_request(scan: Path, folder: Path) -> None:
+    network = write_checkpoint(folder / "network.pt", patch_size=(8, 8, 8), postprocessing=((1,),))
+    arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu")
+    assert run(*arguments, "-o", "kept.nii") == 0
+    assert run(*arguments, "-o", "all.nii", "--no-postprocessing") == 0
+    kept, everything = (read_label(name).array for name in ("kept.nii", "all.nii"))
+    assert not np.array_equal(kept, everything)
+    keep_largest(everything, [(1,)])
+    np.testing.assert_array_equal(kept, everything)
 
 
 @pytest.mark.parametrize("window", ["0,8,8", "8,8", "wide"])

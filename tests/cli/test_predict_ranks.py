@@ -50,19 +50,23 @@ def scans(folder: Path) -> Path:
     ("options", "precision"),
     [
         (("--overlap", "0.4", "--window", "12,16,8"), "float32"),
-        (("--window", "whole", "--statistics"), "float64"),
+        (("--window", "whole", "--statistics", "--no-postprocessing"), "float64"),
     ],
 )
 def test_ranks_write_the_files_of_one_process(
     folder: Path, scans: Path, options: tuple[str, ...], precision: str
 ) -> None:
     changes = (f"training.precision={precision}",)
-    write_checkpoint(folder / "network.pt", dtype=getattr(torch, precision), changes=changes)
+    rules = ((1, 2),)
+    dtype = getattr(torch, precision)
+    write_checkpoint(folder / "network.pt", dtype=dtype, changes=changes, postprocessing=rules)
     arguments = ("predict", scans, "--checkpoint", "network.pt", *options)
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
     done = in_a_process(*arguments, "--devices", "cpu,cpu,cpu", "-o", "ranks")
     assert done.returncode == 1
-    computing, skipped, error = done.stderr.splitlines()
+    computing, *kept, skipped, error = done.stderr.splitlines()
+    assert len(kept) == ("--no-postprocessing" not in options)
+    assert all("only the largest component is kept of all labels" in line for line in kept)
     assert computing == f"computing on cpu in {precision}, each window in 3 slabs"
     assert skipped.startswith("Skipped: scans/b.nii.gz ") or "b.nii.gz" in skipped
     assert error.startswith("Error: 1 of 3 scans could not be segmented: ")

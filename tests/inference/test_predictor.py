@@ -19,6 +19,7 @@ from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
 from unet3d.inference import predictor as prediction
 from unet3d.inference.networks import Networks
+from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
 from unet3d.memory import host
 from unet3d.model import UNet3d
@@ -125,6 +126,27 @@ def test_label_values_are_those_of_the_data_set(tmp_path: Path) -> None:
     segmentation = segment_file(predictor, path, tmp_path / "values.nii")
     assert segmentation.get_data_dtype() == np.uint16
     np.testing.assert_array_equal(segmentation.dataobj, np.array([0, 7, 300])[classes])
+
+
+def test_the_components_that_the_network_keeps_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    path = write_volume(tmp_path / "scan.nii", noise())
+    usual = np.asarray(segment_file(place(random_checkpoint()), path).dataobj)
+    assert "post-processing" not in caplog.text
+    rules = ((1, 2), (2,))
+    expected = usual.copy()
+    keep_largest(expected, rules)
+    assert not np.array_equal(expected, usual)
+    checkpoint = random_checkpoint(postprocessing=rules)
+    kept = segment_file(place(checkpoint), path, tmp_path / "kept.nii")
+    np.testing.assert_array_equal(kept.dataobj, expected)
+    (line,) = [message for message in caplog.messages if "post-processing" in message]
+    assert line.endswith("the largest component is kept of all labels together, label 2")
+    off = place(checkpoint, inference=InferenceSettings(postprocessing=False))
+    whole = segment_file(off, path, tmp_path / "whole.nii")
+    np.testing.assert_array_equal(whole.dataobj, usual)
 
 
 def test_a_whole_volume_is_segmented_as_the_plain_network_does(tmp_path: Path) -> None:

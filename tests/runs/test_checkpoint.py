@@ -99,6 +99,20 @@ def saved(tmp_path: Path) -> Path:
     return path
 
 
+def test_what_predictions_keep_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    checkpoint = make_checkpoint()
+    save_checkpoint(replace(checkpoint, postprocessing=((1, 5), (5,))), path)
+    assert load_checkpoint(path).postprocessing == ((1, 5), (5,))
+    save_checkpoint(checkpoint, path)
+    assert load_checkpoint(path).postprocessing == ()
+    for wrong in (((0,),), ((1, 3),)):
+        save_checkpoint(replace(checkpoint, postprocessing=wrong), path)
+        assert f"post-processing is of label {wrong[0][-1]}, which is none" in refusal(path)
+    save_checkpoint(replace(checkpoint, postprocessing=((),)), path)
+    assert "postprocessing" in refusal(path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     "options", [{}, {"norm": "batch", "encoder": "residual", "deep_supervision": True}], ids=str

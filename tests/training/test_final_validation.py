@@ -26,9 +26,12 @@ from unet3d.errors import ConfigError, VolumeError
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
 from unet3d.planning.experiment import open_dataset
-from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.runs.run_folder import RunFolder
-from unet3d.training.final_validation import FinalResult, FinalValidation
+from unet3d.training import final_validation
+from unet3d.training.component_choice import Choice
+from unet3d.training.final_result import FinalResult
+from unet3d.training.final_validation import FinalValidation
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.nifti import read_label
 from unet3d.volumes.transform import ChannelNormalization, Preprocessing
@@ -224,12 +227,16 @@ class CountingReader(Reader):
 
 
 def validate(
-    cases: Sequence[Case], folder: Path, group: Group, request: InterruptionRequest
+    cases: Sequence[Case],
+    folder: Path,
+    group: Group,
+    request: InterruptionRequest,
+    *changes: str,
 ) -> tuple[FinalResult, int]:
     known, executor = checkpoint(), CountingReader()
     names = [case.name for case in cases]
     experiment: Any = SimpleNamespace(
-        config=load_config(None, ["inference.window=4,4,4"]),
+        config=load_config(None, ["inference.window=4,4,4", *changes]),
         preprocessing=known.preprocessing,
         patch_size=known.patch_size,
         validation_files=tuple(cases),
@@ -246,6 +253,9 @@ def validate(
         group=group,
     )
     return validation.run(known, 10, request), executor.num_windows
+
+
+NOT_KEPT = "inference.postprocessing=false"
 
 
 def assert_right(folder: Path, cases: Sequence[Case]) -> None:
@@ -266,8 +276,9 @@ def assert_right(folder: Path, cases: Sequence[Case]) -> None:
 def test_one_process_predicts_all_cases(tmp_path: Path) -> None:
     cases, folder = files(tmp_path / "data"), tmp_path / "run"
     folder.mkdir()
-    result, _ = validate(cases, folder, Group(Ranks()), InterruptionRequest())
+    result, _ = validate(cases, folder, Group(Ranks()), InterruptionRequest(), NOT_KEPT)
     assert_right(folder, cases)
+    assert result.rules == () and record_of(folder)["postprocessing"] == []
     assert result.mean_dice == record_of(folder)["mean_dice"]
     assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
 
@@ -282,13 +293,77 @@ def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
     folder.mkdir()
     results = in_threads(
         num_ranks,
-        lambda group: validate(cases, folder, group, InterruptionRequest()),
+        lambda group: validate(cases, folder, group, InterruptionRequest(), NOT_KEPT),
         per_machine,
     )
     assert_right(folder, cases)
     assert len({result.mean_dice for result, _ in results}) == 1
     windows = [num_windows for _, num_windows in results]
     assert all(windows[:num_busy]) and not any(windows[num_busy:])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_small_components_are_removed_where_that_helps(tmp_path: Path, num_ranks: int) -> None:
+    """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true."""
+    cases, wanted = [], {}
+    for number in range(3):
+        label = np.zeros((10, 9, 12), np.uint8)
+        label[1:5, 1:5, 1:5] = 1
+        label[7:9, 6:8, 1:4] = label[7:9, 6:8, 9:11] = 2
+        answer = label.copy()
+        answer[1:3, 6:8, 8 : 9 + number] = 1
+        name = f"case_{number}"
+        image = write_volume(tmp_path / f"{number}.nii", answer.astype(np.float32))
+        target = write_volume(tmp_path / f"{name}.nii", label)
+        cases.append(Case(name=name, images=(image,), label=target))
+        wanted[f"{name}_seg.nii.gz"] = label
+    folder = tmp_path / "run"
+    folder.mkdir()
+    results = in_threads(
+        num_ranks, lambda group: validate(cases, folder, group, InterruptionRequest())
+    )
+    assert {result.rules for result, _ in results} == {((1,),)}
+    assert {result.mean_dice for result, _ in results} == {1.0}
+    record = record_of(folder)
+    (choice,) = record["postprocessing"]
+    specks = [4 * (number + 1) for number in range(3)]
+    before = np.mean([2 * 64 / (2 * 64 + speck) for speck in specks])
+    assert choice == {
+        "largest_component_of": [1],
+        "dice_before": pytest.approx(before),
+        "dice_after": 1.0,
+    }
+    assert record["mean"]["1"]["hd95_mm"] == 0.0  # of what is kept
+    for name, array in label_maps(folder / "validation").items():
+        assert np.array_equal(array, wanted[name])
+
+
+@pytest.mark.trains
+def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: (chosen, 0))
+    folder = tmp_path / "run"
+    run(of_two_folds(cache), folder)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ((1,),)
+    assert load_checkpoint(folder / "checkpoint-best.pt").postprocessing == ()
+    summary = json.loads((folder / "summary.json").read_text())["final"]
+    assert summary["postprocessing"] == [[1]]
+    cases = {case.name: case for case in open_dataset(of_two_folds(cache)).cases}
+    images = [cases[name].images[0] for name in record_of(folder)["validation"]]
+    arguments = ("predict", *images, "--checkpoint", folder, "--devices", "cpu", "--output")
+    assert run_command(*arguments, tmp_path / "kept") == 0
+    assert run_command(*arguments, tmp_path / "all", "--no-postprocessing") == 0
+    kept, everything = label_maps(tmp_path / "kept"), label_maps(tmp_path / "all")
+    for name, array in label_maps(folder / "validation").items():
+        assert np.array_equal(kept[name], array)
+    assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
+
+    # A network that is trained on has none until it is decided again.
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: ((), 0))
+    run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ()
 
 
 def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from unet3d.parallel import ParallelDims
-from unet3d.training.final_validation import FinalResult
+from unet3d.training.final_result import FinalResult
 from unet3d.training.metrics import ScalarFile, epoch_metrics, run_summary
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation

@@ -14,7 +14,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.parallel import ParallelDims
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import recording
-from unet3d.training.final_validation import FinalResult
+from unet3d.training.final_result import FinalResult
 from unet3d.training.recording import RunRecorder
 from unet3d.training.state import TrainingState
 

@@ -25,12 +25,17 @@ class _Request:
     window: str | None
     overlap: float | None
     statistics: bool
+    no_postprocessing: bool
     overwrite: bool
 
     def arguments(self) -> list[str]:
         """Return the same as a command line."""
         options = {"--output": self.output, "--window": self.window, "--overlap": self.overlap}
-        flags = {"--statistics": self.statistics, "--overwrite": self.overwrite}
+        flags = {
+            "--statistics": self.statistics,
+            "--no-postprocessing": self.no_postprocessing,
+            "--overwrite": self.overwrite,
+        }
         return [
             *(f"{option}={value}" for option, value in options.items() if value is not None),
             *(flag for flag, is_given in flags.items() if is_given),
@@ -61,6 +66,11 @@ class _Request:
     "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
 )
 @click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
+@click.option(
+    "--no-postprocessing",
+    is_flag=True,
+    help="Keep all components, also where the validation has shown that the largest is better.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace existing segmentations.")
 def predict(
     *,
@@ -72,6 +82,7 @@ def predict(
     overlap: float | None,
     window: str | None,
     statistics: bool,
+    no_postprocessing: bool,
     overwrite: bool,
 ) -> None:
     """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
@@ -99,6 +110,7 @@ def predict(
         window=window,
         overlap=overlap,
         statistics=statistics,
+        no_postprocessing=no_postprocessing,
         overwrite=overwrite,
     )
     # The devices of training say nothing about those of prediction.
@@ -109,9 +121,15 @@ def predict(
         # Only the first rank needs more of them than their number.
         num_networks = group.from_first(lambda: len(checkpoints))
         networks = Networks.read(checkpoints if group.is_first else [Path()] * num_networks, group)
-        windows = changes_of({"inference.window": window, "inference.overlap": overlap})
+        changes = changes_of(
+            {
+                "inference.window": window,
+                "inference.overlap": overlap,
+                "inference.postprocessing": False if no_postprocessing else None,
+            }
+        )
         inference = [
-            load_config(None, [*_trained_windows(network), *windows]).inference
+            load_config(None, [*_trained_inference(network), *changes]).inference
             for network in networks.described
         ]
         spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
@@ -135,14 +153,15 @@ def predict(
         raise job.error
 
 
-def _trained_windows(network: "Checkpoint") -> list[str]:
-    """Return the windows of a network's own settings."""
+def _trained_inference(network: "Checkpoint") -> list[str]:
+    """Return the settings of prediction that a network was trained with."""
     trained = network.config.inference
     return changes_of(
         {
             "inference.window": trained.window,
             "inference.overlap": trained.overlap,
             "inference.batch_size": trained.batch_size,
+            "inference.postprocessing": trained.postprocessing,
         }
     )
 

@@ -9,9 +9,9 @@ import torch
 from monai.metrics import compute_dice
 from torch import Tensor
 
-from unet3d.inference.surfaces import Mask, surface_distances
+from unet3d.inference.surfaces import surface_distances
 from unet3d.volumes.grids import Affine, voxel_mm3
-from unet3d.volumes.scored_labels import BACKGROUND, Label, ScoredLabels, mask_of
+from unet3d.volumes.scored_labels import BACKGROUND, Label, Mask, ScoredLabels, box_of, mask_of
 
 CUBIC_MM_PER_ML = 1000.0
 
@@ -93,7 +93,7 @@ def dice_per_class(
 
 def _score(prediction: Mask, label: Mask, affine: Affine, tolerance_mm: float) -> LabelScore:
     # What follows takes time for each voxel, and a label usually fills a small part of a volume.
-    box = _bounding_box(prediction | label)
+    box = box_of(prediction | label)
     prediction, label = prediction[box], label[box]
     voxel_ml = voxel_mm3(affine) / CUBIC_MM_PER_ML
     num_predicted, num_labelled = np.count_nonzero(prediction), np.count_nonzero(label)
@@ -116,12 +116,3 @@ def _dice(prediction: Tensor, target: Tensor) -> float | None:
     # As the batch (1, 1, X, Y, Z) that MONAI takes.
     batches = prediction[None, None], target[None, None]
     return float(compute_dice(*batches, ignore_empty=False).item())
-
-
-def _bounding_box(mask: Mask) -> tuple[slice, ...]:
-    box = []
-    for axis in range(mask.ndim):
-        others = tuple(other for other in range(mask.ndim) if other != axis)
-        (filled,) = np.nonzero(mask.any(axis=others))
-        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
-    return tuple(box)

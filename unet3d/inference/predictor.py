@@ -17,6 +17,7 @@ from unet3d.inference.averaging import ProbabilityMean
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of, refuse_diverged
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
+from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
@@ -76,6 +77,12 @@ class Predictor:
         self._placed = placed or PlacedNetworks(networks, parallel, group)
         self._num_ranks_here = group.ranks.local_world_size
         refuse_diverged(self.executor.module, self._name)
+        self._rules = common_rules(
+            network.postprocessing if settings.postprocessing else ()
+            for network, settings in zip(networks.described, inference, strict=True)
+        )
+        if self._rules and group.is_first:
+            logger.info("post-processing: %s", rules_in_words(self._rules, self.label_names))
 
     @property
     def executor(self) -> Executor | SharedExecutor:
@@ -137,7 +144,7 @@ class Predictor:
                 counts the same.
 
         Returns:
-            Shape (X, Y, Z), on the image's grid.
+            Shape (X, Y, Z), on the image's grid, after the post-processing of the network.
 
         Raises:
             CheckpointError: Another network than the first cannot be used.
@@ -170,6 +177,8 @@ class Predictor:
         values = self.preprocessing.label_values
         smallest = np.min_scalar_type(max(values))
         labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
+        del logits, classes  # components take memory, too
+        keep_largest(labels, self._rules)
         if box.shape == image.header.shape:
             return labels
         whole = np.full(image.header.shape, values[0], smallest)  # outside is background

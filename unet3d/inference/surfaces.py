@@ -15,8 +15,7 @@ from monai.metrics import get_mask_edges, get_surface_distance
 from scipy.spatial import cKDTree
 
 from unet3d.volumes.grids import Affine, column_lengths, is_sheared, rounded_mm
-
-Mask = npt.NDArray[np.bool_]
+from unet3d.volumes.scored_labels import Mask
 
 ROUNDING = 1e-5
 """By which share of the tolerance a distance may be larger: single precision, in which headers

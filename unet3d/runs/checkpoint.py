@@ -50,6 +50,8 @@ class Checkpoint:
     """The settings of its run."""
     split: CaseSplit | None = None
     """The cases that its run trains and validates on; None: it is older than their record."""
+    postprocessing: tuple[tuple[int, ...], ...] = ()
+    """Values of labels, whose voxels together keep only their largest component in predictions."""
     model: dict[str, Tensor]
     """Parameters and buffers by name; on the meta device where only a description was read."""
     training: dict[str, Any]
@@ -94,6 +96,7 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "patch_size": checkpoint.patch_size,
         "config": checkpoint.config.to_yaml(),
         "split": None if checkpoint.split is None else checkpoint.split.to_dict(),
+        "postprocessing": [list(rule) for rule in checkpoint.postprocessing],
         "model": _to_cpu(checkpoint.model, set()),
         "training": _to_cpu(checkpoint.training, set()),
     }
@@ -160,6 +163,7 @@ def load_checkpoint(
             patch_size=plain.patch_size,
             config=config,
             split=plain.split,
+            postprocessing=plain.postprocessing,
             model=model,
             training=training,
         )

@@ -17,7 +17,7 @@ from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, va
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.transform import Preprocessing
+from unet3d.volumes.transform import LabelValue, Preprocessing
 
 FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""
@@ -44,6 +44,9 @@ class Scaler(Part):
 
 OfParameter = Annotated[dict[Name, Tensor | None], at_most(8)]
 Index = Annotated[int, Field(ge=0, strict=True)]
+
+
+Values = Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
 
 
 class ParameterGroup(BaseModel):
@@ -88,6 +91,9 @@ class Content(Part):
     config: Annotated[str, Field(max_length=2**20, strict=True)]
     split: CaseSplit | None = None
     """The cases of the run; files of the first versions lack it."""
+    postprocessing: Annotated[tuple[Values, ...], at_most(2**16)] = ()
+    """Of the voxels with such values together, predictions keep the largest component; older files
+    lack it."""
     model: Annotated[dict[Name, Tensor], at_most(MAX_TENSORS)]
     training: Annotated[Training | None, BeforeValidator(lambda value: value or None)]
 
@@ -116,6 +122,10 @@ def read_content(content: Mapping[str, Any]) -> Content:
             f"its network has {channels} channels and {classes} classes, but it prepares {images} "
             f"channels and {labels} labels"
         )
+    known = set(plain.preprocessing.label_values[1:])
+    unknown = [value for rule in plain.postprocessing for value in rule if value not in known]
+    if unknown:
+        raise ValueError(f"its post-processing is of label {unknown[0]}, which is none of its own")
     return plain
 
 

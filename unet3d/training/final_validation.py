@@ -2,7 +2,9 @@
 
 What is in ``validation/`` of a run's folder is what ``unet3d predict`` would write for the images
 of the validation cases: on their own grids, by the same code, with the network where it was
-trained. ``cases.json`` holds the scores that ``unet3d evaluate`` would find, the worst case first.
+trained. From them is decided which components to keep (:mod:`unet3d.training.component_choice`),
+and the others are removed. ``cases.json`` holds the scores that ``unet3d evaluate`` would find, the
+worst case first.
 
 Replicas divide the cases; the shards of a replica compute each of its cases together, and the first
 of them writes. Only the ranks on the first one's machine write, because the run's folder may be on
@@ -14,12 +16,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unet3d import __version__
 from unet3d.atomic import unfinished_folder
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
@@ -27,18 +28,21 @@ from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import TrainedNetwork
+from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
 from unet3d.interruption import InterruptionRequest
 from unet3d.parallel import Executor, ParallelDims
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.training.component_choice import Choice, OwnCase, choose_components
+from unet3d.training.final_result import FinalResult, cases_record, scored_labels
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.nifti import read_label, write_label
 from unet3d.volumes.scan_search import SUFFIX
 from unet3d.volumes.scans import Scan, read_scan, write_segmentation
-from unet3d.volumes.scored_labels import Label, ScoredLabels, label_of, values_of
-from unet3d.volumes.transform import Preprocessing
+from unet3d.volumes.scored_labels import Label, label_of, values_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,35 +51,6 @@ Progress = Callable[[int, int, int, int], object]
 
 Scores = dict[int, dict[Label, LabelScore]]
 """By the place of a case among the validation cases."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinalResult:
-    """What the final network makes of the validation cases, the same in all ranks."""
-
-    evaluation: Evaluation | None
-    """The scores; None where there is no case, or it was stopped."""
-    seconds: float = 0.0
-    """Time that it took this rank."""
-    stop: int = 0
-    """Number of the signal that ended it early; 0: it is complete."""
-
-    @property
-    def mean_dice(self) -> float | None:
-        """Mean Dice over the labels; None where there is none."""
-        return None if self.evaluation is None else self.evaluation.mean_dice
-
-    def to_dict(self) -> dict[str, Any] | None:
-        """Return what the run's summary holds of it; None where there was nothing to predict."""
-        found = self.evaluation
-        if found is None:
-            return None
-        return {
-            "mean_dice": found.mean_dice,
-            "dice": {found.name_of(label): found.mean(label).dice for label in found.labels},
-            "num_cases": len(found.cases),
-            "seconds": self.seconds,
-        }
 
 
 class FinalValidation:
@@ -111,6 +86,8 @@ class FinalValidation:
         self._num_replicas = dims.num_replicas
         self._signals = ShardSignals(group, dims.num_shards)
         self._scored = scored_labels(experiment.preprocessing)
+        values, names = experiment.preprocessing.label_values, experiment.preprocessing.label_names
+        self._names = dict(list(zip(values, names, strict=True))[1:])
 
     def run(
         self,
@@ -145,6 +122,9 @@ class FinalValidation:
             stop = max(self._group.exchange(interruption.signal_number or 0))
             if stop:
                 return FinalResult(evaluation=None, stop=stop)
+            choices, stop = self._choose_components(share, folder, interruption, note)
+            if stop:
+                return FinalResult(evaluation=None, stop=stop)
             own = self._score(share, folder, interruption, note)
             answers = self._group.exchange([interruption.signal_number or 0, _to_plain(own)])
             stop = max(number for number, _ in answers)
@@ -156,8 +136,12 @@ class FinalValidation:
             evaluation = self._evaluation(found)
             if self._group.is_first:
                 with writing(self._folder.validation.path):
-                    self._folder.validation.publish(folder, self._record(evaluation))
-        return FinalResult(evaluation=evaluation, seconds=time.monotonic() - began)
+                    record = cases_record(
+                        self._experiment, self._folder.latest.name, evaluation, choices
+                    )
+                    self._folder.validation.publish(folder, record)
+        seconds = time.monotonic() - began
+        return FinalResult(evaluation=evaluation, choices=choices, seconds=seconds)
 
     def _share(self, num_cases: int) -> range:
         """Return the places of the cases that this rank's replica predicts."""
@@ -222,6 +206,32 @@ class FinalValidation:
                 write_segmentation(scan, labels, image.header)
         progress(len(share), len(share), 0, 1)
 
+    def _choose_components(
+        self,
+        share: range,
+        folder: Path,
+        interruption: InterruptionRequest,
+        note: Callable[[str], object],
+    ) -> tuple[tuple[Choice, ...], int]:
+        """Decide on all predictions, and apply that to this rank's; return it, and the signal."""
+        if not self._experiment.config.inference.postprocessing:
+            return (), 0
+        cases = [self._experiment.validation_files[index] for index in share]
+        own = [
+            OwnCase(prediction=folder / _file_of(case), label=case.label)
+            for case in (cases if self._shard == 0 else ())
+        ]
+        choices, stop = choose_components(own, self._scored, self._group, interruption, note)
+        rules = [choice.rule for choice in choices]
+        if rules and not stop:
+            logger.info("post-processing: %s", rules_in_words(rules, self._names))
+            for case in own:
+                with explaining_memory(f"cannot post-process {case.prediction}"):
+                    prediction = read_label(case.prediction)
+                    keep_largest(prediction.array, rules)
+                    write_label(case.prediction, prediction.array, prediction.header)
+        return choices, stop
+
     def _score(
         self,
         share: range,
@@ -256,33 +266,6 @@ class FinalValidation:
         ]
         evaluation = Evaluation.of(cases, self._scored, TOLERANCE_MM)
         return replace(evaluation, cases=tuple(sorted(evaluation.cases, key=_worst_first)))
-
-    def _record(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Return what ``cases.json`` holds."""
-        split, config = self._experiment.split, self._experiment.config
-        found = evaluation.to_dict()
-        for entry, case in zip(found["cases"], evaluation.cases, strict=True):
-            entry["mean_dice"] = case.mean_dice
-        left_out = ("without_prediction", "without_label")
-        return {
-            "unet3d": __version__,
-            "checkpoint": self._folder.latest.name,
-            "epochs": config.training.epochs,
-            "fold": config.data.fold,
-            "training": sorted(split.training),
-            "validation": sorted(split.validation),
-            **{key: value for key, value in found.items() if key not in left_out},
-        }
-
-
-def scored_labels(preprocessing: Preprocessing) -> ScoredLabels:
-    """Return what is scored of the labels that a network knows.
-
-    Args:
-        preprocessing: Names and values of its labels, the background first.
-    """
-    values, names = preprocessing.label_values[1:], preprocessing.label_names[1:]
-    return ScoredLabels(names=dict(zip(values, names, strict=True)))
 
 
 def _file_of(case: Case) -> str:

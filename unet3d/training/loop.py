@@ -27,7 +27,8 @@ from unet3d.reports.progress import ProgressLine
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.batches import loading_of, make_loader
 from unet3d.training.divergence import StepLoss, divergence_error, image_fault, suspects
-from unet3d.training.final_validation import FinalResult, FinalValidation
+from unet3d.training.final_result import FinalResult
+from unet3d.training.final_validation import FinalValidation
 from unet3d.training.memory_report import report_memory, update_reserved
 from unet3d.training.metrics import epoch_metrics
 from unet3d.training.recording import RunRecorder
@@ -178,10 +179,7 @@ class TrainingLoop:
             final = self._validate_finally(line, interruption)
         self.recorder.write_summary(self.state, final)
         return TrainingResult(
-            folder=self.folder,
-            state=self.state,
-            final_dice=final.mean_dice,
-            memory=self.memory,
+            folder=self.folder, state=self.state, final_dice=final.mean_dice, memory=self.memory
         )
 
     def _train_epoch(self, line: ProgressLine, interruption: InterruptionRequest) -> None:
@@ -304,6 +302,8 @@ class TrainingLoop:
         final = self.final_validation.run(checkpoint, num_steps, interruption, line.predicting)
         if final.stop:
             self._stop(final.stop)
+        if final.rules != self.saver.postprocessing:
+            self.saver.save(self.state, postprocessing=final.rules)
         return final
 
     def _end_epoch(self, validation: Validation | None) -> dict[str, Any]:

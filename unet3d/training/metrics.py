@@ -16,7 +16,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from unet3d import __version__
 from unet3d.atomic import append
 from unet3d.parallel import ParallelDims
-from unet3d.training.final_validation import FinalResult
+from unet3d.training.final_result import FinalResult
 from unet3d.training.state import TrainingState
 from unet3d.training.validation import Validation
 

@@ -9,7 +9,7 @@ from unet3d.planning.experiment import Experiment
 from unet3d.reports.curves import write_progress_picture
 from unet3d.runs.run_folder import RunFolder, writing
 from unet3d.training.data_record import data_record
-from unet3d.training.final_validation import FinalResult
+from unet3d.training.final_result import FinalResult
 from unet3d.training.metrics import ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
 

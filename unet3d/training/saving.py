@@ -2,13 +2,14 @@
 
 import logging
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from torch import is_tensor
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
+from unet3d.inference.postprocessing import Rule
 from unet3d.model import BlockNetwork
 from unet3d.model.optimizer import Optimization
 from unet3d.planning.experiment import Experiment
@@ -47,6 +48,9 @@ class CheckpointSaver:
         self._folder = folder
         self._group = group
         self._saved_at = time.monotonic()
+        self.postprocessing: tuple[Rule, ...] = ()
+        """What the latest checkpoint says of components; of a network that is trained on, nothing
+        is known."""
 
     def is_due(self) -> bool:
         """Return whether the latest checkpoint is as old as it may be; the first rank knows."""
@@ -55,16 +59,23 @@ class CheckpointSaver:
         age = time.monotonic() - self._saved_at
         return age >= self._experiment.config.training.save_every_seconds
 
-    def save(self, state: TrainingState, improved: bool = False) -> None:
+    def save(
+        self,
+        state: TrainingState,
+        improved: bool = False,
+        postprocessing: tuple[Rule, ...] = (),
+    ) -> None:
         """Write the latest checkpoint in the first rank.
 
         Args:
             state: Where the training stands.
             improved: Whether the network is the best so far; then it is written as such first.
+            postprocessing: The components that its predictions keep.
         """
+        self.postprocessing = postprocessing
         if not self._group.is_first:
             return
-        checkpoint = self.checkpoint(state)
+        checkpoint = replace(self.checkpoint(state), postprocessing=postprocessing)
         if improved:
             save_checkpoint(checkpoint, self._folder.best)
         save_checkpoint(checkpoint, self._folder.latest)
@@ -108,6 +119,7 @@ class CheckpointSaver:
         path = self._folder.latest
         checkpoint = self._group.file_from_first(path, load_checkpoint)
         self._module.load_state_dict(checkpoint.model)
+        self.postprocessing = checkpoint.postprocessing
         try:
             self._optimization.load_state_dict(checkpoint.training)
             torch.set_rng_state(checkpoint.training["random"])

@@ -26,6 +26,8 @@ IGNORE = "ignore"
 
 DESCRIPTION = "dataset.json"
 
+Mask = npt.NDArray[np.bool_]
+
 Label = int | tuple[int, ...]
 """A label by its value, or a region by its values in ascending order, of which it has several."""
 
@@ -70,20 +72,28 @@ def values_of(label: Label) -> tuple[int, ...]:
     return label if isinstance(label, tuple) else (label,)
 
 
-def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> npt.NDArray[np.bool_]:
+def mask_of(array: npt.NDArray[np.integer[Any]], label: Label) -> Mask:
     """Return where a label or region is.
 
     Args:
-        array: Label values, shape (X, Y, Z).
+        array: Label values, of any shape.
         label: The label.
 
     Returns:
-        Shape (X, Y, Z).
+        The same shape.
     """
-    mask: npt.NDArray[np.bool_] = (
-        np.isin(array, label) if isinstance(label, tuple) else array == label
-    )
+    mask: Mask = np.isin(array, label) if isinstance(label, tuple) else array == label
     return mask
+
+
+def box_of(mask: Mask) -> tuple[slice, ...]:
+    """Return the smallest box around a mask, which is not empty."""
+    box = []
+    for axis in range(mask.ndim):
+        others = tuple(other for other in range(mask.ndim) if other != axis)
+        (filled,) = np.nonzero(mask.any(axis=others))
+        box.append(slice(int(filled[0]), int(filled[-1]) + 1))
+    return tuple(box)
 
 
 def description_of(labels: Path) -> Path | None:

@@ -1,0 +1,82 @@
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from unet3d.errors import VolumeError
+from unet3d.inference import postprocessing
+from unet3d.inference.postprocessing import (
+    common_rules,
+    keep_largest,
+    rules_in_words,
+    small_components,
+)
+
+ANY_NEIGHBOUR = np.ones((3, 3, 3))
+
+
+def expected(labels: np.ndarray, rule: tuple[int, ...]) -> np.ndarray:
+    """Return what is left, the plain way."""
+    mask = np.isin(labels, rule)
+    components, number = ndimage.label(mask, ANY_NEIGHBOUR)
+    sizes = [np.count_nonzero(components == index + 1) for index in range(number)]
+    kept = [index + 1 for index, size in enumerate(sizes) if size == max(sizes)]
+    return np.where(mask & ~np.isin(components, kept), 0, labels)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+@pytest.mark.parametrize("rule", [(1,), (2,), (1, 3), (1, 2, 3), (9,)])
+def test_only_the_largest_component_of_the_values_stays(dtype: type, rule: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    labels = np.where(rng.random((20, 17, 13)) < 0.12, rng.integers(1, 4, (20, 17, 13)), 0)
+    labels = labels.astype(dtype)
+    wanted = expected(labels, rule)
+    assert rule == (9,) or not np.array_equal(wanted, labels)
+    keep_largest(labels, [rule])
+    assert labels.dtype == dtype and np.array_equal(labels, wanted)
+
+
+def test_rules_are_applied_one_after_the_other() -> None:
+    # The larger part of label 1 goes with the first rule, so that the smaller one stays.
+    labels = np.zeros((9, 9, 30), np.uint8)
+    labels[:, :, :10] = 2
+    labels[0, 0, 10:12] = 1
+    labels[4:7, 4:7, 20:24] = 1
+    first = labels.copy()
+    keep_largest(first, [(1, 2), (1,)])
+    assert np.count_nonzero(first == 1) == 2
+    second = labels.copy()
+    keep_largest(second, [(1,), (1, 2)])
+    assert np.count_nonzero(second == 1) == 0
+
+
+def test_corners_are_neighbours_and_equal_components_all_stay() -> None:
+    labels = np.zeros((8, 8, 8), np.uint8)
+    labels[0, 0, 0] = labels[1, 1, 1] = 1
+    labels[5, 5, 5] = labels[5, 5, 6] = 1
+    assert small_components(labels, (1,)) is None
+    labels[7, 7, 7] = 1
+    wanted = expected(labels, (1,))
+    keep_largest(labels, [(1,)])
+    assert np.array_equal(labels, wanted)
+    assert np.count_nonzero(labels) == 3 or np.count_nonzero(labels) == 4
+
+
+def test_too_little_memory_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = np.ones((4, 4, 4), np.uint8)
+    monkeypatch.setattr(postprocessing, "BYTES_PER_VOXEL", 2**60)
+    with pytest.raises(VolumeError, match="4x4x4 voxels .*--no-postprocessing"):
+        keep_largest(labels, [(1,)])
+
+
+def test_networks_that_are_averaged_share_their_rules() -> None:
+    assert common_rules([((1, 2), (2,))]) == ((1, 2), (2,))
+    assert common_rules([((1, 2), (2,), (1,)), ((1,), (2,)), ((2,), (1,), (3,))]) == ((2,), (1,))
+    assert common_rules([((1,),), ()]) == ()
+
+
+def test_rules_in_words() -> None:
+    names = {1: "left", 2: "right", 5: "lesion"}
+    assert rules_in_words([(1, 2, 5), (5,)], names) == (
+        "only the largest component is kept of all labels together, lesion"
+    )
+    assert rules_in_words([(1, 2)], names) == "only the largest component is kept of left and right"

@@ -1,0 +1,202 @@
+"""The choice against nnU-Net's procedure, written anew and the plain way."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import ndimage
+
+from tests.rank_threads import in_threads
+from tests.volumes.samples import write_volume
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.inference.postprocessing import Rule
+from unet3d.interruption import InterruptionRequest
+from unet3d.training.component_choice import Choice, OwnCase, choose_components
+from unet3d.volumes.scored_labels import Label, ScoredLabels
+
+SHAPE = (14, 13, 12)
+Pair = tuple[np.ndarray, np.ndarray]
+PLAIN = ScoredLabels(names={1: "a", 2: "b", 3: "c"})
+
+
+def of(array: np.ndarray, label: Label) -> np.ndarray:
+    return np.isin(array, label)
+
+
+def without_small(array: np.ndarray, label: Label) -> np.ndarray:
+    mask = of(array, label)
+    components, number = ndimage.label(mask, np.ones((3, 3, 3)))
+    sizes = np.bincount(components.ravel(), minlength=number + 1)[1:]
+    kept = [index + 1 for index in range(number) if sizes[index] == sizes.max()]
+    return np.where(mask & ~np.isin(components, kept), 0, array)
+
+
+def mean_dice(pairs: Sequence[Pair], labels: Sequence[Label], ignore: int | None) -> list[float]:
+    means = []
+    for label in labels:
+        dice = []
+        for prediction, truth in pairs:
+            counted = np.ones(truth.shape, bool) if ignore is None else truth != ignore
+            p, t = of(prediction, label) & counted, of(truth, label) & counted
+            if (p | t).any():
+                dice.append(2 * (p & t).sum() / (p.sum() + t.sum()))
+        means.append(np.mean(dice) if dice else np.nan)
+    return [float(mean) for mean in means]
+
+
+def plain_choice(
+    pairs: Sequence[Pair], labels: Sequence[Label], ignore: int | None = None
+) -> list[Rule]:
+    values = {v for label in labels for v in (label if isinstance(label, tuple) else (label,))}
+    everything = tuple(sorted(values))
+    rules = []
+    before = mean_dice(pairs, labels, ignore)
+    tried = [(without_small(p, everything), t) for p, t in pairs]
+    after = mean_dice(tried, labels, ignore)
+    if np.mean(after) > np.mean(before) and not any(np.less(after, before)):
+        pairs, before = tried, after
+        rules.append(everything)
+    for index, label in enumerate(labels if len(labels) > 1 else ()):
+        tried = [(without_small(p, label), t) for p, t in pairs]
+        after = mean_dice(tried, labels, ignore)
+        if after[index] > before[index] and not any(np.less(after, before)):
+            pairs, before = tried, after
+            rules.append(label if isinstance(label, tuple) else (label,))
+    return rules
+
+
+def noisy_pairs(seed: int, num_cases: int = 4) -> list[Pair]:
+    """Return cases in which labels have one component or several, and predictions specks."""
+    rng = np.random.default_rng(seed)
+    pairs = []
+    for _ in range(num_cases):
+        truth = np.zeros(SHAPE, np.uint8)
+        for value in (1, 2, 3):
+            for _ in range(1 + (rng.random() < 0.3)):
+                corner = [int(rng.integers(0, size - 5)) for size in SHAPE]
+                truth[tuple(slice(start, start + 5) for start in corner)] = value
+        prediction = truth.copy()
+        prediction[rng.random(SHAPE) < 0.03] = 0
+        for value in (1, 2, 3):
+            if rng.random() < 0.6:
+                corner = [int(rng.integers(0, size - 2)) for size in SHAPE]
+                prediction[tuple(slice(start, start + 2) for start in corner)] = value
+        pairs.append((prediction, truth))
+    return pairs
+
+
+def written(folder: Path, pairs: Sequence[Pair]) -> list[OwnCase]:
+    return [
+        OwnCase(
+            prediction=write_volume(folder / f"p/{number}.nii.gz", prediction),
+            label=write_volume(folder / f"l/{number}.nii.gz", truth),
+        )
+        for number, (prediction, truth) in enumerate(pairs)
+    ]
+
+
+def choose(cases: Sequence[OwnCase], scored: ScoredLabels) -> tuple[Choice, ...]:
+    choices, stop = choose_components(
+        cases, scored, Group(Ranks()), InterruptionRequest(), lambda text: None
+    )
+    assert stop == 0
+    return choices
+
+
+def test_the_choice_is_that_of_the_plain_procedure(tmp_path: Path) -> None:
+    seen = set()
+    for seed in range(12):
+        pairs = noisy_pairs(seed)
+        cases = written(tmp_path / str(seed), pairs)
+        before = [case.prediction.read_bytes() for case in cases]
+        choices = choose(cases, PLAIN)
+        rules = [choice.rule for choice in choices]
+        assert rules == plain_choice(pairs, [1, 2, 3]), seed
+        assert all(choice.dice_after > choice.dice_before for choice in choices)
+        assert [case.prediction.read_bytes() for case in cases] == before
+        seen.add(tuple(rules))
+    assert len(seen) >= 4  # else it was no test
+    right = [(truth, truth) for _, truth in noisy_pairs(0)]
+    assert choose(written(tmp_path / "right", right), PLAIN) == ()
+
+
+def test_one_label_is_tried_once(tmp_path: Path) -> None:
+    for seed in range(4):
+        pairs = [(np.where(p == 1, p, 0), np.where(t == 1, t, 0)) for p, t in noisy_pairs(seed)]
+        choices = choose(written(tmp_path / str(seed), pairs), ScoredLabels(names={1: "a"}))
+        assert [choice.rule for choice in choices] == plain_choice(pairs, [1])
+
+
+def test_regions_are_judged_one_after_the_other(tmp_path: Path) -> None:
+    names: dict[Label, str] = {(1, 2, 3): "whole", (2, 3): "core", 3: "enhancing"}
+    seen = set()
+    for seed in range(8):
+        pairs = noisy_pairs(seed)
+        choices = choose(written(tmp_path / str(seed), pairs), ScoredLabels(names=names))
+        rules = [choice.rule for choice in choices]
+        assert rules == plain_choice(pairs, list(names)), seed
+        seen.add(tuple(rules))
+    assert len(seen) >= 3
+
+
+def test_ignored_voxels_judge_nothing(tmp_path: Path) -> None:
+    changed = 0
+    for seed in range(8):
+        pairs = noisy_pairs(seed)
+        rng = np.random.default_rng(seed)
+        marked = []
+        for prediction, truth in pairs:
+            truth = truth.copy()
+            truth[:, : int(rng.integers(3, 9))] = 7
+            marked.append((prediction, truth))
+        scored = ScoredLabels(names=PLAIN.names, ignore=7)
+        choices = choose(written(tmp_path / str(seed), marked), scored)
+        expected = plain_choice(marked, [1, 2, 3], ignore=7)
+        assert [choice.rule for choice in choices] == expected, seed
+        changed += expected != plain_choice(pairs, [1, 2, 3])
+    assert changed
+
+
+def test_what_lowers_a_label_is_not_done_though_the_mean_rises(tmp_path: Path) -> None:
+    truth = np.zeros(SHAPE, np.uint8)
+    truth[:5, :5, :5] = 1
+    truth[10:12, 10:12, 8:10] = 2  # away from label 1, and right
+    prediction = truth.copy()
+    prediction[0:4, 9:13, 6:8] = 1  # wrong
+    # All together, the right label 2 would go, too: mean from (.8 + 1) / 2 to (1 + 0) / 2.
+    rules = [choice.rule for choice in choose(written(tmp_path, [(prediction, truth)]), PLAIN)]
+    assert rules == [(1,)]
+
+
+def test_ranks_decide_together(tmp_path: Path) -> None:
+    pairs = noisy_pairs(1)
+    cases = written(tmp_path, pairs)
+    alone = choose(cases, PLAIN)
+    assert alone
+
+    def work(group: Group) -> tuple[tuple[Choice, ...], int]:
+        own = cases[group.ranks.rank :: 2] if group.ranks.rank < 2 else []
+        return choose_components(own, PLAIN, group, InterruptionRequest(), lambda text: None)
+
+    for choices, stop in in_threads(3, work):
+        assert [choice.rule for choice in choices] == [choice.rule for choice in alone]
+        assert stop == 0
+
+
+def test_a_signal_ends_it(tmp_path: Path) -> None:
+    cases = written(tmp_path, noisy_pairs(1))
+    told = InterruptionRequest()
+    told.signal_number = 2
+    assert choose_components(cases, PLAIN, Group(Ranks()), told, lambda text: None) == ((), 2)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_labels_that_nobody_predicts_or_draws_change_nothing(tmp_path: Path, seed: int) -> None:
+    pairs = noisy_pairs(seed)
+    more = ScoredLabels(names={**PLAIN.names, 9: "absent"})
+    cases = written(tmp_path, pairs)
+    rules = [choice.rule for choice in choose(cases, more)]
+    alike = [rule if len(rule) == 1 else (1, 2, 3) for rule in rules]
+    assert alike == [choice.rule for choice in choose(cases, PLAIN)]

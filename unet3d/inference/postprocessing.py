@@ -1,0 +1,105 @@
+"""The components that a segmentation keeps, where the validation has shown that it helps.
+
+A rule names values of labels. Of all voxels that have one of them, taken together, only the largest
+component stays, and the others become background: nnU-Net's post-processing (arXiv 1904.08128). Two
+voxels are neighbours if they share a face, an edge or a corner (26 of them), whatever the spacing;
+of several components that are largest, all stay. Rules are applied one after the other.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import cc3d
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.errors import some
+from unet3d.volumes.files import times
+from unet3d.volumes.memory_limits import refuse_beyond_memory
+from unet3d.volumes.scored_labels import BACKGROUND, Mask, box_of, mask_of
+
+Rule = tuple[int, ...]
+"""Values of labels, ascending; their voxels count as one thing."""
+
+CONNECTIVITY = 26
+
+BYTES_PER_VOXEL = 6
+"""Of the box around all voxels of a rule: its mask, the numbers of components, what is removed."""
+
+
+def keep_largest(labels: npt.NDArray[np.integer[Any]], rules: Sequence[Rule]) -> None:
+    """Remove what rules say from a segmentation, in place.
+
+    Args:
+        labels: Label values, shape (X, Y, Z).
+        rules: Rules, in the order in which they are applied.
+
+    Raises:
+        VolumeError: The host has too little memory.
+    """
+    for rule in rules:
+        removed = small_components(labels, rule)
+        if removed is not None:
+            box, mask = removed
+            labels[box][mask] = BACKGROUND
+
+
+def small_components(
+    labels: npt.NDArray[np.integer[Any]], rule: Rule
+) -> tuple[tuple[slice, ...], Mask] | None:
+    """Return the voxels that a rule removes from a segmentation.
+
+    Args:
+        labels: Label values, shape (X, Y, Z).
+        rule: The rule.
+
+    Returns:
+        A box, and where in it these voxels are; None where there are none.
+
+    Raises:
+        VolumeError: The host has too little memory.
+    """
+    mask = mask_of(labels, rule)
+    if not mask.any():
+        return None
+    box = box_of(mask)
+    mask = np.ascontiguousarray(mask[box])
+    refuse_beyond_memory(
+        BYTES_PER_VOXEL * mask.size,
+        f"the search for components in {times(mask.shape)} voxels",
+        "use a machine with more, or predict with --no-postprocessing",
+    )
+    components = cc3d.connected_components(mask, connectivity=CONNECTIVITY)
+    counts = cc3d.statistics(components, no_slice_conversion=True)["voxel_counts"]
+    counts[0] = 0  # the background of the mask
+    is_small = counts < counts.max()
+    is_small[0] = False
+    if not is_small.any():
+        return None
+    return box, is_small[components]
+
+
+def common_rules(of_networks: Iterable[Sequence[Rule]]) -> tuple[Rule, ...]:
+    """Return the rules of networks whose probabilities are averaged: those that all of them have.
+
+    Args:
+        of_networks: Those of each network; at least one.
+    """
+    first, *others = of_networks
+    return tuple(rule for rule in first if all(rule in other for other in others))
+
+
+def rules_in_words(rules: Sequence[Rule], name_of: Mapping[int, str]) -> str:
+    """Return what rules do, for people.
+
+    Args:
+        rules: At least one.
+        name_of: The name of each label value.
+    """
+    phrases = []
+    for rule in rules:
+        if len(rule) > 1 and set(rule) == set(name_of):
+            phrases.append("all labels together")
+        else:
+            phrases.append(" and ".join(name_of.get(value, str(value)) for value in rule))
+    return f"only the largest component is kept of {some(phrases)}"

@@ -1,0 +1,173 @@
+"""Which components to keep, decided on the predictions of the validation cases.
+
+nnU-Net's way, with one difference that only regions notice. First, whether to keep only the largest
+component of all labels together: where that raises the mean Dice and lowers that of no label. Then
+the same for each label or region alone, which must raise its own mean Dice and, what nnU-Net does
+not look at, may lower that of no other region. Labels do not overlap, so that each can be judged
+for itself; regions do, so that each is judged after what was decided before it.
+
+Means are those of the evaluation: over the cases that have a label in prediction or label map, then
+over the labels. The predictions are read from their files once for each step, because those of all
+cases may be too large for the memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unet3d.distributed.group import Group
+from unet3d.inference.evaluation import read_pair
+from unet3d.inference.postprocessing import Rule, keep_largest, small_components
+from unet3d.interruption import InterruptionRequest
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.scored_labels import Label, ScoredLabels, mask_of, values_of
+
+Dice = list[float | None]
+"""Of each label; None where neither side has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A rule that helps."""
+
+    rule: Rule
+    dice_before: float
+    """Mean Dice of the label or region of the rule, or over all labels, without it."""
+    dice_after: float
+    """The same with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnCase:
+    """The files of a case that this rank looks at."""
+
+    prediction: Path
+    label: Path
+
+
+def choose_components(
+    cases: Sequence[OwnCase],
+    scored: ScoredLabels,
+    group: Group,
+    interruption: InterruptionRequest,
+    note: Callable[[str], object],
+) -> tuple[tuple[Choice, ...], int]:
+    """Return the rules that help on all cases, and the signal that asked to stop; 0: none.
+
+    Args:
+        cases: Those of this rank; all ranks call it, some without any.
+        scored: The labels, and the value to ignore.
+        group: The ranks, which all return the same.
+        interruption: Ends it before the next case.
+        note: Is told what is done.
+
+    Raises:
+        VolumeError: A file cannot be read.
+        RankError: Another rank died or hangs.
+    """
+    labels = list(scored.names)
+    chosen: list[Choice] = []
+    for step, candidates in enumerate(_steps(labels)):
+        own = []
+        for case in cases:
+            if interruption.signal_number:
+                break
+            note(f"the components of {case.prediction.name}, step {step + 1}")
+            with explaining_memory(f"cannot look for components in {case.prediction}"):
+                rules = [choice.rule for choice in chosen]
+                own.append(_tried(case, rules, candidates, scored, labels))
+        answers = group.exchange([interruption.signal_number or 0, own])
+        stop = max(number for number, _ in answers)
+        if stop:
+            return (), stop
+        found = [case for _, of_rank in answers for case in of_rank]
+        means = [_means([case[number] for case in found]) for number in range(len(candidates) + 1)]
+        for rule, after in zip(candidates, means[1:], strict=True):
+            judged = [index for index, label in enumerate(labels) if values_of(label) == rule]
+            choice = _judged(rule, means[0], after, judged or range(len(labels)))
+            if choice is not None:
+                chosen.append(choice)
+    return tuple(chosen), 0
+
+
+def _steps(labels: Sequence[Label]) -> list[list[Rule]]:
+    """Return the rules to try; those of one step do not change one another's scores."""
+    values = [value for label in labels for value in values_of(label)]
+    steps: list[list[Rule]] = [[tuple(sorted(set(values)))]]
+    alone = [values_of(label) for label in labels]
+    if len(labels) > 1:
+        have_overlap = len(set(values)) < len(values)
+        steps += [[rule] for rule in alone if [rule] not in steps] if have_overlap else [alone]
+    return steps
+
+
+def _tried(
+    case: OwnCase,
+    rules: Sequence[Rule],
+    candidates: Sequence[Rule],
+    scored: ScoredLabels,
+    labels: Sequence[Label],
+) -> list[Dice]:
+    """Return the Dice of each label with some rules, and with one candidate more each time."""
+    prediction, label = (volume.array for volume in read_pair(case.prediction, case.label))
+    keep_largest(prediction, rules)
+    counted = None if scored.ignore is None else label != scored.ignore
+    counts = [_counts(prediction, label, counted, one) for one in labels]
+    found = [[_dice(one) for one in counts]]
+    for candidate in candidates:
+        dice = list(found[0])
+        removed = small_components(prediction, candidate)
+        if removed is not None:
+            box, mask = removed
+            if counted is not None:
+                mask = mask & counted[box]
+            lost = prediction[box][mask], label[box][mask], None
+            for index, one in enumerate(labels):
+                if not set(candidate).isdisjoint(values_of(one)):
+                    both, predicted, _ = _counts(*lost, one)
+                    dice[index] = _dice(counts[index] - np.array([both, predicted, 0]))
+        found.append(dice)
+    return found
+
+
+def _counts(
+    prediction: npt.NDArray[np.integer[Any]],
+    label: npt.NDArray[np.integer[Any]],
+    counted: npt.NDArray[np.bool_] | None,
+    one: Label,
+) -> npt.NDArray[np.int64]:
+    """Return in how many voxels both have a label, the prediction has it, and the label map."""
+    predicted, labelled = mask_of(prediction, one), mask_of(label, one)
+    if counted is not None:
+        predicted, labelled = predicted & counted, labelled & counted
+    return np.array([np.count_nonzero(m) for m in (predicted & labelled, predicted, labelled)])
+
+
+def _dice(counts: npt.NDArray[np.int64]) -> float | None:
+    both, predicted, labelled = counts.tolist()
+    return 2 * both / (predicted + labelled) if predicted + labelled else None
+
+
+def _means(cases: Sequence[Dice]) -> Dice:
+    """Return the mean of each label over the cases that have it."""
+    by_label = zip(*cases, strict=True)
+    known = [[dice for dice in one if dice is not None] for one in by_label]
+    return [sum(dice) / len(dice) if dice else None for dice in known]
+
+
+def _judged(rule: Rule, before: Dice, after: Dice, judged: Sequence[int]) -> Choice | None:
+    """Return a rule if it raises the mean of the labels that it is judged by, and lowers none."""
+    for old, new in zip(before, after, strict=True):
+        if (new is None and old is not None) or (new or 0.0) < (old or 0.0):
+            return None
+    means = []
+    for dice in (before, after):
+        known = [value for value in (dice[index] for index in judged) if value is not None]
+        means.append(sum(known) / len(known) if known else 0.0)
+    if not means[1] > means[0]:
+        return None
+    return Choice(rule=rule, dice_before=means[0], dice_after=means[1])
