@@ -26,7 +26,7 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.scan_search import find_scans
 from unet3d.volumes.scans import Scan, read_scan, write_segmentation
-from unet3d.volumes.transform import ChannelNormalization
+from unet3d.volumes.transform import ChannelNormalization, kept_box
 
 ORIENTATIONS = [
     "".join(codes)
@@ -138,6 +138,44 @@ def test_a_whole_volume_is_segmented_as_the_plain_network_does(tmp_path: Path) -
     assert len(np.unique(found)) == 3
 
 
+@pytest.mark.parametrize("target_mm", [None, (1.5, 0.8, 2.0)], ids=["native", "resampled"])
+@pytest.mark.parametrize("masks_outside", [False, True])
+def test_what_is_zero_around_a_scan_is_background(
+    tmp_path: Path, target_mm: Spacing | None, masks_outside: bool
+) -> None:
+    """The rest is segmented as a scan that was cut to it before."""
+    checkpoint = random_checkpoint(spacing_mm=target_mm, label_values=(0, 5, 300))
+    given = {"crops_to_nonzero": True, "masks_outside": masks_outside}
+    predictor = place(replace(checkpoint, preprocessing=replace(checkpoint.preprocessing, **given)))
+    array = noise((20, 22, 18))
+    around = np.zeros((30, 25, 18), np.float32)
+    around[7:27, 1:23] = array
+    for folder in ("cut", "around"):
+        (tmp_path / folder).mkdir()
+    found = predictor.segment(volume_of(around, tmp_path / "around"))
+    expected = predictor.segment(volume_of(array, tmp_path / "cut"))
+    assert found.dtype == expected.dtype == np.uint16
+    assert len(np.unique(expected)) == 3
+    np.testing.assert_array_equal(found[7:27, 1:23], expected)
+    found[7:27, 1:23] = 0
+    assert not found.any()
+
+
+def test_only_what_is_kept_of_a_scan_takes_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = random_checkpoint()
+    preprocessing = replace(checkpoint.preprocessing, crops_to_nonzero=True)
+    around = np.zeros((40, 40, 40), np.float32)
+    around[4:20, 4:20, 4:20] = noise((16, 16, 16))
+    volume = volume_of(around, tmp_path)
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 40**3 * 3 * 4 - 1)
+    with pytest.raises(VolumeError, match="40x40x40 voxels"):
+        place(checkpoint).segment(volume)
+    assert place(replace(checkpoint, preprocessing=preprocessing)).segment(volume).any()
+
+
 @pytest.mark.parametrize(
     ("devices", "more"),
     [
@@ -243,7 +281,7 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     mean = torch.zeros(3, 24, 20, 16, dtype=torch.float64)
     for member in members:
         alone = place(member)
-        tensor = alone._prepared(image)
+        tensor = alone._prepared(image, kept_box(image.array, alone.preprocessing))
         mean += alone._logits(tensor, lambda done, total: None).softmax(0) / 2
     np.testing.assert_array_equal(again[0], mean.argmax(0))
 

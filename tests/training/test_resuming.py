@@ -102,6 +102,7 @@ def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
         (("data.normalization=none",), "normalisation changed from z-score to none"),
         (("data.spacing_mm=native",), "data.spacing_mm changed from "),
         (("data.spacing_mm=2,2,2",), "to 2.0, 2.0, 2.0"),
+        (("data.crop_to_nonzero=false",), "data.crop_to_nonzero changed from True to False"),
         (("data.dataset=null",), "new in"),
         (("model.base_channels=8",), "another network"),
         (("training.epochs=1",), "training.epochs is 1, but "),

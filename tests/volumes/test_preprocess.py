@@ -16,10 +16,10 @@ import pytest
 from scipy.spatial.transform import Rotation
 
 from tests.volumes.samples import blob_label, write_msd, write_volume
-from unet3d.config import DataSettings
+from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.errors import CacheError, DatasetError, VolumeError
+from unet3d.volumes import case_boxes, preprocess, workers
 from unet3d.volumes import foreground as foreground_module
-from unet3d.volumes import preprocess
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.preprocess import (
@@ -92,6 +92,109 @@ def test_plans_thin_slices_where_some_cases_have_them(
     assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 4.0)
     assert fingerprint.original_spacing_mm == (1.0, 1.0, 8.0)
     assert fingerprint.shapes == {(40, 36, 10)}
+
+
+def write_in_zeros(
+    root: Path, boxes: list[tuple[slice, slice, slice]], shape: Shape, spacing_mm: Spacing
+) -> Dataset:
+    """Write a data set whose images are zero outside of a box each."""
+    write_msd(root, num_cases=len(boxes), shape=shape, spacing_mm=spacing_mm)
+    for number, box in enumerate(boxes):
+        image = np.zeros(shape, np.float32)
+        image[box] = np.random.default_rng(number).normal(100, 10, image[box].shape)
+        write_volume(root / f"imagesTr/case_{number}.nii.gz", image, spacing_mm)
+    return load_dataset(root)
+
+
+BOX = (slice(4, 20), slice(3, 23), slice(2, 12))
+
+
+@pytest.mark.parametrize("target_mm", ["native", (1.5, 0.8, 2.0)], ids=str)
+def test_image_and_label_map_are_cut_to_what_is_not_zero(
+    tmp_path: Path, settings: DataSettings, target_mm: Any
+) -> None:
+    settings = settings.model_copy(update={"spacing_mm": target_mm})
+    dataset = write_in_zeros(tmp_path / "data", [BOX], (30, 24, 16), (1, 1, 2))
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert plan.crops_to_nonzero
+    (case,) = prepare_cases(dataset.cases, plan, settings.cache, 0)
+    root = tmp_path / "cut"
+    write_msd(root, num_cases=1)
+    for kind in ("imagesTr", "labelsTr"):
+        array = np.asarray(nib.load(tmp_path / "data" / kind / "case_0.nii.gz").dataobj)[BOX]
+        write_volume(root / kind / "case_0.nii.gz", array, spacing_mm=(1, 1, 2))
+    uncropped = settings.model_copy(update={"crop_to_nonzero": False})
+    cut = load_dataset(root)
+    of_cut, fingerprint_of_cut = plan_preprocessing(cut, uncropped)
+    (expected,) = prepare_cases(cut.cases, of_cut, settings.cache, 0)
+    assert arrays([case]) == arrays([expected])
+    assert fingerprint == fingerprint_of_cut
+
+
+def test_patches_are_planned_for_what_is_left(tmp_path: Path, settings: DataSettings) -> None:
+    """Slices are few only beside what is left of them."""
+    boxes = [(slice(10, 22), slice(8, 20), slice(0, 8))] * 5
+    dataset = write_in_zeros(tmp_path / "data", boxes, (40, 36, 8), (1, 1, 8))
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.shape == (12, 12, 8)
+    assert fingerprint.shapes == {(12, 12, 8)}
+    without = settings.model_copy(update={"crop_to_nonzero": False})
+    plan, fingerprint = plan_preprocessing(dataset, without)
+    assert not plan.crops_to_nonzero
+    assert not plan.masks_outside
+    assert fingerprint.shapes == {(40, 36, 8)}
+
+
+@pytest.mark.parametrize(
+    ("planes", "normalization", "masks"),
+    [
+        ((30, 30, 30), "auto", False),
+        ((30, 23, 30), "auto", False),
+        ((10, 23, 30), "auto", False),
+        ((10, 22, 30), "auto", True),
+        ((12, 12, 30), "auto", True),
+        ((12, 12, 30), "none", False),
+        ((12, 12, 30), "ct", False),
+    ],
+)
+def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
+    tmp_path: Path,
+    settings: DataSettings,
+    planes: tuple[int, ...],
+    normalization: str,
+    masks: bool,
+) -> None:
+    boxes = [(slice(0, number), slice(None), slice(None)) for number in planes]
+    dataset = write_in_zeros(tmp_path / "data", boxes, (30, 6, 6), (1, 1, 1))
+    settings = settings.model_copy(update={"normalization": normalization})
+    assert plan_preprocessing(dataset, settings)[0].masks_outside == masks
+
+
+def test_a_masked_case_is_zero_outside(tmp_path: Path, settings: DataSettings) -> None:
+    shape = (24, 24, 24)
+    root = write_msd(tmp_path / "data", num_cases=1, shape=shape)
+    ball = ((np.indices(shape) - 11.5) ** 2).sum(0) < 49
+    image = np.where(ball, np.random.default_rng(0).normal(100, 10, shape), 0).astype(np.float32)
+    write_volume(root / "imagesTr/case_0.nii.gz", image)
+    (case,) = prepare(load_dataset(root), settings)
+    found, mask = case.image()[0].astype(np.float64), ball[5:19, 5:19, 5:19]
+    assert found.shape == mask.shape == (14, 14, 14)
+    assert not found[~mask].any()
+    assert found[mask].mean() == pytest.approx(0, abs=1e-3)
+    assert found[mask].std() == pytest.approx(1, abs=1e-3)
+
+
+def test_a_ct_case_is_read_once_for_the_plan(
+    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
+
+    def refuse(paths: object) -> None:
+        raise AssertionError(f"{paths} were read for their boxes")
+
+    monkeypatch.setattr(case_boxes, "read_channels", refuse)
+    _, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.shapes == {(12, 14, 10)}
 
 
 @pytest.mark.parametrize(
@@ -582,10 +685,13 @@ def test_a_long_preparation_says_how_far_it_is(
 ) -> None:
     caplog.set_level("INFO")
     dataset = load_dataset(write_msd(tmp_path / "data"))
-    monkeypatch.setattr(preprocess, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(workers, "LOG_SECONDS", 0.0)
     prepare(dataset, settings)
     folder = tmp_path / "cache"
     assert caplog.messages == [
+        f"reading 3 of 3 cases to crop them, into {folder}",
+        "reading 3 cases: 1 done",
+        "reading 3 cases: 2 done",
         f"preparing 3 of 3 cases into {folder}",
         "preparing 3 cases: 1 done",
         "preparing 3 cases: 2 done",

@@ -10,9 +10,11 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
+from unet3d.volumes.cropping import whole_box
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
+    kept_box,
     prepare_image,
     prepare_label,
     restore_logits,
@@ -41,6 +43,14 @@ def test_survives_json() -> None:
     tree = json.loads(json.dumps(preprocessing.to_dict()))
     assert validated(Preprocessing, tree) == preprocessing
     assert validated(Preprocessing, plan().to_dict()) == plan()
+    cropped = replace(plan(), crops_to_nonzero=True, masks_outside=True)
+    tree = json.loads(json.dumps(cropped.to_dict()))
+    assert validated(Preprocessing, tree) == cropped
+    for field in ("crops_to_nonzero", "masks_outside"):
+        with pytest.raises(ValueError, match=f"{field} must be a valid boolean, but is 1"):
+            validated(Preprocessing, {**tree, field: 1})
+        del tree[field]
+    assert validated(Preprocessing, tree) == plan()  # as files of the first versions are read
 
 
 def test_ignored_voxels_have_the_index_after_the_last_class() -> None:
@@ -71,6 +81,57 @@ def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:
     # One shift and one scale for the whole image: zero keeps its distance.
     expected = -before[:, 6:].mean(dtype=float) / before[:, 6:].std(dtype=float)
     np.testing.assert_allclose(prepared[:, :6], expected, rtol=1e-4)
+
+
+def test_z_score_within_the_mask_is_that_of_nnunet() -> None:
+    """With holes, and voxels that are zero in one of the channels."""
+    image = RNG.normal(100, 20, (2, 12, 12, 12)).astype(np.float32)
+    outside = np.ones((12, 12, 12), bool)
+    outside[2:11, 1:9, 3:12] = False
+    image[:, outside] = 0
+    image[:, 5:7, 4:6, 6:9] = 0  # enclosed
+    image[1, 2:5] = 0
+    channels = (ChannelNormalization(kind="z-score"),) * 2
+    masked = replace(plan(*channels), masks_outside=True)
+    before = image.copy()
+    prepared = prepare_image(image, (1, 1, 1), masked)
+    np.testing.assert_array_equal(image, before)
+    for channel in range(2):
+        # nnunetv2's ZScoreNormalization with use_mask_for_norm, in float64.
+        expected = before[channel].astype(np.float64)
+        inside = expected[~outside]
+        expected[~outside] = (inside - inside.mean()) / max(inside.std(), 1e-8)
+        np.testing.assert_allclose(prepared[channel], expected, atol=1e-5)
+
+
+def test_the_mask_leaves_other_normalisations_alone() -> None:
+    image = RNG.normal(100, 20, (2, 6, 6, 6)).astype(np.float32)
+    image[:, :3] = 0
+    ct = ChannelNormalization(kind="ct", low=60, high=140, mean=100, std=20)
+    preprocessing = plan(ct, ChannelNormalization(kind="none"))
+    np.testing.assert_array_equal(
+        prepare_image(image, (1, 1, 1), replace(preprocessing, masks_outside=True)),
+        prepare_image(image, (1, 1, 1), preprocessing),
+    )
+
+
+@pytest.mark.parametrize("value", [0, 5])
+def test_a_channel_that_is_constant_inside_the_mask_becomes_zero(value: float) -> None:
+    image = np.zeros((2, 6, 6, 6), np.float32)
+    image[0, 1:5, 1:5, 1:5] = RNG.normal(10, 1, (4, 4, 4))
+    image[1, 1:5, 1:5, 1:5] = value
+    masked = replace(plan(*(ChannelNormalization(kind="z-score"),) * 2), masks_outside=True)
+    prepared = prepare_image(image, (1, 1, 1), masked)
+    assert not prepared[1].any()
+    assert prepared[0].any()
+
+
+def test_only_what_is_asked_for_is_cropped() -> None:
+    image = np.zeros((1, 6, 7, 8), np.float32)
+    image[0, 2:4, 3, 1:8] = 1
+    assert kept_box(image, plan()) == whole_box((6, 7, 8))
+    box = kept_box(image, replace(plan(), crops_to_nonzero=True))
+    assert (box.start, box.stop) == ((2, 3, 1), (4, 4, 8))
 
 
 def test_z_score_forgets_the_range_of_the_scanner() -> None:

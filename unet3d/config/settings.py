@@ -54,6 +54,9 @@ class DataSettings(Section):
     """Spacing that cases are resampled to. median: the data set's, but across few thick slices the
     10th percentile, where both the spacing there and the number of voxels within a slice are more
     than 3 times the other; native: each case's own; or three numbers along X, Y, Z in mm."""
+    crop_to_nonzero: bool = True
+    """Whether images are cut to the box outside of which they are zero. Where that takes away a
+    quarter of the volume or more, z-score counts the voxels inside and sets those outside to 0."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
     and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""

@@ -29,10 +29,11 @@ from unet3d.kernels import strongest_class
 from unet3d.memory.host import shortage
 from unet3d.parallel import Executor, image_dtype
 from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.cropping import Box
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.transform import Preprocessing, prepare_image, restore_logits
+from unet3d.volumes.transform import Preprocessing, kept_box, prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
 
@@ -152,9 +153,10 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
-        tensor = self._prepared(image)
+        box = kept_box(image.array, self.preprocessing)
+        tensor = self._prepared(image, box)
         x, y, z = tensor.shape[1:]
-        self._refuse_beyond_memory(image, (x, y, z))
+        self._refuse_beyond_memory(image, box.shape, (x, y, z))
         try:
             logits = self._logits_of_all(tensor, windows_done)
         except NonFiniteLogitsError as error:
@@ -164,11 +166,15 @@ class Predictor:
             raise VolumeError(
                 f"{image.header.path} cannot be segmented: {error}; {cause}"
             ) from error
-        classes = self._classes(logits, image.header.shape).numpy()
+        classes = self._classes(logits, box.shape).numpy()
         values = self.preprocessing.label_values
         smallest = np.min_scalar_type(max(values))
         labels: npt.NDArray[np.integer[Any]] = np.array(values, smallest)[classes]
-        return labels
+        if box.shape == image.header.shape:
+            return labels
+        whole = np.full(image.header.shape, values[0], smallest)  # outside is background
+        whole[box.slices] = labels
+        return whole
 
     def join(self, image: Volume) -> None:
         """Compute with other ranks what :meth:`segment` returns in one of them; keep nothing.
@@ -189,16 +195,17 @@ class Predictor:
             raise RuntimeError("ranks that join must know the windows' size")
         join_windows(
             self.executor,
-            self._prepared(image),
+            self._prepared(image, kept_box(image.array, self.preprocessing)),
             self._network.topology,
             window,
             settings.overlap,
             settings.batch_size,
         )
 
-    def _prepared(self, image: Volume) -> torch.Tensor:
+    def _prepared(self, image: Volume, box: Box) -> torch.Tensor:
+        array, spacing_mm = image.array[:, *box.slices], image.header.spacing_mm
         try:
-            prepared = prepare_image(image.array, image.header.spacing_mm, self.preprocessing)
+            prepared = prepare_image(array, spacing_mm, self.preprocessing)
         except VolumeError as error:
             raise VolumeError(f"{image.header.path}: {error}") from error
         tensor = torch.from_numpy(np.ascontiguousarray(prepared))
@@ -210,11 +217,11 @@ class Predictor:
             )
         return tensor
 
-    def _refuse_beyond_memory(self, image: Volume, grid: Shape) -> None:
+    def _refuse_beyond_memory(self, image: Volume, shape: Shape, grid: Shape) -> None:
         """Refuse logits that the host cannot hold; devices refuse for themselves."""
         if self.executor.output_device.type == "cuda":
             return
-        shape, num_classes = image.header.shape, self._network.topology.num_classes
+        num_classes = self._network.topology.num_classes
         on_grid, on_own = (num_classes * math.prod(voxels) for voxels in (grid, shape))
         beside = on_grid if len(self._networks) > 1 else 0  # the mean of the networks before
         if grid != shape:  # the mean, or the only logits, on the scan's own grid
@@ -229,7 +236,7 @@ class Predictor:
 
     @staticmethod
     def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Return the strongest class of each voxel of the scan's own grid, on the CPU."""
+        """Return the strongest class of each voxel of the scan's own spacing, on the CPU."""
         try:
             return strongest_class(restore_logits(logits, shape)).cpu()
         except torch.OutOfMemoryError:  # of a GPU

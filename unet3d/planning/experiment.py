@@ -129,15 +129,15 @@ def plan_experiment(
         dataset, config.data.fold, config.data.num_folds, config.training.seed
     )
     report_findings(check_headers(dataset, config.data.spacing_mm))
-    # From headers alone, so that what cannot be trained is refused before a voxel is read.
-    network = network_of(dataset, config)
+    preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
+    # Before the cases are prepared: what cannot be trained is refused without it.
+    network = network_of(dataset, config, fingerprint)
     config = network.settled(config)
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
     rounded = rounding(config, network)
     if rounded is not None:
         logger.info(rounded)
-    preprocessing, _ = plan_preprocessing(dataset, config.data, num_workers)
     topology = network.topology
     patch_size = None if config.patches.size == "whole" else network.size
     return Experiment(

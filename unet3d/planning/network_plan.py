@@ -1,4 +1,4 @@
-"""From a configuration and the headers of a data set to patch size and network."""
+"""From a configuration and the shapes of a data set to patch size and network."""
 
 import itertools
 import math
@@ -84,8 +84,9 @@ class NetworkPlan:
 
 
 def plan_without_data(config: Config) -> NetworkPlan:
-    """Choose patch size and network without reading a voxel.
+    """Choose patch size and network without preparing a case.
 
+    Of a data set headers are read, and unless nothing is cropped, once, where images are not zero.
     Where only a shape is given, there are one channel, three classes, and the spacing of the
     settings, else 1 mm.
 
@@ -94,7 +95,8 @@ def plan_without_data(config: Config) -> NetworkPlan:
 
     Raises:
         DatasetError: The data set cannot be understood.
-        VolumeError: A header cannot be read.
+        VolumeError: A header or an image cannot be read.
+        CacheError: The cache cannot be written.
         ConfigError: The settings do not suit the data.
     """
     data = config.data
@@ -109,11 +111,20 @@ def plan_without_data(config: Config) -> NetworkPlan:
     return _plan_network(config, fingerprint, 1, num_classes)
 
 
-def network_of(dataset: Dataset, config: Config) -> NetworkPlan:
-    """Return the network for a data set, of which only headers are read."""
-    # Statistics of intensities are not needed here.
-    headers_only = config.data.model_copy(update={"normalization": "none"})
-    _, fingerprint = plan_preprocessing(dataset, headers_only)
+def network_of(
+    dataset: Dataset, config: Config, fingerprint: Fingerprint | None = None
+) -> NetworkPlan:
+    """Return the network for a data set.
+
+    Args:
+        dataset: Its channels and labels.
+        config: The settings.
+        fingerprint: Its shapes and spacings; None: it is asked for them.
+    """
+    if fingerprint is None:
+        # Statistics of intensities are not needed here.
+        without = config.data.model_copy(update={"normalization": "none"})
+        _, fingerprint = plan_preprocessing(dataset, without)
     return _plan_network(config, fingerprint, len(dataset.channel_names), len(dataset.label_values))
 
 

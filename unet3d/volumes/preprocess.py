@@ -6,7 +6,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.errors import CacheError, DatasetError, VolumeError
 from unet3d.records import key_of
 from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.case_boxes import boxes_of, remember_box
+from unet3d.volumes.cropping import nonzero_box, takes_much
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.header import read_header, same_grid
 from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
@@ -28,10 +29,11 @@ from unet3d.volumes.transform import (
     ChannelNormalization,
     Kind,
     Preprocessing,
+    kept_box,
     prepare_image,
     prepare_label,
 )
-from unet3d.volumes.workers import map_items
+from unet3d.volumes.workers import counting, map_items
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +43,7 @@ MAX_INTENSITIES_PER_CASE = 10_000
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
-LOG_SECONDS = 20.0
-"""How often a preparation that goes on says how far it is."""
-
-VERSION = 4
+VERSION = 5
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
@@ -77,8 +76,9 @@ def plan_preprocessing(
 ) -> tuple[Preprocessing, Fingerprint]:
     """Decide how every image of a data set is prepared.
 
-    Headers are read; voxels only where a CT channel needs its statistics, which the cache then
-    keeps. All labelled cases count, in every fold, so that folds share prepared arrays.
+    Headers are read; voxels to find what is not zero, and where a CT channel needs its statistics,
+    and the cache then keeps both. All labelled cases count, in every fold, so that folds share
+    prepared arrays.
 
     Args:
         dataset: The data set.
@@ -91,19 +91,6 @@ def plan_preprocessing(
         CacheError: The cache cannot be written.
     """
     headers = [read_header(case.images[0]) for case in dataset.cases]
-    spacings_mm = [header.spacing_mm for header in headers]
-    median_mm = median_spacing(spacings_mm)
-    target_mm = target_spacing(
-        spacings_mm, [header.shape for header in headers], settings.spacing_mm
-    )
-    shapes = [resampled_shape(header.shape, header.spacing_mm, target_mm) for header in headers]
-    x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
-    fingerprint = Fingerprint(
-        spacing_mm=target_mm or median_mm,
-        shape=(x, y, z),
-        shapes=frozenset(shapes),
-        original_spacing_mm=median_mm,
-    )
     kinds = [_kind(name, settings.normalization) for name in dataset.channel_names]
     channels = [ChannelNormalization(kind=kind) for kind in kinds]
     if "ct" in kinds:
@@ -113,6 +100,24 @@ def plan_preprocessing(
                 channels[channel] = ct_normalization(
                     [of_case[:, channel] for of_case in intensities]
                 )
+    whole = [header.shape for header in headers]
+    kept = whole
+    if settings.crop_to_nonzero:
+        kept = [box.shape for box in boxes_of(dataset.cases, whole, settings.cache)]
+    spacings_mm = [header.spacing_mm for header in headers]
+    median_mm = median_spacing(spacings_mm)
+    target_mm = target_spacing(spacings_mm, kept, settings.spacing_mm)
+    shapes = [
+        resampled_shape(shape, spacing_mm, target_mm)
+        for shape, spacing_mm in zip(kept, spacings_mm, strict=True)
+    ]
+    x, y, z = (int(size) for size in np.median(shapes, axis=0).round())
+    fingerprint = Fingerprint(
+        spacing_mm=target_mm or median_mm,
+        shape=(x, y, z),
+        shapes=frozenset(shapes),
+        original_spacing_mm=median_mm,
+    )
     preprocessing = Preprocessing(
         spacing_mm=target_mm,
         channels=tuple(channels),
@@ -120,6 +125,8 @@ def plan_preprocessing(
         label_names=dataset.label_names,
         label_values=dataset.label_values,
         ignore_value=dataset.ignore_value,
+        crops_to_nonzero=settings.crop_to_nonzero,
+        masks_outside="z-score" in kinds and takes_much(whole, kept),
     )
     return preprocessing, fingerprint
 
@@ -159,12 +166,13 @@ def _prepare_case(task: _Preparation) -> None:
     case, preprocessing, store, key = task
     image, label = _read_case(case)
     spacing_mm = image.header.spacing_mm
+    box = kept_box(image.array, preprocessing).slices
     try:
-        classes = prepare_label(label.array, spacing_mm, preprocessing)
+        classes = prepare_label(label.array[box], spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.label}: {error}") from error
     try:
-        prepared = prepare_image(image.array, spacing_mm, preprocessing)
+        prepared = prepare_image(image.array[:, *box], spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
@@ -213,9 +221,9 @@ def _digests(store: Cache, case: Case) -> list[str]:
 def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
     plan = preprocessing.to_dict()
     # Names change nothing in the arrays.
-    settings = {
-        key: plan[key] for key in ("spacing_mm", "channels", "label_values", "ignore_value")
-    }
+    kept = ("spacing_mm", "channels", "label_values", "ignore_value")
+    cropping = ("crops_to_nonzero", "masks_outside")
+    settings = {key: plan[key] for key in (*kept, *cropping)}
     return key_of([*_digests(store, case), settings], VERSION)
 
 
@@ -282,6 +290,7 @@ def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:
 def _collect_intensities(task: _Collection) -> None:
     case, ignored, store, key = task
     image, label = _read_case(case)
+    remember_box(store, case, nonzero_box(image.array))  # the planning asks for it next
     is_inside = label.array != 0
     if ignored is not None:
         is_inside &= label.array != ignored
@@ -307,7 +316,7 @@ def _from_cache(
     if missing:
         logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
         lacking = [tasks[index] for index in missing]
-        map_items(make, lacking, num_workers, _counting(doing, len(lacking)))
+        map_items(make, lacking, num_workers, counting(doing, len(lacking)))
         for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
             found[index] = entry
     entries = [entry for entry in found if entry is not None]
@@ -317,19 +326,6 @@ def _from_cache(
             "during a run"
         )
     return entries
-
-
-def _counting(doing: str, num_cases: int) -> Callable[[int], None]:
-    """Return what logs, now and then, how many cases are done."""
-    next_line = time.monotonic() + LOG_SECONDS
-
-    def watch(num_done: int) -> None:
-        nonlocal next_line
-        if num_done < num_cases and time.monotonic() >= next_line:
-            next_line = time.monotonic() + LOG_SECONDS
-            logger.info("%s %d cases: %d done", doing, num_cases, num_done)
-
-    return watch
 
 
 def _opened(

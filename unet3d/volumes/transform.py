@@ -1,4 +1,4 @@
-"""Preparation of one image or label map: normalise, then resample; and the way back for logits.
+"""Preparation of one image or label map: crop, normalise, resample; and the way back for logits.
 
 A :class:`Preprocessing` says how. Training keeps it with the network, so that prediction prepares
 an image exactly as training did.
@@ -18,6 +18,7 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.volumes.classes import class_indices
+from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, whole_box
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
 from unet3d.volumes.resample import (
@@ -53,7 +54,8 @@ class ChannelNormalization:
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
     and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with the image's
-    own mean and deviation over its non-zero voxels. ``none``: unchanged.
+    own mean and deviation over its non-zero voxels, or over all that the image has inside
+    (:attr:`Preprocessing.masks_outside`). ``none``: unchanged.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -80,6 +82,12 @@ class Preprocessing:
     ignore_value: LabelValue | None = None
     """Value of voxels that nobody has labelled; None: there is none. In prepared label maps they
     have the index after the last class."""
+    crops_to_nonzero: Annotated[bool, Field(strict=True)] = False
+    """Whether the image is cut to the box of its voxels that are not zero in every channel; not in
+    files of the first versions."""
+    masks_outside: Annotated[bool, Field(strict=True)] = False
+    """Whether ``z-score`` counts the voxels that are not zero in every channel, and those that they
+    enclose, and sets all others to 0."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -90,6 +98,8 @@ class Preprocessing:
             "label_names": list(self.label_names),
             "label_values": list(self.label_values),
             "ignore_value": self.ignore_value,
+            "crops_to_nonzero": self.crops_to_nonzero,
+            "masks_outside": self.masks_outside,
         }
 
     @property
@@ -115,13 +125,25 @@ class Preprocessing:
         return self
 
 
+def kept_box(array: npt.NDArray[np.float32], preprocessing: Preprocessing) -> Box:
+    """Return the part of an image that is prepared, and to which its label map is cut too.
+
+    Args:
+        array: The whole image, shape (C, X, Y, Z).
+        preprocessing: The plan.
+    """
+    if preprocessing.crops_to_nonzero:
+        return nonzero_box(array)
+    return whole_box(grid_shape(array))
+
+
 def prepare_image(
     array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.float32]:
     """Normalise an image and resample it to the target spacing.
 
     Args:
-        array: Shape (C, X, Y, Z); it is not changed.
+        array: Shape (C, X, Y, Z), cut to its :func:`kept_box`; it is not changed.
         spacing_mm: Its spacing.
         preprocessing: The plan.
 
@@ -141,10 +163,11 @@ def prepare_image(
     target_mm = preprocessing.spacing_mm
     shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
     with explaining_memory("the image cannot be prepared"):
+        inside = inside_mask(array) if preprocessing.masks_outside else None
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
             normalized = np.stack(
                 [
-                    _normalized(channel, how)
+                    _normalized(channel, how, inside)
                     for channel, how in zip(array, preprocessing.channels, strict=True)
                 ]
             )
@@ -164,7 +187,7 @@ def prepare_label(
     """Turn label values into class indices and resample them to the target spacing.
 
     Args:
-        array: Label values, shape (X, Y, Z).
+        array: Label values, shape (X, Y, Z), cut as the image is.
         spacing_mm: Their spacing.
         preprocessing: The plan.
 
@@ -217,14 +240,17 @@ def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 def _normalized(
-    array: npt.NDArray[np.float32], how: ChannelNormalization
+    array: npt.NDArray[np.float32],
+    how: ChannelNormalization,
+    mask: npt.NDArray[np.bool_] | None,
 ) -> npt.NDArray[np.float32]:
+    """Return a channel (X, Y, Z) normalised; z-score only within the mask, if there is one."""
     if how.kind == "none":
         return array
     if how.kind == "ct":
         return (array.clip(how.low, how.high) - np.float32(how.mean)) / np.float32(how.std)
-    inside = array[array != 0]
-    if not len(inside):
+    inside = array[array != 0 if mask is None else mask]
+    if not inside.any():
         return array
     largest = max(float(inside.max()), -float(inside.min()))
     exponent = math.frexp(largest)[1]
@@ -236,4 +262,7 @@ def _normalized(
     mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
     if std < CONSTANT_DEVIATION * largest:
         std = largest
-    return (array - np.float32(mean)) / np.float32(std)
+    normal = (array - np.float32(mean)) / np.float32(std)
+    if mask is not None:
+        normal[~mask] = 0
+    return normal

@@ -3,6 +3,7 @@
 Nothing heavy is imported here: a worker imports this first, and from then on dies with its parent.
 """
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,11 @@ from unet3d.errors import DatasetError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+LOG_SECONDS = 20.0
+"""How often work on many cases that goes on says how far it is."""
 
 CLEANING_SECONDS = 2.0
 """Time in which workers that are asked to stop delete what is half written."""
@@ -72,6 +78,24 @@ def map_items(
         except BaseException:  # somebody asked to stop
             end_children(set(multiprocessing.active_children()) - others, CLEANING_SECONDS)
             raise
+
+
+def counting(doing: str, num_cases: int) -> Callable[[int], None]:
+    """Return what logs, now and then, how many cases are done.
+
+    Args:
+        doing: What is done with them.
+        num_cases: How many there are.
+    """
+    next_line = time.monotonic() + LOG_SECONDS
+
+    def watch(num_done: int) -> None:
+        nonlocal next_line
+        if num_done < num_cases and time.monotonic() >= next_line:
+            next_line = time.monotonic() + LOG_SECONDS
+            logger.info("%s %d cases: %d done", doing, num_cases, num_done)
+
+    return watch
 
 
 def _counted(results: Iterable[Result], watch: Callable[[int], object]) -> list[Result]:

@@ -1,0 +1,140 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.volumes.samples import write_msd, write_volume
+from unet3d.errors import CacheError, VolumeError
+from unet3d.volumes import case_boxes
+from unet3d.volumes.case_boxes import boxes_of
+from unet3d.volumes.cropping import Box
+from unet3d.volumes.dataset import Case, load_dataset
+
+SHAPE = (12, 14, 10)
+BOXES = [
+    Box(start=(0, 0, 0), stop=SHAPE),
+    Box(start=(2, 0, 1), stop=(9, 14, 7)),
+    Box(start=(11, 13, 9), stop=SHAPE),
+]
+
+
+@pytest.fixture
+def cases(tmp_path: Path) -> tuple[Case, ...]:
+    root = write_msd(tmp_path / "data", shape=SHAPE)
+    for number, box in enumerate(BOXES):
+        image = np.zeros(SHAPE, np.float32)
+        image[box.slices] = np.random.default_rng(number).normal(100, 10, box.shape)
+        write_volume(root / f"imagesTr/case_{number}.nii.gz", image)
+    return load_dataset(root).cases
+
+
+def found(cases: tuple[Case, ...], folder: Path) -> list[Box]:
+    return boxes_of(cases, [SHAPE] * len(cases), folder / "cache")
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(paths: Any) -> None:
+        raise AssertionError(f"{paths} were read again")
+
+    monkeypatch.setattr(case_boxes, "read_channels", refuse)
+
+
+def test_boxes_are_found_once(
+    cases: tuple[Case, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    assert found(cases[:2], tmp_path) == BOXES[:2]
+    assert found(cases, tmp_path) == BOXES
+    assert [message.split(" cases")[0] for message in caplog.messages] == [
+        "reading 2 of 2",
+        "reading 1 of 3",
+    ]
+    forbid_reading(monkeypatch)
+    caplog.clear()
+    assert found(cases, tmp_path) == BOXES
+    assert found(cases[::-1], tmp_path) == BOXES[::-1]
+    assert caplog.messages == []
+
+
+def test_a_changed_image_has_a_box_of_its_own(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    found(cases, tmp_path)
+    image = np.zeros(SHAPE, np.float32)
+    image[3, 4, 5] = 1
+    write_volume(cases[0].images[0], image)
+    assert found(cases, tmp_path) == [Box(start=(3, 4, 5), stop=(4, 5, 6)), *BOXES[1:]]
+
+
+def test_a_voxel_counts_in_whatever_channel_it_is(tmp_path: Path) -> None:
+    images = []
+    for channel, place in enumerate([(1, 5, 5), (8, 2, 9)]):
+        image = np.zeros(SHAPE, np.float32)
+        image[place] = 1
+        images.append(write_volume(tmp_path / f"case_{channel:04d}.nii", image))
+    case = Case(name="case", images=tuple(images), label=tmp_path / "unused.nii")
+    assert found((case,), tmp_path) == [Box(start=(1, 2, 5), stop=(9, 6, 10))]
+
+
+def change(record: Path, **values: object) -> None:
+    record.write_text(json.dumps({**json.loads(record.read_text()), **values}))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "another box": lambda record: change(record, start=[1, 1, 1]),
+    "no box": lambda record: change(record, stop=[0, 0, 0]),
+    "no checksum": lambda record: record.write_text('{"start": [0, 0, 0], "stop": [1, 1, 1]}'),
+    "wrong types": lambda record: change(record, stop="12"),
+    "a pipe": lambda record: (record.unlink(), os.mkfifo(record)),
+    "empty": lambda record: record.write_text(""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_records_are_made_anew(
+    damage: str, cases: tuple[Case, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(cases, tmp_path)
+    records = sorted((tmp_path / "cache" / "boxes").iterdir())
+    assert len(records) == len(cases)
+    for record in records:
+        DAMAGES[damage](record)
+    assert found(cases, tmp_path) == BOXES
+    forbid_reading(monkeypatch)
+    assert found(cases, tmp_path) == BOXES
+
+
+def test_a_box_beyond_the_image_is_not_believed(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    found(cases, tmp_path)
+    image = np.ones((4, 4, 4), np.float32)
+    write_volume(tmp_path / "small.nii", image)
+    small = Case(name="small", images=(tmp_path / "small.nii",), label=tmp_path / "unused.nii")
+    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == [
+        Box(start=(0, 0, 0), stop=(4, 4, 4))
+    ]
+    record = max((tmp_path / "cache" / "boxes").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    content = {"start": [0, 0, 0], "stop": [9, 4, 4]}
+    change(record, **content, checksum=case_boxes.json_checksum(content))
+    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == [
+        Box(start=(0, 0, 0), stop=(4, 4, 4))
+    ]
+
+
+def test_an_image_that_cannot_be_read_is_named(cases: tuple[Case, ...], tmp_path: Path) -> None:
+    path = cases[1].images[0]
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(VolumeError, match=path.name):
+        found(cases, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(
+    cases: tuple[Case, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(CacheError, match="set data.cache"):
+        found(cases, tmp_path)

@@ -1,0 +1,110 @@
+"""The part of an image that is not zero.
+
+Around a head whose skull was taken away, or beyond the field of view, voxels are zero in every
+channel. Nothing is to be learned there, and it may be most of the volume. So images are cut to the
+smallest box that holds all others, as in nnU-Net (Isensee et al., Nature Methods 2021).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ConfigDict, Field, model_validator
+from scipy import ndimage
+
+from unet3d.config import Shape
+from unet3d.inputs.plain_data import PLAIN
+
+MASKED_SHARE = 0.75
+"""Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
+is masked (the value of nnU-Net)."""
+
+Place = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of voxels of a volume; it has at least one."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    start: tuple[Place, Place, Place]
+    """Its first voxel along X, Y, Z."""
+    stop: tuple[Place, Place, Place]
+    """The voxel behind its last one."""
+
+    @model_validator(mode="after")
+    def _has_voxels(self) -> Self:
+        if min(self.shape) < 1:
+            raise ValueError(f"begins at {self.start} and ends before {self.stop}")
+        return self
+
+    @property
+    def shape(self) -> Shape:
+        """Voxels along X, Y, Z."""
+        x, y, z = (stop - start for start, stop in zip(self.start, self.stop, strict=True))
+        return (x, y, z)
+
+    @property
+    def slices(self) -> tuple[slice, slice, slice]:
+        """What cuts it out of an array (X, Y, Z)."""
+        x, y, z = (slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+        return (x, y, z)
+
+
+def whole_box(shape: Shape) -> Box:
+    """Return the box of all voxels.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+    """
+    return Box(start=(0, 0, 0), stop=shape)
+
+
+def nonzero_box(image: npt.NDArray[Any]) -> Box:
+    """Return the smallest box of all voxels that are not zero in every channel.
+
+    Args:
+        image: Shape (C, X, Y, Z).
+
+    Returns:
+        The box; of an image that is zero everywhere, all of it.
+    """
+    nonzero: npt.NDArray[np.bool_] = np.any(image, axis=0)
+    bounds = []
+    for others in ((1, 2), (0, 2), (0, 1)):
+        occupied = np.flatnonzero(np.any(nonzero, axis=others))
+        if not len(occupied):
+            x, y, z = nonzero.shape
+            return whole_box((x, y, z))
+        bounds.append((int(occupied[0]), int(occupied[-1]) + 1))
+    (x, y, z), (x_stop, y_stop, z_stop) = zip(*bounds, strict=True)
+    return Box(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
+
+
+def inside_mask(image: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Return the voxels that are not zero in every channel, and those that they enclose.
+
+    Args:
+        image: Shape (C, X, Y, Z); cut to its box or not, the mask is the same there.
+
+    Returns:
+        Shape (X, Y, Z).
+    """
+    filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(np.any(image, axis=0))
+    return filled
+
+
+def takes_much(whole: Sequence[Shape], kept: Sequence[Shape]) -> bool:
+    """Return whether cropping takes so much, in the median case, that the outside is masked.
+
+    Args:
+        whole: Voxels along X, Y, Z of each case.
+        kept: Those of its box.
+    """
+    sizes = zip(whole, kept, strict=True)
+    left = np.median([math.prod(of_box) / math.prod(shape) for shape, of_box in sizes])
+    return bool(left <= MASKED_SHARE)
