@@ -27,7 +27,7 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.scan_search import find_scans
 from unet3d.volumes.scans import Scan, read_scan, write_segmentation
-from unet3d.volumes.transform import ChannelNormalization
+from unet3d.volumes.transform import ChannelNormalization, kept_box
 
 ORIENTATIONS = [
     "".join(codes)
@@ -303,7 +303,7 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     mean = torch.zeros(3, 24, 20, 16, dtype=torch.float64)
     for member in members:
         alone = place(member)
-        tensor = alone._prepared(image)
+        tensor = alone._prepared(image, kept_box(image.array, alone.preprocessing))
         mean += alone._logits(tensor, lambda done, total: None).softmax(0) / 2
     np.testing.assert_array_equal(again[0], mean.argmax(0))
 
