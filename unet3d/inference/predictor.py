@@ -21,7 +21,6 @@ from unet3d.inference.sliding_window import (
     computed_window,
     predict_logits,
 )
-from unet3d.kernels import strongest_class
 from unet3d.memory.host import shortage
 from unet3d.model import BlockNetwork
 from unet3d.parallel import image_dtype
@@ -29,7 +28,7 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.transform import prepare_image, restore_logits
+from unet3d.volumes.transform import classes_of, prepare_image, restore_logits
 
 logger = logging.getLogger(__name__)
 
@@ -186,14 +185,13 @@ class Predictor:
             "use a machine with more, or cut the scan into pieces",
         )
 
-    @staticmethod
-    def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Return the strongest class of each voxel of the scan's own grid, on the CPU."""
+    def _classes(self, logits: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Return the class of each voxel of the scan's own grid, on the CPU."""
         try:
-            return strongest_class(restore_logits(logits, shape)).cpu()
+            return classes_of(restore_logits(logits, shape), self.preprocessing).cpu()
         except torch.OutOfMemoryError:  # of a GPU
             # The scan's grid may be much finer than the network's.
-            return strongest_class(restore_logits(logits.cpu(), shape))
+            return classes_of(restore_logits(logits.cpu(), shape), self.preprocessing)
 
     def _cause(self, image: torch.Tensor) -> str:
         """Return the likely cause of an output that is not finite, and what to do about it."""

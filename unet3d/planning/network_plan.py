@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from unet3d.config import AugmentationSettings, Config, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.volumes.augment import DeviceAugmentation
@@ -39,6 +39,8 @@ class NetworkPlan:
     volume: tuple[Shape, Spacing]
     """Shape and spacing of a volume, once prepared: of the median one, or the largest where whole
     ones are trained on."""
+    regions: Regions = ()
+    """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
 
     @property
     def size(self) -> Shape:
@@ -113,8 +115,10 @@ def network_of(dataset: Dataset, config: Config) -> NetworkPlan:
     """Return the network for a data set, of which only headers are read."""
     # Statistics of intensities are not needed here.
     headers_only = config.data.model_copy(update={"normalization": "none"})
-    _, fingerprint = plan_preprocessing(dataset, headers_only)
-    return _plan_network(config, fingerprint, len(dataset.channel_names), len(dataset.label_values))
+    preprocessing, fingerprint = plan_preprocessing(dataset, headers_only)
+    num_channels, num_outputs = len(dataset.channel_names), preprocessing.num_outputs
+    network = _plan_network(config, fingerprint, num_channels, num_outputs)
+    return replace(network, regions=preprocessing.region_classes)
 
 
 def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:

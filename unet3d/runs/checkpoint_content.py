@@ -109,12 +109,12 @@ def read_content(content: Mapping[str, Any]) -> Content:
         ValueError: Fields are missing, unknown, or out of range; one line that names them.
     """
     plain = validated(Content, content)
-    classes, labels = plain.topology.num_classes, len(plain.preprocessing.label_values)
+    classes, labels = plain.topology.num_classes, plain.preprocessing.num_outputs
     channels, images = plain.topology.in_channels, len(plain.preprocessing.channels)
     if classes != labels or channels != images:
         raise ValueError(
             f"its network has {channels} channels and {classes} classes, but it prepares {images} "
-            f"channels and {labels} labels"
+            f"channels and {labels} {'regions' if plain.preprocessing.regions else 'labels'}"
         )
     return plain
 

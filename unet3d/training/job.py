@@ -163,6 +163,7 @@ def _train(
             TuningKey(
                 config=experiment.config,
                 topology=experiment.topology,
+                regions=experiment.preprocessing.region_classes,
                 size=batch_shape(
                     experiment.planned_sizes, dims.share_of(config.training.batch_size)
                 ),
@@ -287,6 +288,7 @@ def _largest_step(
     batch_size = dims.share_of(min(config.training.batch_size, num_patches))
     return Step(
         topology=experiment.topology,
+        regions=experiment.preprocessing.region_classes,
         layout=layout,
         size=experiment.largest_patch(batch_size),
         batch_size=batch_size,

@@ -117,6 +117,7 @@ def plan_preprocessing(
         label_names=dataset.label_names,
         label_values=dataset.label_values,
         ignore_value=dataset.ignore_value,
+        regions=dataset.regions,
     )
     return preprocessing, fingerprint
 
