@@ -12,6 +12,8 @@ from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
 TOLERANCE = 1e-10
 PER_SAMPLE = SegmentationLoss()
 BATCH_DICE = SegmentationLoss(joins_samples=True)
+NESTED = ((1, 2), (2,), (1,))
+"""Regions of the classes of :func:`make_batch`, as many as the network has outputs."""
 
 
 def make_topology(**options: object) -> Topology:

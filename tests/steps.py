@@ -7,7 +7,7 @@ import torch
 from tests.shards import ThreadMessages, run_shards
 from unet3d.config import ModelSettings, Shape, Spacing, TrainingSettings
 from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import UNet3d, plan_topology
+from unet3d.model import Regions, UNet3d, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, parallelize
 from unet3d.parallel.precision import autocast_dtype, image_dtype
@@ -31,6 +31,7 @@ def make_step(
     optimizer: str = "sgd",
     spacing_mm: Spacing = (1.0, 1.0, 1.0),
     batch_dice: bool = False,
+    regions: Regions = (),
     **layout: object,
 ) -> Step:
     """Return a step of a network with two channels and three classes."""
@@ -45,6 +46,7 @@ def make_step(
         batch_size=batch_size,
         settings=TrainingSettings(optimizer=optimizer, batch_dice=batch_dice),
         precision=precision,
+        regions=regions,
     )
 
 

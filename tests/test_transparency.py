@@ -9,6 +9,7 @@ import torch
 
 from tests.plain_network import (
     BATCH_DICE,
+    NESTED,
     PER_SAMPLE,
     TOLERANCE,
     assert_close,
@@ -20,7 +21,7 @@ from tests.plain_network import (
 )
 from unet3d.config import Balance, ModelSettings, Recompute
 from unet3d.kernels import recompute as remake
-from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
+from unet3d.model import Regions, SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 
 
@@ -116,11 +117,17 @@ def test_what_is_made_again_is_transparent(
 @pytest.mark.parametrize("num_samples", [1, 4])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("deep_supervision", [False, True])
-@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
-def test_ignored_voxels_are_transparent(
-    loss_fn: SegmentationLoss, deep_supervision: bool, num_micro_batches: int, num_samples: int
+@pytest.mark.parametrize("regions", [(), NESTED], ids=["classes", "regions"])
+@pytest.mark.parametrize("joins_samples", [False, True])
+def test_ignored_voxels_and_regions_are_transparent(
+    joins_samples: bool,
+    regions: Regions,
+    deep_supervision: bool,
+    num_micro_batches: int,
+    num_samples: int,
 ) -> None:
     """Micro-batches in which unequal shares are labelled, and nothing at all."""
+    loss_fn = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(deep_supervision=deep_supervision)
     image, target = make_batch(num_samples, ignores=True)
     loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores=True)

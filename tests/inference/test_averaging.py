@@ -12,8 +12,8 @@ def random_logits(*shape: int, number: int = 3) -> list[torch.Tensor]:
     return [6 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(number)]
 
 
-def mean_of(logits: list[torch.Tensor]) -> torch.Tensor:
-    mean = ProbabilityMean()
+def mean_of(logits: list[torch.Tensor], of_regions: bool = False) -> torch.Tensor:
+    mean = ProbabilityMean(of_regions=of_regions)
     for one in logits:
         mean.add(one.clone())
     return mean.logits()
@@ -35,6 +35,17 @@ def test_copies_of_one_network_answer_as_it_does() -> None:
     (logits,) = random_logits(3, 6, 6, 6, number=1)
     difference = mean_of([logits] * 4) - logits  # logits have no unit: one number a voxel is open
     torch.testing.assert_close(difference, difference[:1].expand_as(difference))
+
+
+def test_regions_are_averaged_each_for_itself() -> None:
+    logits = random_logits(3, 6, 5, 4)
+    expected = torch.stack([one.sigmoid() for one in logits]).mean(0)
+    found = mean_of(logits, of_regions=True)
+    torch.testing.assert_close(found.sigmoid(), expected, rtol=1e-13, atol=0)
+    assert torch.equal(found > 0, expected > 0.5)
+    torch.testing.assert_close(mean_of(logits[:1] * 3, of_regions=True), logits[0])
+    certain = torch.full((2, 1, 1, 1), 500.0)
+    assert mean_of([certain, certain], of_regions=True).isfinite().all()
 
 
 def test_what_float32_cannot_hold_stays_finite_and_in_order() -> None:

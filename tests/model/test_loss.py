@@ -88,6 +88,51 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> No
     assert not found[2].any() and not found[0, :, :4].any()
 
 
+@pytest.mark.parametrize("num_levels", [1, 2])
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("joins_samples", [False, True])
+@pytest.mark.parametrize("regions", [((1, 2, 3), (2, 3), (3,)), ((1, 2, 3),)], ids=str)
+def test_the_loss_of_regions_is_nnunets(
+    regions: tuple[tuple[int, ...], ...], joins_samples: bool, ignores: bool, num_levels: int
+) -> None:
+    """Binary cross-entropy plus Dice of every region (nnU-Net's DC_and_BCE_loss), written anew."""
+    generator = torch.Generator().manual_seed(2)
+    target = torch.randint(0, 5 if ignores else 4, (3, 8, 4, 4), generator=generator)
+    levels = [
+        torch.randn(3, len(regions), 8 // n, 4 // n, 4 // n, generator=generator).double()
+        for n in (1, 2)[:num_levels]
+    ]
+    for level in levels:
+        level.requires_grad_()
+    loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
+    terms = loss(levels if num_levels > 1 else levels[0], target)
+    expected = torch.zeros((), dtype=torch.float64)
+    for number, logits in enumerate(levels):
+        step = 2**number
+        labels = target[:, ::step, ::step, ::step]
+        mask = (labels != 4).double().unsqueeze(1)
+        truth = torch.stack([torch.isin(labels, torch.tensor(r)) for r in regions], 1).double()
+        entropy = mask * torch.nn.functional.binary_cross_entropy_with_logits(
+            logits, truth, reduction="none"
+        )
+        chance = logits.sigmoid() * mask
+        axes = (0, 2, 3, 4) if joins_samples else (2, 3, 4)
+        overlap = 2 * (chance * truth).sum(axes) + 1e-5
+        dice = 1 - overlap / (chance.sum(axes) + truth.sum(axes) + 1e-5)
+        if joins_samples:
+            cross_entropy = entropy.sum() / (mask.sum() * len(regions))
+        else:
+            over_voxels = entropy.sum((1, 2, 3, 4)) / (mask.sum((1, 2, 3, 4)) * len(regions))
+            cross_entropy = over_voxels.mean()
+        weight = 0.5**number / sum(0.5**n for n in range(num_levels))
+        expected = expected + weight * (dice.mean() + cross_entropy)
+    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
+    found = torch.autograd.grad(terms.total, levels)
+    wanted = torch.autograd.grad(expected, levels)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
 def test_a_batch_without_a_label_costs_nothing() -> None:
     logits, _ = make_batch(3)
     target = torch.full((3, 6, 5, 7), 3)

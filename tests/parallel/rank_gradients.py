@@ -2,11 +2,12 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 
-from tests.plain_network import make_batch, make_topology
+from tests.plain_network import NESTED, make_batch, make_topology
 from tests.ranks import in_ranks
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
@@ -14,7 +15,7 @@ from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.parallel import Layout, parallelize
 from unet3d.volumes.loader import share_of
 
-CASES = (
+CASES: tuple[tuple[int, int, int, bool, dict[str, Any]], ...] = (
     # samples of the batch, stages, micro-batches, whether their sums are joined, options; in all
     # with joined sums a part of the voxels is ignored
     (5, 1, 1, False, {}),
@@ -31,6 +32,8 @@ CASES = (
     (7, 2, 2, True, {}),
     (4, 2, 3, True, {"norm": "group", "deep_supervision": True}),
     (3, 2, 2, False, {"kernels": "anisotropic"}),
+    (5, 2, 2, True, {"regions": NESTED}),
+    (4, 1, 1, False, {"regions": NESTED, "deep_supervision": True}),
 )
 STEPS = 3
 WORLD_SIZES = (2, 3)
@@ -41,7 +44,9 @@ def take_part(folder: Path) -> None:
         group.open(60)
         rank = group.ranks.rank
         for number, case in enumerate(CASES):
-            num_samples, num_stages, num_micro_batches, joins_samples, options = case
+            num_samples, num_stages, num_micro_batches, joins_samples, own = case
+            options: dict[str, Any] = {**own}
+            regions = options.pop("regions", ())
             # Every rank begins with weights of its own: the first one's must win.
             torch.manual_seed(1 + rank)
             model = UNet3d(make_topology(**options)).double()
@@ -55,7 +60,7 @@ def take_part(folder: Path) -> None:
             mine = share_of(range(num_samples), rank, group.size)
             weight = len(mine) * group.size / num_samples
             rows = list(mine or range(1))
-            loss = SegmentationLoss(joins_samples=joins_samples)
+            loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
             for step in range(STEPS):  # DDP arranges its buckets anew after the first
                 model.zero_grad(set_to_none=step == 0)
                 terms = executor.forward_backward(image[rows], target[rows], loss, weight=weight)

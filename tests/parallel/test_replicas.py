@@ -40,8 +40,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
-    num_samples, _, _, joins_samples, options = CASES[case]
-    loss = SegmentationLoss(joins_samples=joins_samples)
+    num_samples, _, _, joins_samples, own = CASES[case]
+    options = {**own}
+    regions = options.pop("regions", ())
+    loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(**options)
     expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
     for step in range(STEPS):

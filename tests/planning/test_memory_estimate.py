@@ -49,6 +49,7 @@ def activations(step: Step) -> list[int]:
             make_step((CPU, CPU), batch_size=5, num_micro_batches=3, batch_dice=True),
             id="batch Dice",
         ),
+        pytest.param(make_step((CPU, CPU), regions=((1, 2), (2,), (1,))), id="regions"),
         pytest.param(make_step((CPU, CPU), batch_size=8, num_micro_batches=8), id="8 in flight"),
         pytest.param(make_step((CPU,) * 3, batch_size=7, num_micro_batches=6), id="odd batch"),
         pytest.param(

@@ -51,7 +51,8 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
 
 
 def timed(config: Config) -> ModeTimes:
-    found = time_modes(config, plan_without_data(config))
+    network = plan_without_data(config)
+    found = time_modes(network.settled(config), network)
     assert found is not None
     return found
 
@@ -59,8 +60,8 @@ def timed(config: Config) -> ModeTimes:
 def test_every_mode_is_measured_and_remembered(
     tmp_path: Path, seconds: dict[str, float | None]
 ) -> None:
-    config = settings(tmp_path)
-    network = plan_without_data(config)
+    network = plan_without_data(settings(tmp_path))
+    config = network.settled(settings(tmp_path))
     assert choose_mode(config, network).settings.mode == "none"
     found = timed(config)
     modes = [(row.option.dims.mode, row.seconds, row.peak_bytes) for row in found.rows]

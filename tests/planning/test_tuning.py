@@ -269,7 +269,7 @@ def swept_circumstances(cache: Path) -> Any:
     network = plan_without_data(config)
     devices = (torch.device("cpu"),) * 2
     return tuning.TuningKey(
-        config=config,
+        config=network.settled(config),
         topology=network.topology,
         size=network.size,
         devices=devices,

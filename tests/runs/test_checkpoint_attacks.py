@@ -123,7 +123,8 @@ def test_format_1_is_read(tmp_path: Path, optimizer: str) -> None:
     content = content_of(optimizer)
     loaded = load_checkpoint(saved(content, tmp_path))
     assert loaded.topology.channels == (4, 8)
-    assert loaded.preprocessing.to_dict() == content["preprocessing"]
+    later = {"ignore_value": None, "regions": []}  # fields that files of then lack
+    assert loaded.preprocessing.to_dict() == content["preprocessing"] | later
     assert loaded.preprocessing.label_names[2] == "lésion"
     assert loaded.patch_size == (16, 16, 8)
     assert loaded.config.training.optimizer == optimizer
@@ -161,6 +162,20 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"preprocessing__channels": [{"kind": "zscore"}]}, "kind must be 'ct', 'z-score' or 'non"),
         ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
         ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
+        (
+            {
+                "preprocessing__regions": [
+                    {"name": "a", "values": [1, 5], "written": 1},
+                    {"name": "b", "values": [5], "written": 5},
+                ]
+            },
+            "3 classes, but it prepares 1 channels and 2 regions",
+        ),
+        (
+            {"preprocessing__regions": [{"name": "a", "values": [1, 7], "written": 1}]},
+            "has regions that are not made of its labels",
+        ),
+        ({"preprocessing__ignore_value": 5}, "ignores the label 5, which is not the highest one"),
         ({"preprocessing__label_values": [0, 1, -5]}, "label_values.2 must be at least 0, but is"),
         ({"preprocessing__label_values": [0, 1, 10**30]}, "label_values.2 must be less than 9223"),
         ({"preprocessing__label_values": [0, 1, 1]}, "3 names of labels but 2 different values"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
 from unet3d.training.validation import Validation, Validator
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
 
 NAMES = ("background", "liver", "tumour", "absent")
 
@@ -66,7 +67,14 @@ def validator(
 ) -> Validator:
     experiment: Any = SimpleNamespace(
         config=load_config(None, [f"inference.window={window}"]),
-        preprocessing=SimpleNamespace(label_names=NAMES, ignore_value=ignore_value),
+        preprocessing=Preprocessing(
+            spacing_mm=None,
+            channels=(ChannelNormalization(kind="none"),),
+            channel_names=("answer",),
+            label_names=NAMES,
+            label_values=tuple(range(len(NAMES))),
+            ignore_value=ignore_value,
+        ),
         topology=SimpleNamespace(
             total_stride=(2, 2, 2),
             num_classes=len(NAMES),

@@ -1,5 +1,6 @@
 """Trainings on label maps that are more than one class for each voxel."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 
 from tests.trainings import run, settings
 from tests.volumes.samples import blob_label, write_msd, write_volume
+from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import load_checkpoint
+from unet3d.volumes.scans import Scan, read_scan
 
 pytestmark = pytest.mark.trains
 
@@ -39,3 +43,57 @@ def test_a_few_labelled_slices_are_enough(tmp_path: Path, cache: Path) -> None:
     checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt")
     assert checkpoint.topology.num_classes == 3
     assert checkpoint.preprocessing.ignore_value == 3
+
+
+def test_regions_are_trained_scored_and_written(tmp_path: Path, cache: Path) -> None:
+    """As in BraTS: a core within the whole, which are two outputs and not two classes."""
+    labels = {"background": 0, "whole": [1, 2], "core": 2}
+    root = write_msd(tmp_path / "data", 5, SHAPE, labels=labels, regions_class_order=[1, 2])
+    truth = {}
+    for number in range(5):
+        rng = np.random.default_rng(number)
+        label = np.zeros(SHAPE, np.uint8)
+        x, y, z = (int(first) for first in rng.integers(0, 10, 3))
+        label[x : x + 12, y : y + 12, z : z + 12] = 1
+        label[x + 3 : x + 9, y + 3 : y + 9, z + 3 : z + 9] = 2
+        truth[f"case_{number}"] = label
+        image = rng.normal(100, 10, SHAPE) + 50 * label
+        write_volume(root / f"labelsTr/case_{number}.nii.gz", label)
+        write_volume(root / f"imagesTr/case_{number}.nii.gz", image.astype(np.float32))
+    config = settings(
+        cache,
+        f"data.dataset={root}",
+        "training.batch_dice=true",
+        "training.micro_batches=2",
+        "training.optimizer=adamw",
+        "training.learning_rate=0.02",
+        "training.epochs=12",
+        "training.validate_every=12",
+        "patches.augmentation.enabled=false",
+        "model.deep_supervision=true",
+    )
+    result = run(config, tmp_path / "run")
+    assert result.best_dice > 0.7
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert list(last["dice"]) == ["whole", "core"]
+
+    checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt")
+    assert checkpoint.topology.num_classes == 2
+    assert checkpoint.preprocessing.label_values == (0, 1, 2)
+    predictor = Predictor(checkpoint, ParallelSettings(devices=("cpu",)), InferenceSettings())
+    assert checkpoint.split is not None
+    scores = []
+    for case in checkpoint.split.validation:
+        scan = Scan(images=(root / f"imagesTr/{case}.nii.gz",), output=tmp_path / "unused.nii.gz")
+        found = predictor.segment(read_scan(scan))
+        assert set(np.unique(found)) <= {0, 1, 2}
+        whole, core = found > 0, found == 2
+        wanted = truth[case] > 0, truth[case] == 2
+        scores.append(
+            [
+                2 * (a & b).sum() / (a.sum() + b.sum())
+                for a, b in zip((whole, core), wanted, strict=True)
+            ]
+        )
+    # Validation has scored what prediction writes, in regions.
+    assert np.mean(scores, 0) == pytest.approx(list(last["dice"].values()), rel=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d.errors import DatasetError
 from unet3d.volumes.check import check_headers
+from unet3d.volumes.classes import Region
 from unet3d.volumes.dataset import fold_cases, load_dataset
 from unet3d.volumes.folds import folds_from_numbers
 
@@ -99,6 +100,19 @@ def test_reads_a_monai_datalist(tmp_path: Path) -> None:
         fold_cases(dataset, 1, 5, seed=0)
 
 
+def test_regions_are_read_as_nnunet_writes_them(tmp_path: Path) -> None:
+    labels = {"background": 0, "whole": [1, 2, 4], "core": [2, 4], "enhancing": 4, "ignore": 5}
+    dataset = load_dataset(nnunet(tmp_path, labels=labels, regions_class_order=[1, 2, 4]))
+    assert dataset.label_values == (0, 1, 2, 4)
+    assert dataset.label_names == ("background", "label 1", "label 2", "enhancing")
+    assert dataset.ignore_value == 5
+    assert dataset.regions == (
+        Region(name="whole", values=(1, 2, 4), written=1),
+        Region(name="core", values=(2, 4), written=2),
+        Region(name="enhancing", values=(4,), written=4),
+    )
+
+
 def test_labels_that_are_not_consecutive_are_sorted_by_value(tmp_path: Path) -> None:
     dataset = load_dataset(nnunet(tmp_path, labels={"vein": 9, "artery": 4}))
     assert dataset.label_values == (0, 4, 9)
@@ -123,7 +137,27 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"labels": {"background": 0, "whole": [1, 2]}}, "region"),
+        (
+            {"labels": {"background": 0, "whole": [1, 2]}},
+            "regions_class_order is None; name the value that is written for each of the 1 regions",
+        ),
+        (
+            {"labels": {"background": 0, "a": [1, 2]}, "regions_class_order": [1, 2]},
+            r"regions_class_order is \[1, 2\]; name .* each of the 1 regions \(a\)",
+        ),
+        ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
+        ({"labels": {"a": [1, 2]}, "regions_class_order": ["1"]}, "regions_class_order is"),
+        ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
+        ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
+        ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
+        (
+            {"labels": {"a": [1, 4], "ignore": 3}, "regions_class_order": [1]},
+            "the label ignore is 3, but label 4 is 4; give ignore the highest value",
+        ),
+        (
+            {"labels": {"a": [1, 4], "ignore": [5, 6]}, "regions_class_order": [1]},
+            r"the label ignore is \[5, 6\]; give it one value",
+        ),
         (
             {"labels": {"background": 0, "a": 3, "ignore": 2}},
             "label ignore is 2, but a is 3; give ignore the highest value",

@@ -10,10 +10,12 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
+from unet3d.volumes.classes import Region
 from unet3d.volumes.cropping import whole_box
 from unet3d.volumes.transform import (
     ChannelNormalization,
     Preprocessing,
+    classes_of,
     kept_box,
     prepare_image,
     prepare_label,
@@ -66,6 +68,40 @@ def test_ignored_voxels_have_the_index_after_the_last_class() -> None:
     assert prepared.tolist() == [[[0, 1, 3], [2, 2, 3]]]
     with pytest.raises(VolumeError, match="the value 9"):
         prepare_label(label, (1, 1, 1), plan(label_values=(0, 3, 5)))
+
+
+REGIONS = (
+    Region(name="whole", values=(3, 5, 6), written=3),
+    Region(name="core", values=(5, 6), written=5),
+    Region(name="rim", values=(3,), written=6),
+)
+
+
+def test_regions_survive_json_and_are_made_of_classes() -> None:
+    preprocessing = replace(plan(label_values=(0, 3, 5, 6)), regions=REGIONS)
+    tree = json.loads(json.dumps(preprocessing.to_dict()))
+    assert validated(Preprocessing, tree) == preprocessing
+    assert preprocessing.num_outputs == 3
+    assert preprocessing.region_classes == ((1, 2, 3), (2, 3), (1,))
+    assert preprocessing.scored == {"whole": (1, 2, 3), "core": (2, 3), "rim": (1,)}
+    alone = plan(label_values=(0, 3, 5, 6))
+    assert (alone.num_outputs, alone.region_classes) == (4, ())
+    assert alone.scored == {"label 3": (1,), "label 5": (2,), "label 6": (3,)}
+    for region in (
+        {"name": "whole", "values": [3, 5], "written": 3},  # nothing has 6
+        {"name": "whole", "values": [3, 5, 6, 7], "written": 3},
+        {"name": "whole", "values": [3, 5, 6], "written": 0},
+    ):
+        with pytest.raises(ValueError, match="regions that are not made of its labels"):
+            validated(Preprocessing, {**tree, "regions": [region]})
+
+
+def test_classes_of_regions_are_what_is_written_for_them() -> None:
+    preprocessing = replace(plan(label_values=(0, 3, 5, 6)), regions=REGIONS)
+    logits = torch.tensor([[-1.0, 2, 2, -3], [-1, -2, 1, 4], [-1, -1, 3, -1]])[..., None, None]
+    assert classes_of(logits, preprocessing).flatten().tolist() == [0, 1, 3, 2]
+    logits = torch.tensor([[1.0, -5], [-1, -2], [0, -1], [0, -3]])[..., None, None]
+    assert classes_of(logits, plan(label_values=(0, 3, 5, 6))).flatten().tolist() == [0, 2]
 
 
 def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:

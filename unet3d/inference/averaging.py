@@ -1,4 +1,4 @@
-"""The mean of the class probabilities of several networks, in the memory of one set of logits."""
+"""The mean of the probabilities of several networks, in the memory of one set of logits."""
 
 import math
 
@@ -15,10 +15,17 @@ class ProbabilityMean:
     As in nnU-Net's ensembles (arXiv 1904.08128) every network counts the same, and each voxel is
     given to the class of the largest mean. The mean is returned as its logarithm: that is what the
     softmax of logits gives back, so it is resampled and compared as logits are, and several copies
-    of a network segment as one of them does.
+    of a network segment as one of them does. The probabilities of regions, which overlap, are
+    averaged each for itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_regions: bool = False) -> None:
+        """Begin without a network.
+
+        Args:
+            of_regions: Whether logits are those of regions, and not of classes.
+        """
+        self._of_regions = of_regions
         self._total: Tensor | None = None
         self._num_networks = 0
 
@@ -29,7 +36,10 @@ class ProbabilityMean:
             logits: Shape (K, X, Y, Z), blended over all windows, on any device; their memory is
                 taken over.
         """
-        _to_probabilities(logits)
+        if self._of_regions:
+            logits.sigmoid_()
+        else:
+            _to_probabilities(logits)
         self._num_networks += 1
         if self._total is None:
             self._total = logits
@@ -40,7 +50,7 @@ class ProbabilityMean:
         self._total = self._total.to(dtype).add_(logits.to(self._total.device))
 
     def logits(self) -> Tensor:
-        """Return the logarithm of the mean, shape (K, X, Y, Z), and forget it.
+        """Return the logarithm of the mean, of regions its logit, shape (K, X, Y, Z); forget it.
 
         Raises:
             RuntimeError: No network has been added.
@@ -49,8 +59,11 @@ class ProbabilityMean:
             raise RuntimeError("there is no mean of no networks")
         mean = self._total.div_(self._num_networks)
         self._total, self._num_networks = None, 0
-        # A probability that has become 0 has no logarithm that could be resampled.
-        return mean.clamp_min_(torch.finfo(mean.dtype).tiny).log_()
+        # A probability that has become 0, or 1 of a region, has none that could be resampled.
+        number = torch.finfo(mean.dtype)
+        if self._of_regions:
+            return mean.clamp_(number.tiny, 1 - number.eps).logit_()
+        return mean.clamp_min_(number.tiny).log_()
 
 
 def _to_probabilities(logits: Tensor) -> None:

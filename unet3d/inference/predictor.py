@@ -26,7 +26,6 @@ from unet3d.inference.sliding_window import (
     join_windows,
     predict_logits,
 )
-from unet3d.kernels import strongest_class
 from unet3d.memory.host import shortage
 from unet3d.parallel import Executor, image_dtype
 from unet3d.runs.checkpoint import Checkpoint
@@ -34,7 +33,13 @@ from unet3d.volumes.cropping import Box
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
 from unet3d.volumes.nifti import Volume
-from unet3d.volumes.transform import Preprocessing, kept_box, prepare_image, restore_logits
+from unet3d.volumes.transform import (
+    Preprocessing,
+    classes_of,
+    kept_box,
+    prepare_image,
+    restore_logits,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -243,21 +248,20 @@ class Predictor:
             "use a machine with more, or cut the scan into pieces",
         )
 
-    @staticmethod
-    def _classes(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """Return the strongest class of each voxel of the scan's own spacing, on the CPU."""
+    def _classes(self, logits: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Return the class of each voxel of the scan's own spacing, on the CPU."""
         try:
-            return strongest_class(restore_logits(logits, shape)).cpu()
+            return classes_of(restore_logits(logits, shape), self.preprocessing).cpu()
         except torch.OutOfMemoryError:  # of a GPU
             # The scan's grid may be much finer than the network's.
-            return strongest_class(restore_logits(logits.cpu(), shape))
+            return classes_of(restore_logits(logits.cpu(), shape), self.preprocessing)
 
     def _logits_of_all(self, image: torch.Tensor, windows_done: WindowsDone) -> torch.Tensor:
         """Return the network's logits; of several, the logarithm of their mean probabilities."""
         number = len(self._networks)
         if number == 1:
             return self._logits(image, windows_done)
-        mean = ProbabilityMean()
+        mean = ProbabilityMean(of_regions=bool(self.preprocessing.regions))
         for index in range(number):
             self._placed.use(index)
             refuse_diverged(self.executor.module, self._name)

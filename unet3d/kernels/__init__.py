@@ -1,7 +1,7 @@
 """Operations that PyTorch is slow at, each as a plain reference and a fast version."""
 
 from unet3d.kernels.affine.api import sample_affine
-from unet3d.kernels.classes import strongest_class
+from unet3d.kernels.classes import strongest_class, written_regions
 from unet3d.kernels.conv.api import (
     conv1x1x1,
     conv3x3x3,
@@ -18,6 +18,7 @@ from unet3d.kernels.norm.api import instance_norm, sum_of
 from unet3d.kernels.norm_head.api import instance_norm_head
 from unet3d.kernels.pool import average_pool
 from unet3d.kernels.recompute import kept_for, recomputed_in_backward
+from unet3d.kernels.region_sums import region_sums
 from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "dice_ce_sums",
     "own_planes",
     "recomputed_in_backward",
+    "region_sums",
     "sample_affine",
     "strided_conv3x3x3",
     "strongest_class",
@@ -41,4 +43,5 @@ __all__ = [
     "upsample_with_halo",
     "upsampled_conv3x3x3",
     "with_halo",
+    "written_regions",
 ]

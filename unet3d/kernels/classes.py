@@ -1,5 +1,7 @@
 """The class of each voxel, from its logits."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,3 +28,22 @@ def strongest_class(logits: Tensor) -> Tensor:
         torch.maximum(classes, (values > largest).to(dtype).mul_(label), out=classes)
         torch.maximum(largest, values, out=largest)
     return classes
+
+
+def written_regions(logits: Tensor, classes: Sequence[int]) -> Tensor:
+    """Return a class for each voxel where regions may overlap: that of the last one that it is in.
+
+    A voxel is in a region where the sigmoid of its logit is above one half.
+
+    Args:
+        logits: Shape (R, X, Y, Z), one for each region.
+        classes: What is written for each region, one over the other; 0 is what is in none.
+
+    Returns:
+        Shape (X, Y, Z), uint8 or for classes above 255 int64, on the device of the logits.
+    """
+    dtype = torch.uint8 if max(classes) <= 255 else torch.int64
+    written = torch.zeros(logits.shape[1:], dtype=dtype, device=logits.device)
+    for values, label in zip(logits, classes, strict=True):
+        written.masked_fill_(values > 0, label)
+    return written

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from unet3d.config import TrainingSettings
-from unet3d.kernels import dice_ce_sums
+from unet3d.kernels import dice_ce_sums, region_sums
 from unet3d.kernels.sharding import sum_of_losses
 
 SMOOTH = 1e-5
+
+Regions = tuple[tuple[int, ...], ...]
+"""Indices of the classes that each region is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +23,11 @@ class LossTerms:
     total: Tensor
     """Dice plus cross-entropy, which training minimises."""
     dice: Tensor
-    """One minus the soft Dice: the mean over foreground classes, and over samples unless they are
-    joined."""
+    """One minus the soft Dice: the mean over foreground classes or regions, and over samples unless
+    they are joined."""
     cross_entropy: Tensor
-    """Mean over the voxels that count, in nats: of each sample, then over samples; or of all at
-    once, where samples are joined."""
+    """Mean over the voxels that count, and over regions if there are any, in nats: of each sample,
+    then over samples; or of all at once, where samples are joined."""
 
     def weighted(self, weight: float) -> "LossTerms":
         """Return every term times a weight."""
@@ -56,32 +59,38 @@ class SegmentationLoss:
 
     Sums of parts of a volume add up to those of the volume, so the loss can be taken of slabs. The
     Dice is that of V-Net (arXiv 1606.04797) with the smoothing of nnU-Net, for each foreground
-    class. By default it is taken for each sample too. Then the loss of a batch is the mean of the
-    losses of its samples: a sum over micro-batches, weighted by their sizes, is exact. Computed in
-    float32 at least.
+    class, or for each region. By default it is taken for each sample too. Then the loss of a batch
+    is the mean of the losses of its samples: a sum over micro-batches, weighted by their sizes, is
+    exact. Computed in float32 at least.
     """
 
     joins_samples: bool = False
     """Whether the sums are added up over the batch before the Dice is taken, as nnU-Net's batch
     Dice. So a false positive costs something also where its sample has no voxel of the class."""
+    regions: Regions = ()
+    """Indices of the classes that each region is made of, all but the background in one at least.
+    Then the logits are those of regions, which may overlap; probabilities are sigmoids, and the
+    cross-entropy is the binary one. None: the logits are those of classes."""
 
     @classmethod
-    def of(cls, settings: TrainingSettings) -> "SegmentationLoss":
+    def of(cls, settings: TrainingSettings, regions: Regions) -> "SegmentationLoss":
         """Return the loss of a training.
 
         Args:
             settings: Where ``batch_dice`` is still ``auto``, it counts as false.
+            regions: As :attr:`regions`.
         """
-        return cls(joins_samples=settings.batch_dice is True)
+        return cls(joins_samples=settings.batch_dice is True, regions=regions)
 
     def __call__(self, logits: Tensor | Sequence[Tensor], target: Tensor) -> LossTerms:
         """Return the loss of a batch.
 
         Args:
-            logits: (N, K, X, Y, Z); with deep supervision a sequence, full resolution first, whose
+            logits: (N, K, X, Y, Z), one for each class or region; with deep supervision a
+                sequence, full resolution first, whose
                 losses are weighted 1, 1/2, 1/4, ... and normalised.
             target: Class indices (N, X, Y, Z) of any integer type, on the device of the logits.
-                Voxels whose index is K or more do not count.
+                Voxels whose index is above that of every class do not count.
         """
         return self.from_sums(self.sums(logits, target))
 
@@ -101,10 +110,10 @@ class SegmentationLoss:
             (levels, 4, N, K) in float32 at least, through which backward reaches the logits; N is 1
             where :attr:`joins_samples`. With p the softmax of the logits: the sum of -log p over
             the voxels of each class, that of p over them, that of p over all voxels, and their
-            number.
+            number. Of regions (levels, 5, N, R): see :func:`unet3d.kernels.region_sums`.
         """
         levels = [logits] if isinstance(logits, Tensor) else logits
-        sums = torch.stack([dice_ce_sums(level, _coarser(target, level)) for level in levels])
+        sums = torch.stack([self._sums(level, _coarser(target, level)) for level in levels])
         if self.joins_samples:
             sums = sums.sum(2, keepdim=True)
         return sum_of_losses(sums)
@@ -116,17 +125,24 @@ class SegmentationLoss:
             sums: As :meth:`sums` returns them, over whole volumes and, where
                 :attr:`joins_samples`, over the whole batch.
         """
-        surprise, common, predicted, counted = sums.unbind(1)
-        counted = counted.detach()
+        surprise, common, predicted = sums[:, :3].unbind(1)
+        # All voxels that count: each in its class, or in each region.
+        truth, counted = sums[:, 3].detach(), sums[:, -1].detach()
         # A sample without a voxel that counts is as good as can be: both of its terms are 0.
         cross_entropy = (surprise.sum(2) / counted.sum(2).clamp_min(1)).mean(1)
-        overlap = (2 * common + SMOOTH) / (predicted + counted + SMOOTH)
-        dice = 1 - overlap[..., 1:].mean((1, 2))
+        overlap = (2 * common + SMOOTH) / (predicted + truth + SMOOTH)
+        first = 0 if self.regions else 1  # the background is no region
+        dice = 1 - overlap[..., first:].mean((1, 2))
         return LossTerms(
             total=_mean_over_levels(dice + cross_entropy),
             dice=_mean_over_levels(dice),
             cross_entropy=_mean_over_levels(cross_entropy),
         )
+
+    def _sums(self, logits: Tensor, target: Tensor) -> Tensor:
+        if self.regions:
+            return region_sums(logits, target, self.regions)
+        return dice_ce_sums(logits, target)
 
 
 dice_cross_entropy = SegmentationLoss()

@@ -153,7 +153,7 @@ class Bench:
         optimization = Optimization(self.model, self.settings, self.tuning_key.precision)
         image = self.image.to(executor.input_device, image_dtype(executor.module))
         target = self.target.to(executor.output_device)
-        loss = SegmentationLoss.of(self.settings)
+        loss = SegmentationLoss.of(self.settings, self.tuning_key.regions)
 
         def step() -> None:
             executor.forward_backward(image, target, loss, optimization.scale)

@@ -68,6 +68,7 @@ def choose_mode(
         DeviceError: A device is unknown or absent, or they suit no mode.
         ConfigError: The memory of a device is not known, or no mode has so many replicas.
     """
+    config = network.settled(config)
     devices = ParallelDims.resolve(config.parallel, machine, ranks).all_devices
     num_ranks = 1 if ranks is None else ranks.world_size
     if num_ranks > len(devices):  # of several machines, taken for one
@@ -268,6 +269,7 @@ def tuning_key(config: Config, option: PlacementOption) -> TuningKey:
     return TuningKey(
         config=config.model_copy(update={"parallel": parallel}),
         topology=step.topology,
+        regions=step.regions,
         size=step.size,
         devices=dims.replicas[0],
         precision=step.precision,

@@ -131,7 +131,7 @@ def plan_experiment(
     report_findings(check_headers(dataset, config.data.spacing_mm))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
     # Before the cases are prepared: what cannot be trained is refused without it.
-    network = network_of(dataset, config, fingerprint)
+    network = network_of(dataset, config, (preprocessing, fingerprint))
     config = network.settled(config)
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)

@@ -19,7 +19,7 @@ from unet3d.memory.allocations import (
 )
 from unet3d.memory.fake_devices import fake_device, is_fake_device
 from unet3d.memory.meter import MemoryMeter, SlotMemory
-from unet3d.model import SegmentationLoss, Topology, UNet3d
+from unet3d.model import Regions, SegmentationLoss, Topology, UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.parallel import Executor, Layout, Slot, parallelize
 from unet3d.parallel.partition import default_cuts
@@ -55,11 +55,13 @@ class Step:
     """A resolved precision, such as ``bfloat16``; never ``auto``."""
     augmentation: DeviceAugmentation | None = None
     """What makes the batches on the first GPU; None: they come from the host."""
+    regions: Regions = ()
+    """What the network segments instead of classes, as :attr:`SegmentationLoss.regions`."""
 
     @property
     def loss(self) -> SegmentationLoss:
         """The loss."""
-        return SegmentationLoss.of(self.settings)
+        return SegmentationLoss.of(self.settings, self.regions)
 
     @property
     def own_size(self) -> Shape:

@@ -3,13 +3,13 @@
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from unet3d.config import AugmentationSettings, Config, Shape, Spacing
 from unet3d.errors import ConfigError
-from unet3d.model import Topology, UNet3d, plan_topology
+from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.volumes.augment import DeviceAugmentation
@@ -18,6 +18,7 @@ from unet3d.volumes.files import times
 from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.phantom_anatomy import LABEL_NAMES
 from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing
+from unet3d.volumes.transform import Preprocessing
 
 PREPARED_BYTES = 2
 """What a voxel of a prepared image takes where none is there to ask: float16."""
@@ -39,6 +40,8 @@ class NetworkPlan:
     volume: tuple[Shape, Spacing]
     """Shape and spacing of a volume, once prepared: of the median one, or the largest where whole
     ones are trained on."""
+    regions: Regions = ()
+    """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
 
     @property
     def size(self) -> Shape:
@@ -112,20 +115,23 @@ def plan_without_data(config: Config) -> NetworkPlan:
 
 
 def network_of(
-    dataset: Dataset, config: Config, fingerprint: Fingerprint | None = None
+    dataset: Dataset, config: Config, planned: tuple[Preprocessing, Fingerprint] | None = None
 ) -> NetworkPlan:
     """Return the network for a data set.
 
     Args:
         dataset: Its channels and labels.
         config: The settings.
-        fingerprint: Its shapes and spacings; None: it is asked for them.
+        planned: How its images are prepared; None: it is looked at.
     """
-    if fingerprint is None:
+    if planned is None:
         # Statistics of intensities are not needed here.
         without = config.data.model_copy(update={"normalization": "none"})
-        _, fingerprint = plan_preprocessing(dataset, without)
-    return _plan_network(config, fingerprint, len(dataset.channel_names), len(dataset.label_values))
+        planned = plan_preprocessing(dataset, without)
+    preprocessing, fingerprint = planned
+    num_channels, num_outputs = len(dataset.channel_names), preprocessing.num_outputs
+    network = _plan_network(config, fingerprint, num_channels, num_outputs)
+    return replace(network, regions=preprocessing.region_classes)
 
 
 def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:

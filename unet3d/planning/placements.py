@@ -104,6 +104,7 @@ def make_option(
     batch_size = dims.share_of(config.training.batch_size)
     step = Step(
         topology=network.topology,
+        regions=network.regions,
         layout=layout,
         size=network.size_in(batch_size),
         batch_size=batch_size,

@@ -82,6 +82,7 @@ def _measured(config: Config, network: NetworkPlan, group: Group) -> dict[str, A
     batch_size = dims.share_of(config.training.batch_size)
     step = Step(
         topology=network.topology,
+        regions=network.regions,
         layout=layout,
         size=network.size_in(batch_size),
         batch_size=batch_size,

@@ -166,6 +166,7 @@ def tune(
     tuning_key = TuningKey(
         config=config,
         topology=network.topology,
+        regions=network.regions,
         size=network.size_in(config.training.batch_size),
         devices=devices,
         precision=precision,

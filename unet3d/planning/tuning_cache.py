@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field
 
 from unet3d.config import Config, Few, Shape
 from unet3d.inputs.plain_data import PLAIN, at_most, validated
-from unet3d.model import Topology, UNet3d
+from unet3d.model import Regions, Topology, UNet3d
 from unet3d.parallel.balance.stopwatch import (
     hardware,
     versions,
@@ -67,6 +67,8 @@ class TuningKey:
     """A resolved precision, such as ``bfloat16``; never ``auto``."""
     num_replicas: int = 1
     """Copies of the network on such devices, over which the batch is divided."""
+    regions: Regions = ()
+    """What the network segments instead of classes."""
 
     @property
     def path(self) -> Path:
@@ -83,6 +85,7 @@ class TuningKey:
             "size": list(self.size),
             "batch_size": math.ceil(training.batch_size / self.num_replicas),
             "batch_dice": training.batch_dice is True,
+            "regions": [list(region) for region in self.regions],
             "optimizer": [training.optimizer, training.momentum > 0],
             "mode": self.config.parallel.mode,
             "schedule": self.config.parallel.schedule,

@@ -17,7 +17,8 @@ from unet3d.inputs.plain_data import PLAIN, Name, at_most, listed, printable, va
 from unet3d.model import Topology, UNet3d
 from unet3d.model.optimizer import STATES
 from unet3d.runs.case_split import CaseSplit
-from unet3d.volumes.transform import LabelValue, Preprocessing
+from unet3d.volumes.classes import LabelValue
+from unet3d.volumes.transform import Preprocessing
 
 FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""
@@ -115,12 +116,12 @@ def read_content(content: Mapping[str, Any]) -> Content:
         ValueError: Fields are missing, unknown, or out of range; one line that names them.
     """
     plain = validated(Content, content)
-    classes, labels = plain.topology.num_classes, len(plain.preprocessing.label_values)
+    classes, labels = plain.topology.num_classes, plain.preprocessing.num_outputs
     channels, images = plain.topology.in_channels, len(plain.preprocessing.channels)
     if classes != labels or channels != images:
         raise ValueError(
             f"its network has {channels} channels and {classes} classes, but it prepares {images} "
-            f"channels and {labels} labels"
+            f"channels and {labels} {'regions' if plain.preprocessing.regions else 'labels'}"
         )
     known = set(plain.preprocessing.label_values[1:])
     unknown = [value for rule in plain.postprocessing for value in rule if value not in known]

@@ -9,7 +9,7 @@ from unet3d.inference.evaluation import Evaluation
 from unet3d.inference.postprocessing import Rule
 from unet3d.planning.experiment import Experiment
 from unet3d.training.component_choice import Choice
-from unet3d.volumes.scored_labels import Label, ScoredLabels
+from unet3d.volumes.scored_labels import Label, ScoredLabels, label_of
 from unet3d.volumes.transform import Preprocessing
 
 
@@ -86,11 +86,15 @@ def cases_record(
 
 
 def scored_labels(preprocessing: Preprocessing) -> ScoredLabels:
-    """Return what is scored of the labels that a network knows.
+    """Return what is scored of what a network segments: its regions, or its labels.
 
     Args:
-        preprocessing: Names and values of its labels, the background first, and what is ignored.
+        preprocessing: Names and values of both, the background first, and what is ignored.
     """
-    values, names = preprocessing.label_values[1:], preprocessing.label_names[1:]
-    labels: dict[Label, str] = dict(zip(values, names, strict=True))
+    labels: dict[Label, str]
+    if preprocessing.regions:
+        labels = {label_of(region.values): region.name for region in preprocessing.regions}
+    else:
+        values, names = preprocessing.label_values[1:], preprocessing.label_names[1:]
+        labels = dict(zip(values, names, strict=True))
     return ScoredLabels(names=labels, ignore=preprocessing.ignore_value)

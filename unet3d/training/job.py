@@ -176,6 +176,7 @@ def _train(
             TuningKey(
                 config=experiment.config,
                 topology=experiment.topology,
+                regions=experiment.preprocessing.region_classes,
                 size=batch_shape(
                     experiment.planned_sizes, dims.share_of(config.training.batch_size)
                 ),
@@ -311,6 +312,7 @@ def _largest_step(
     batch_size = dims.share_of(config.training.batch_size)
     return Step(
         topology=experiment.topology,
+        regions=experiment.preprocessing.region_classes,
         layout=layout,
         size=experiment.largest_patch(batch_size),
         batch_size=batch_size,

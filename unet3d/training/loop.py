@@ -92,7 +92,8 @@ class TrainingLoop:
         self.optimization = Optimization(
             executor.module, self.config.training, precision, keep_gradients=dims.has_reducers
         )
-        self._loss = SegmentationLoss.of(self.config.training)
+        regions = experiment.preprocessing.region_classes
+        self._loss = SegmentationLoss.of(self.config.training, regions)
         # All shards of a replica return its loss.
         self._adds_loss = dims.shard_of(dims.rank) == 0
         self.loader = make_loader(experiment, executor, dims, num_workers)

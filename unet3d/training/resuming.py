@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unet3d.config import Config
-from unet3d.errors import CheckpointError, ConfigError
+from unet3d.errors import CheckpointError, ConfigError, some
 from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology
 from unet3d.planning.experiment import Experiment
@@ -178,6 +178,7 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
             "label names": (before.label_names, now.label_names),
             "label values": (before.label_values, now.label_values),
             "the ignored label": (before.ignore_value, now.ignore_value),
+            "regions": (_named(before), _named(now)),
             "channel names": (before.channel_names, now.channel_names),
             "data.spacing_mm": (before.spacing_mm, now.spacing_mm),
             "data.crop_to_nonzero": (before.crops_to_nonzero, now.crops_to_nonzero),
@@ -187,6 +188,12 @@ def _changes_of_preparation(before: Preprocessing, now: Preprocessing) -> list[s
     if not changes and not is_close(before.to_dict(), now.to_dict()):
         changes.append("the statistics of intensities over all cases of the data set changed")
     return changes
+
+
+def _named(preprocessing: Preprocessing) -> tuple[str, ...]:
+    return tuple(
+        f"{one.name} of {some(one.values)} as {one.written}" for one in preprocessing.regions
+    )
 
 
 def _changed(values: Mapping[str, tuple[Any, Any]]) -> list[str]:

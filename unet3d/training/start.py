@@ -161,8 +161,7 @@ def choose_mode(config: Config, ranks: Ranks) -> Config:
         return config
     if not has_ranks and len(ParallelDims.resolve(parallel).all_devices) == 1:
         return config.with_values({"parallel.mode": "none"})
-    network = plan_without_data(config)
-    choice = planned_mode(network.settled(config), network, ranks=ranks if has_ranks else None)
+    choice = planned_mode(config, plan_without_data(config), ranks=ranks if has_ranks else None)
     logger.info("%s", choice.line)
     chosen = choice.settings
     return config.with_values(

@@ -4,12 +4,13 @@ The shards of a replica compute each of its cases together, and the first of the
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
@@ -23,13 +24,13 @@ from unet3d.inference.sliding_window import (
     predict_logits,
 )
 from unet3d.interruption import InterruptionRequest
-from unet3d.kernels import strongest_class
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.experiment import Experiment
 from unet3d.training.divergence import divergence_error, image_fault
 from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.transform import classes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,8 @@ class Validation:
     """What a validation found, the same in all ranks except for the time."""
 
     dice: dict[str, float | None]
-    """Mean over the cases for each label but the background; None where no case has the label."""
+    """Mean over the cases for each label but the background, or for each region; None where no case
+    has it."""
     mean_dice: float | None
     """Mean over the labels."""
     seconds: float = field(default=0.0, compare=False)
@@ -120,7 +122,7 @@ class Validator:
         return self._mean_over_cases([by_case[index] for index in range(len(cases))], seconds)
 
     def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None] | None:
-        """Return the Dice of each class in one case; None in a shard that is not the first."""
+        """Return the Dice of each label or region in one case; None in a shard but the first."""
         experiment, executor = self._experiment, self._executor
         settings, window = experiment.config.inference, self._window
         image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
@@ -136,15 +138,20 @@ class Validator:
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        num_classes = len(experiment.preprocessing.label_names)
-        found, classes = strongest_class(logits), case.label()[...]
-        if experiment.preprocessing.ignore_value is not None:
+        preprocessing = experiment.preprocessing
+        found, classes = classes_of(logits, preprocessing), case.label()[...]
+        if preprocessing.ignore_value is not None:
             # Background in both, which has no part in the Dice of any label.
-            is_counted = classes < num_classes
+            is_counted = classes < len(preprocessing.label_values)
             found *= torch.from_numpy(is_counted).to(found.device)
             classes = classes * is_counted
         label = torch.from_numpy(classes).to(logits.device)
-        return dice_per_class(found, label, num_classes)
+        if not preprocessing.regions:
+            return dice_per_class(found, label, len(preprocessing.label_values))[1:]
+        return [
+            dice_per_class(_is_any_of(found, region), _is_any_of(label, region), 2)[1]
+            for region in preprocessing.region_classes
+        ]
 
     @property
     def _window(self) -> Shape | Literal["whole"]:
@@ -160,10 +167,14 @@ class Validator:
         return {computed_window(case.label().shape, stride) for case in cases}
 
     def _mean_over_cases(self, scores: list[list[float | None]], seconds: float) -> Validation:
-        names = self._experiment.preprocessing.label_names
+        names = self._experiment.preprocessing.scored
         means = {name: _mean([of[index] for of in scores]) for index, name in enumerate(names)}
-        del means[names[0]]
         return Validation(dice=means, mean_dice=_mean(list(means.values())), seconds=seconds)
+
+
+def _is_any_of(classes: Tensor, some: Sequence[int]) -> Tensor:
+    """Return 1 where a voxel has one of the classes, else 0."""
+    return torch.stack([classes == index for index in some]).any(0).to(torch.uint8)
 
 
 def _mean(values: list[float | None]) -> float | None:

@@ -1,18 +1,41 @@
 """From the values in a label map to the indices of classes."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field
 
 from unet3d.errors import VolumeError, some
+from unet3d.inputs.plain_data import PLAIN, Name, at_most
 
 MAX_LABEL_VALUE = 2**32 - 1
 """The largest value of a label: what predictions are written with, uint32, holds no larger one."""
 
 MAX_CLASSES = 2**16
 """As many as uint16 can tell apart, the background included."""
+
+
+LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Labels that are segmented as one, also where they are in other regions too, as in BraTS.
+
+    These are the regions of nnU-Net's ``dataset.json``.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
+
+    name: Name
+    """What it is called."""
+    values: Annotated[tuple[LabelValue, ...], Field(min_length=1), at_most(2**16)]
+    """The values in label maps that it is made of."""
+    written: LabelValue
+    """The value that a segmentation has in it, unless a later region writes over it."""
 
 
 def class_indices(

@@ -7,7 +7,9 @@ nnU-Net v2 raw  ``imagesTr/case_0000.nii.gz`` per channel, ``labelsTr/case.nii.g
 MONAI datalist  ``training: [{image (or a list of them), label, fold}]``, ``validation``
 ==============  ==================================================================================
 
-A label called ``ignore``, which has the highest value, marks voxels that nobody has labelled.
+A label called ``ignore``, which has the highest value, marks voxels that nobody has labelled. Where
+labels have lists of values, they are regions, which may overlap; ``regions_class_order`` says what
+a segmentation has in each.
 
 A case is called by the path of its label map in the data set's folder, without ``labelsTr`` and
 without the ending: ``liver_2``, ``patient_7/seg``. So a name depends on no other case. Where two
@@ -28,6 +30,7 @@ from typing import Any
 
 from unet3d.errors import DatasetError
 from unet3d.inputs.plain_data import is_printable, shown
+from unet3d.volumes.classes import Region
 from unet3d.volumes.files import SUFFIXES, find_spelling, members, volume_stem
 from unet3d.volumes.folds import Fold, drawn_folds, folds_from_numbers, read_description, read_folds
 from unet3d.volumes.naming import channel_names, clean_name, read_labels
@@ -71,6 +74,8 @@ class Dataset:
     ignore_value: int | None = None
     """Value of voxels in the label maps that nobody has labelled, above that of every class; None:
     there is none."""
+    regions: tuple[Region, ...] = ()
+    """What is to be segmented instead of the classes, where regions overlap; none: the classes."""
     folds: tuple[Fold, ...] = ()
     """Folds that the data set itself defines."""
     unlabelled: tuple[Path, ...] = ()
@@ -256,6 +261,7 @@ class _Description:
             label_names=tuple(labels.names.values()),
             label_values=tuple(labels.names),
             ignore_value=labels.ignore_value,
+            regions=labels.regions,
             cases=cases,
             validation=validation,
             folds=folds,

@@ -16,7 +16,7 @@ import numpy as np
 
 from unet3d.errors import DatasetError, some
 from unet3d.inputs.plain_data import is_printable, printable, shown
-from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE
+from unet3d.volumes.classes import MAX_CLASSES, MAX_LABEL_VALUE, Region
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import read_label
 
@@ -39,6 +39,8 @@ class Labels:
     """Name of each class by its value, in ascending order, the background first."""
     ignore_value: int | None = None
     """Value of voxels that nobody has labelled, the highest of all; None: every voxel is."""
+    regions: tuple[Region, ...] = ()
+    """What is segmented instead of classes; none: the classes."""
 
 
 def channel_names(path: Path, tree: Mapping[str, Any], images: Sequence[Path]) -> tuple[str, ...]:
@@ -88,6 +90,8 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
         return Labels(names=_labels_found_in(label_maps, path))
     if not isinstance(given, dict):
         raise DatasetError(f"{path}: labels is {shown(given)}; it needs names and values")
+    if any(isinstance(value, list) for value in given.values()):
+        return _labels_in_regions(path, given, tree.get("regions_class_order"))
     # The Decathlon writes {"1": "tumour"}, nnU-Net {"tumour": 1}.
     by_value = all(key.isdecimal() for key in given)
     labels: dict[int, str] = {}
@@ -110,19 +114,69 @@ def read_labels(path: Path, tree: Mapping[str, Any], label_maps: Sequence[Path])
             )
     ignore_value = value_of.get(IGNORE)
     if ignore_value is not None:
-        if ignore_value != max(labels):
-            raise DatasetError(
-                f"{path}: the label {IGNORE} is {ignore_value}, but {labels[max(labels)]} is "
-                f"{max(labels)}; give {IGNORE} the highest value"
-            )
         del labels[ignore_value]
-    if len(labels) < 2:
+    return _checked(path, Labels(names=dict(sorted(labels.items())), ignore_value=ignore_value))
+
+
+def _checked(path: Path, labels: Labels) -> Labels:
+    """Refuse what cannot be trained on."""
+    names, ignored = labels.names, labels.ignore_value
+    if len(names) < 2:
         raise DatasetError(
             f"{path}: labels names nothing but the background; name what is labelled"
         )
-    if len(labels) > MAX_CLASSES:
-        raise DatasetError(f"{path} names {len(labels)} labels; use at most {MAX_CLASSES}")
-    return Labels(names=dict(sorted(labels.items())), ignore_value=ignore_value)
+    if ignored is not None and ignored < max(names):
+        raise DatasetError(
+            f"{path}: the label {IGNORE} is {ignored}, but {names[max(names)]} is {max(names)}; "
+            f"give {IGNORE} the highest value"
+        )
+    if len(names) > MAX_CLASSES:
+        raise DatasetError(f"{path} names {len(names)} labels; use at most {MAX_CLASSES}")
+    return labels
+
+
+def _labels_in_regions(path: Path, given: Mapping[str, Any], order: Any) -> Labels:
+    """Read labels as nnU-Net names regions: each a value or a list of them, which may overlap."""
+    values_of: dict[str, tuple[int, ...]] = {}
+    for key, value in given.items():
+        name = clean_name(path, "a label", key)
+        if name in values_of:
+            raise DatasetError(f"{path}: two labels are both called {name}; give each a name")
+        values = value if isinstance(value, list) else [value]
+        numbers = tuple(sorted({_label_value(path, name, one) for one in values}))
+        if not numbers or (0 in numbers and len(numbers) > 1):
+            raise DatasetError(
+                f"{path}: region {name} is {shown(value)}; a region is made of labels above 0"
+            )
+        values_of[name] = numbers
+    ignored = values_of.pop(IGNORE, None)
+    if ignored is not None and len(ignored) > 1:
+        raise DatasetError(
+            f"{path}: the label {IGNORE} is {shown(given[IGNORE])}; give it one value"
+        )
+    background = [name for name, values in values_of.items() if values == (0,)]
+    regions = {name: values for name, values in values_of.items() if values != (0,)}
+    written = order if isinstance(order, list) else []
+    known = {value for values in regions.values() for value in values}
+    if len(written) != len(regions) or not all(type(v) is int and v in known for v in written):
+        raise DatasetError(
+            f"{path}: regions_class_order is {shown(order)}; name the value that is written for "
+            f"each of the {len(regions)} regions ({some(list(regions))}), in their order"
+        )
+    single = {values[0]: name for name, values in regions.items() if len(values) == 1}
+    names = {0: background[0] if background else "background"}
+    names |= {value: single.get(value, f"label {value}") for value in sorted(known)}
+    return _checked(
+        path,
+        Labels(
+            names=names,
+            ignore_value=None if ignored is None else ignored[0],
+            regions=tuple(
+                Region(name=name, values=values, written=value)
+                for (name, values), value in zip(regions.items(), written, strict=True)
+            ),
+        ),
+    )
 
 
 def clean_name(path: Path, what: str, text: Any) -> str:
@@ -153,11 +207,6 @@ def _refuse_many(path: Path, num_channels: int) -> None:
 
 
 def _label_value(path: Path, name: str, value: Any) -> int:
-    if isinstance(value, list):
-        raise DatasetError(
-            f"{path}: label {name} is the region {shown(value)}; overlapping regions are not "
-            "supported, give each label one value"
-        )
     digits = str(value) if type(value) in (int, str) else ""
     if not digits.isdecimal():
         raise DatasetError(

@@ -127,6 +127,7 @@ def plan_preprocessing(
         ignore_value=dataset.ignore_value,
         crops_to_nonzero=settings.crop_to_nonzero,
         masks_outside="z-score" in kinds and takes_much(whole, kept),
+        regions=dataset.regions,
     )
     return preprocessing, fingerprint
 

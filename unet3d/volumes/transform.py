@@ -17,7 +17,8 @@ from torch.nn import functional
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
-from unet3d.volumes.classes import class_indices
+from unet3d.kernels import strongest_class, written_regions
+from unet3d.volumes.classes import LabelValue, Region, class_indices
 from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, whole_box
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
@@ -45,7 +46,6 @@ MAX_INTENSITY = 1e38
 """No image in float32 has a larger one."""
 
 Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
-LabelValue = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,8 @@ class Preprocessing:
     masks_outside: Annotated[bool, Field(strict=True)] = False
     """Whether ``z-score`` counts the voxels that are not zero in every channel, and those that they
     enclose, and sets all others to 0."""
+    regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
+    """What the network segments instead of classes, in the order in which it is written."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -100,7 +102,30 @@ class Preprocessing:
             "ignore_value": self.ignore_value,
             "crops_to_nonzero": self.crops_to_nonzero,
             "masks_outside": self.masks_outside,
+            "regions": [asdict(region) for region in self.regions],
         }
+
+    @property
+    def num_outputs(self) -> int:
+        """How many logits a voxel has: of each region, or of each class."""
+        return len(self.regions) or len(self.label_values)
+
+    @property
+    def region_classes(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of the classes that each region is made of."""
+        index_of = {value: index for index, value in enumerate(self.label_values)}
+        return tuple(tuple(index_of[value] for value in one.values) for one in self.regions)
+
+    @property
+    def scored(self) -> dict[str, tuple[int, ...]]:
+        """What segmentations are compared in, by name: each region, or each class but background.
+
+        The values are indices of classes.
+        """
+        if self.regions:
+            names = [region.name for region in self.regions]
+            return dict(zip(names, self.region_classes, strict=True))
+        return {name: (index,) for index, name in enumerate(self.label_names) if index}
 
     @property
     def stored_values(self) -> tuple[int, ...]:
@@ -122,6 +147,11 @@ class Preprocessing:
             )
         if self.ignore_value is not None and self.ignore_value <= max(self.label_values):
             raise ValueError(f"ignores the label {self.ignore_value}, which is not the highest one")
+        if self.regions:
+            in_regions = {value for region in self.regions for value in region.values}
+            written = {region.written for region in self.regions}
+            if in_regions != {*self.label_values} - {0} or not written <= in_regions:
+                raise ValueError("has regions that are not made of its labels")
         return self
 
 
@@ -237,6 +267,22 @@ def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
             )[0, 0]
         )
     return restored
+
+
+def classes_of(logits: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
+    """Return the index of the class of each voxel.
+
+    Args:
+        logits: Shape (K, X, Y, Z), or (R, X, Y, Z) where the network segments regions.
+        preprocessing: What they are logits of.
+
+    Returns:
+        Shape (X, Y, Z) of an integer type, on the device of the logits.
+    """
+    if not preprocessing.regions:
+        return strongest_class(logits)
+    written = [preprocessing.label_values.index(one.written) for one in preprocessing.regions]
+    return written_regions(logits, written)
 
 
 def _normalized(

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 from torch import Tensor
 
-from tests.plain_network import make_batch, make_topology
+from tests.plain_network import NESTED, make_batch, make_topology
 from tests.ranks import in_ranks
 from unet3d.config import ModelSettings
 from unet3d.distributed.group import Group
@@ -31,7 +31,7 @@ from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.volumes.loader import share_of
 
-CASES = (
+CASES: tuple[tuple[int, int, int, int, bool, dict[str, Any]], ...] = (
     # replicas, shards, samples of the batch, micro-batches, whether sums are joined, options; in
     # all with joined sums a part of the voxels is ignored
     (1, 2, 1, 1, False, {}),
@@ -45,6 +45,8 @@ CASES = (
     (2, 2, 1, 1, True, {}),
     (2, 1, 3, 1, True, {}),
     (1, 2, 2, 1, False, {"kernels": "anisotropic"}),
+    (2, 2, 3, 2, True, {"regions": NESTED, "deep_supervision": True}),
+    (1, 2, 2, 1, False, {"regions": NESTED}),
 )
 STEPS = 2
 
@@ -74,7 +76,9 @@ def gpu_batch() -> tuple[Tensor, Tensor]:
 
 
 def on_cpus(folder: Path, group: Group, number: int) -> None:
-    num_replicas, num_shards, num_samples, num_micro_batches, joins, options = CASES[number]
+    num_replicas, num_shards, num_samples, num_micro_batches, joins, own = CASES[number]
+    options: dict[str, Any] = {**own}
+    regions = options.pop("regions", ())
     rank = group.ranks.rank
     replica, shard = divmod(rank, num_shards)
     # Every rank begins with weights of its own: the first one's must win.
@@ -98,7 +102,7 @@ def on_cpus(folder: Path, group: Group, number: int) -> None:
         terms = executor.forward_backward(
             image[rows][:, :, slab.start : slab.stop],
             target[rows][:, slab.start : slab.stop],
-            SegmentationLoss(joins_samples=joins),
+            SegmentationLoss(joins_samples=joins, regions=regions),
             weight=weight,
             planes=16,
         )

@@ -42,8 +42,10 @@ def gpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
-    num_replicas, num_shards, num_samples, _, joins_samples, options = CASES[case]
-    loss = SegmentationLoss(joins_samples=joins_samples)
+    num_replicas, num_shards, num_samples, _, joins_samples, own = CASES[case]
+    options = {**own}
+    regions = options.pop("regions", ())
+    loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(**options)
     expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
     by_rank = [

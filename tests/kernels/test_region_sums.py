@@ -1,0 +1,83 @@
+"""Sums over voxels of the loss of regions, and their gradients, against autograd and counting."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from unet3d.kernels import region_sums
+
+NESTED = ((1, 2, 3), (2, 3), (3,))
+REGIONS = [NESTED, ((1,),), ((2, 1), (1, 3))]
+
+
+def arguments(
+    regions: tuple[tuple[int, ...], ...], num_others: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, target, with so many indices that are left out, and a gradient of sums."""
+    generator = torch.Generator().manual_seed(0)
+    num_classes = max(map(max, regions)) + 1
+    shape = (2, len(regions), 3, 4, 5)
+    logits = (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
+    target = torch.randint(0, num_classes + num_others, (2, 3, 4, 5), generator=generator)
+    return logits, target, torch.randn(5, *shape[:2], generator=generator, dtype=torch.float64)
+
+
+def plain_sums(
+    logits: Tensor, target: Tensor, regions: tuple[tuple[int, ...], ...]
+) -> list[Tensor]:
+    mask = (target <= max(map(max, regions))).to(logits.dtype).unsqueeze(1)
+    truth = torch.stack([torch.isin(target, torch.tensor(r)) for r in regions], 1).to(logits.dtype)
+    entropy = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
+    chance = logits.sigmoid()
+    parts = (entropy * mask, chance * truth, chance * mask, truth, mask.expand_as(truth))
+    return [part.sum((2, 3, 4)) for part in parts]
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 3])
+@pytest.mark.parametrize("regions", REGIONS, ids=str)
+def test_sums_and_gradients_are_those_of_pytorch(
+    regions: tuple[tuple[int, ...], ...], num_others: int
+) -> None:
+    logits, target, gradient = arguments(regions, num_others)
+    logits.requires_grad_()
+    found, wanted = region_sums(logits, target, regions), plain_sums(logits, target, regions)
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=1e-12)
+    (ours,) = torch.autograd.grad(found, logits, gradient)
+    (theirs,) = torch.autograd.grad(wanted[:3], logits, list(gradient[:3]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+    is_left_out = (target > max(map(max, regions))).unsqueeze(1).expand_as(ours)
+    assert not ours[is_left_out].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
+    logits, target, _ = arguments(NESTED, 1)
+    expected = region_sums(logits, target, NESTED)
+    assert torch.equal(region_sums(logits, target.to(dtype), NESTED), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+def test_low_precision_is_summed_in_float32(
+    dtype: torch.dtype, layout: torch.memory_format
+) -> None:
+    logits, target, gradient = arguments(NESTED, 1, dtype)
+    logits = logits.contiguous(memory_format=layout).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    found, wanted = (region_sums(values, target, NESTED) for values in (logits, exact))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    (ours,) = torch.autograd.grad(found, logits, gradient.float())
+    (theirs,) = torch.autograd.grad(wanted, exact, gradient)
+    assert (ours.dtype, ours.stride()) == (dtype, logits.stride())
+    torch.testing.assert_close(ours.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_logits_of_any_size_have_finite_sums() -> None:
+    logits = torch.tensor([-300.0, 300.0]).view(1, 1, 2, 1, 1).requires_grad_()
+    for label in (0, 1):
+        sums = region_sums(logits, torch.full((1, 2, 1, 1), label), ((1,),))
+        assert sums[0].item() == 300
+        (found,) = torch.autograd.grad(sums[:3].sum(), logits)
+        assert found.isfinite().all()

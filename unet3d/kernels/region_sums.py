@@ -1,0 +1,81 @@
+"""The sums over voxels that the Dice and the binary cross-entropy of regions are made of.
+
+Autograd would keep several float32 tensors of the logits' size for backward; here only the logits
+and the target are kept, and the probabilities are computed again, in PyTorch's own operations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+
+def region_sums(logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]) -> Tensor:
+    """Return the sums over voxels from which Dice and binary cross-entropy of regions follow.
+
+    Args:
+        logits: (N, R, X, Y, Z), one for each region; the probability p is their sigmoid.
+        target: Class indices (N, X, Y, Z) of any integer type. Voxels whose index is above that of
+            every region's classes are left out, and the gradient of their logits is 0.
+        regions: Indices of the classes that each region is made of.
+
+    Returns:
+        (5, N, R) in float32 at least, over the voxels that are not left out: the sum of the binary
+        cross-entropy, that of p over the region, that of p over all voxels, the number of the
+        region's voxels, and the number of all.
+    """
+    made: Tensor = _Sums.apply(logits, target, regions)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _Sums(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, regions: Sequence[Sequence[int]]
+    ) -> Tensor:
+        ctx.save_for_backward(logits, target)
+        ctx.regions = regions
+        values = _rows(logits)
+        is_counted, is_truth = _masks(target, regions, values.dtype)
+        surprise = functional.softplus(values).addcmul_(values, is_truth, value=-1)
+        surprise = surprise.mul_(is_counted).sum(2)
+        chance = torch.sigmoid(values).mul_(is_counted)
+        common = (chance * is_truth).sum(2)
+        num_voxels = is_counted.sum(2).expand_as(common)
+        return torch.stack((surprise, common, chance.sum(2), is_truth.sum(2), num_voxels))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, target = ctx.saved_tensors
+        chance = torch.sigmoid(_rows(logits))
+        is_counted, is_truth = _masks(target, ctx.regions, chance.dtype)
+        surprise, common, predicted, *_ = gradient.unsqueeze(-1).unbind(0)
+        # The derivative of the chance c by its logit is c * (1 - c), that of the binary
+        # cross-entropy c - t.
+        wanted = torch.addcmul(predicted, is_truth, common).mul_(chance).mul_(1 - chance)
+        wanted.addcmul_(chance.sub_(is_truth), surprise).mul_(is_counted)
+        # One copy brings them to the type and layout of the logits.
+        return torch.empty_like(logits).copy_(wanted.view(logits.shape)), None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """Return (N, R, V) in float32 at least."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    return logits.to(exact, memory_format=torch.contiguous_format).flatten(2)
+
+
+def _masks(
+    target: Tensor, regions: Sequence[Sequence[int]], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return 1 at each voxel that counts (N, 1, V), and 1 in each region (N, R, V); else 0."""
+    classes = target.flatten(1)
+    is_counted = (classes <= max(map(max, regions))).to(dtype).unsqueeze(1)
+    is_truth = is_counted.new_zeros((len(classes), len(regions), classes.shape[1]))
+    for index, region in enumerate(regions):
+        for label in region:
+            is_truth[:, index] += classes == label
+    return is_counted, is_truth
