@@ -11,7 +11,7 @@ from statistics import mean, stdev
 
 import pytest
 
-from tests.command_line import error_line, in_a_process, process_environment, refusal, run
+from tests.command_line import process_environment, refusal, run
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents
 from unet3d.runs.finding import recorded_folds
@@ -32,32 +32,26 @@ SMALL = (
 )
 
 
-def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return in_a_process("train", *arguments)
-
-
 def summary_of(path: Path) -> dict:
     return json.loads((path / "summary.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.trains
-def test_folds_one_after_another_are_runs_of_their_own(folder: Path, scan: Path) -> None:
-    done = train(*SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu")
-    assert done.returncode == 0, done.stderr
+def test_folds_one_after_another_are_runs_of_their_own(
+    folder: Path,
+    scan: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert run("train", *SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu") == 0
+    shown = capfd.readouterr()
     (top,) = (folder / "runs").iterdir()
     assert top.name.startswith("phantom-folds-")
-    assert "folds 0, 2, one after another" in done.stderr
-    assert sorted(path.name for path in top.iterdir()) == [
-        *("config.yaml", "fold0", "fold2", "folds.json", "summary.json"),
-    ]
-    assert (
-        train(
-            *SMALL, "--fold", 2, "--epochs", 1, "--devices", "cpu", "--output", "alone"
-        ).returncode
-        == 0
-    )
-    assert_same_weights(top / "fold2", folder / "alone")
+    assert "folds 0, 2, one after another" in caplog.messages
+    assert shown.err.count("\nepoch 1/1: ") == 2
+    names = ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
+    assert sorted(path.name for path in top.iterdir()) == names
     # The summary is over the folds.
     each = [summary_of(top / name) for name in ("fold0", "fold2")]
     found = summary_of(top)
@@ -69,51 +63,47 @@ def test_folds_one_after_another_are_runs_of_their_own(folder: Path, scan: Path)
         known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
-    assert f"{found['last_mean_dice']['mean']:.3f}" in done.stdout
-    assert "Validation Dice of 2 folds" in done.stdout
+    assert f"{found['last_mean_dice']['mean']:.3f}" in shown.out
     # What is finished is left as it is; a fold more is added.
     before = contents(top)
-    again = train("--resume")
-    assert again.returncode == 0 and "Validation Dice of 2 folds" in again.stdout
+    assert run("train", "--resume") == 0
+    assert "Validation Dice of 2 folds" in capfd.readouterr().out
     assert contents(top) == before
-    assert train("--resume", "--folds", "1").returncode == 0
+    assert run("train", "--resume", "--folds", "1") == 0
     assert recorded_folds(top) == (0, 1, 2)
-    assert all(
-        contents(top)[path] == value for path, value in before.items() if "fold" in path.parent.name
-    )
+    after = contents(top)
+    kept = [path for path in before if path.parent.name in ("fold0", "fold2")]
+    assert kept and all(after[path] == before[path] for path in kept)
     assert list(summary_of(top)["folds"]) == ["0", "1", "2"]
     # Their mean predicts by default.
-    predicted = in_a_process("predict", scan, "--devices", "cpu")
-    assert predicted.stdout.startswith("using the mean of 3 networks: runs/phantom-folds-")
+    capfd.readouterr()
+    assert run("predict", scan, "--devices", "cpu") == 0
+    assert capfd.readouterr().out.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
 
 @pytest.mark.slow
 @pytest.mark.trains
-def test_folds_on_several_devices_train_at_the_same_time(folder: Path) -> None:
-    """One of them stops early, and goes on alone."""
-    options = (*SMALL, "--devices", "cpu,cpu", "--output", "folds")
-    done = train(*options, "--folds", "0,1", "--epochs", 1)
-    assert done.returncode == 0, done.stderr
-    assert "folds 0, 1, one at a time on each of cpu, cpu" in done.stderr
+def test_folds_on_several_devices_train_at_the_same_time(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("train", *SMALL, "--devices", "cpu,cpu", "--output", "folds")
+    assert run(*options, "--folds", "0,1", "--epochs", 1) == 0
+    shown = capfd.readouterr().err
+    assert "folds 0, 1, one at a time on each of cpu, cpu" in caplog.messages
     for name in ("fold0", "fold1"):
-        assert f"\n{name}: epoch 1/1: loss" in done.stderr
+        assert f"\n{name}: epoch 1/1: loss" in shown
         summary = summary_of(folder / "folds" / name)
         assert summary["parallel"] == "none" and len(summary["devices"]) == 1
-    line = refusal_of(train(*options, "--folds", "all"))
+    alone = ("--fold", 1, "--devices", "cpu", "--output", "alone", "--epochs", 1, "--quiet")
+    assert run("train", *SMALL, *alone) == 0
+    assert_same_weights(folder / "folds" / "fold1", folder / "alone")
+    capfd.readouterr()
+    assert run(*options, "--folds", "all") == 1
+    line = capfd.readouterr().err.splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
     # More epochs for all of them.
-    more = train("--resume", "--output", "folds", "--epochs", 2)
-    assert more.returncode == 0, more.stderr
+    assert run("train", "--resume", "--output", "folds", "--epochs", 2, "--quiet") == 0
     assert [one["epochs"] for one in summary_of(folder / "folds")["folds"].values()] == [2, 2]
-    alone = ("--fold", 1, "--devices", "cpu", "--output", "alone")
-    assert train(*SMALL, *alone, "--epochs", 1).returncode == 0
-    assert train("--resume", "--output", "alone", "--epochs", 2).returncode == 0
-    assert_same_weights(folder / "folds" / "fold1", folder / "alone")
-
-
-def refusal_of(done: subprocess.CompletedProcess[str]) -> str:
-    assert done.returncode == 1
-    return error_line(done.stderr)
 
 
 @pytest.mark.slow
@@ -156,8 +146,7 @@ def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> 
         len((folder / "folds" / name / "metrics.jsonl").read_text().splitlines())
         for name in running
     )
-    done = train("--resume", "--epochs", epochs + 1, "--output", "folds", "--quiet")
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert run("train", "--resume", "--epochs", epochs + 1, "--output", "folds", "--quiet") == 0
     assert set(summary_of(folder / "folds")["folds"]) == {"0", "1"}
 
 

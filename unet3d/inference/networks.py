@@ -114,10 +114,13 @@ class Networks(Sequence[Checkpoint]):
 
 
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:
-    """Return how a preparation differs from the first network's, in words."""
+    """Return how a preparation differs from the first network's, in words.
+
+    Which label was not trained on does not matter: no network answers with it.
+    """
     wanted, found = first.to_dict(), other.to_dict()
     return [
         f"its {name} is {shown(found[name])} instead of {shown(wanted[name])}"
         for name in wanted
-        if not is_close(wanted[name], found[name])
+        if name != "ignore_value" and not is_close(wanted[name], found[name])
     ]
