@@ -36,6 +36,9 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "no foreground": ("patches.foreground_fraction=0",),
     "no deep supervision": ("model.deep_supervision=false",),
     "no mirroring": ("patches.augmentation.mirror_axes=[]",),
+    "slices turned 30 degrees": ("patches.augmentation.in_plane_rotation_degrees=30",),
+    "anisotropic kernels": ("model.kernels=anisotropic",),
+    "no cropping": ("data.crop_to_nonzero=false",),
 }
 """Of each variant, what it sets beside the settings of all."""
 
