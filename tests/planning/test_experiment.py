@@ -167,6 +167,19 @@ def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
     assert again == experiment
 
 
+@pytest.mark.parametrize(
+    ("region", "axes"), [("left lesion", ("y", "z")), ("lesion", ("x", "y", "z"))]
+)
+def test_names_of_regions_say_whether_sides_may_be_swapped(
+    tmp_path: Path, region: str, axes: tuple[str, ...]
+) -> None:
+    labels = {"background": 0, region: [1, 2], "core": 2}
+    root = write_msd(tmp_path / "data", 2, labels=labels, regions_class_order=[1, 2])
+    experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=4"), 0)
+    assert experiment.config.patches.augmentation.mirror_axes == axes
+    assert experiment.topology.num_classes == 2
+
+
 def test_native_spacing_stays_native(tmp_path: Path) -> None:
     root = write_msd(tmp_path / "data", 2, (20, 24, 12), (1.0, 1.0, 2.5))
     write_volume(root / "imagesTr/case_1.nii.gz", np.ones((8, 9, 7), np.float32), (2, 3, 4))

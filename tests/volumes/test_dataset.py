@@ -148,6 +148,10 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
         ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
         ({"labels": {"a": [1, 2]}, "regions_class_order": ["1"]}, "regions_class_order is"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
+        (
+            {"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]},
+            "two regions are made of the same labels",
+        ),
         ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
         (

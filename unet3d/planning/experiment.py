@@ -162,7 +162,8 @@ def plan_experiment(
 def _mirror_axes(config: Config, dataset: Dataset) -> Sequence[str]:
     axes = config.patches.augmentation.mirror_axes
     if axes == "auto":
-        axes = ("y", "z") if has_sides(dataset.label_names) else ("x", "y", "z")
+        names = (*dataset.label_names, *(region.name for region in dataset.regions))
+        axes = ("y", "z") if has_sides(names) else ("x", "y", "z")
     return axes
 
 

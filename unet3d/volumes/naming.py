@@ -163,6 +163,8 @@ def _labels_in_regions(path: Path, given: Mapping[str, Any], order: Any) -> Labe
             f"{path}: regions_class_order is {shown(order)}; name the value that is written for "
             f"each of the {len(regions)} regions ({some(list(regions))}), in their order"
         )
+    if len(set(regions.values())) < len(regions):
+        raise DatasetError(f"{path}: two regions are made of the same labels; name one of them")
     single = {values[0]: name for name, values in regions.items() if len(values) == 1}
     names = {0: background[0] if background else "background"}
     names |= {value: single.get(value, f"label {value}") for value in sorted(known)}
