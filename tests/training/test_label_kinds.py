@@ -83,8 +83,7 @@ def test_regions_are_trained_scored_and_written(tmp_path: Path, cache: Path) -> 
     checkpoint = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt")
     assert checkpoint.topology.num_classes == 2
     assert checkpoint.preprocessing.label_values == (0, 1, 2)
-    parallel = ParallelSettings(devices=("cpu",))
-    inference = InferenceSettings(postprocessing=False)  # that of validation has none
+    parallel, inference = ParallelSettings(devices=("cpu",)), InferenceSettings()
     predictor = Predictor(Networks.of(checkpoint), parallel, [inference])
     assert checkpoint.split is not None
     scores = []
