@@ -48,7 +48,7 @@ def sampler_of(experiment: Experiment, changes: dict[str, Any] | None = None) ->
         settings=config.patches,
         size=experiment.patch_size,
         stride=experiment.topology.total_stride,
-        batch_size=config.training.batch_size,
+        batch_size=config.training.num_patches,
         seed=config.training.seed,
     )
 

@@ -44,7 +44,7 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
         TuningKey(
             config=experiment.config,
             topology=experiment.topology,
-            size=experiment.largest_patch(experiment.config.training.batch_size),
+            size=experiment.largest_patch(experiment.config.training.num_patches),
             devices=dims.devices,
             precision=precision,
             num_replicas=1,
@@ -68,7 +68,7 @@ def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> Trainin
 
 def batch_on_host(experiment: Experiment) -> Batch:
     """Return a batch that this process makes."""
-    sampler, batch_size = sampler_of(experiment), experiment.config.training.batch_size
+    sampler, batch_size = sampler_of(experiment), experiment.config.training.num_patches
     cuts = (sampler.cut(0, index) for index in range(batch_size))
     return CutBatch(cuts=tuple(cuts), shape=experiment.largest_patch(batch_size)).augmented()
 
@@ -152,7 +152,7 @@ def measure(
     # Processes deliver in bursts: whole bursts are timed.
     burst = max(1, num_workers)
     num_steps = -(-num_steps // burst) * burst
-    batch_size = experiment.config.training.batch_size
+    batch_size = experiment.config.training.num_patches
     experiment = for_steps(experiment, burst + num_steps + 1)
     with tempfile.TemporaryDirectory() as folder:
         loop = make_loop(experiment, num_workers, Path(folder) / "run")

@@ -136,8 +136,9 @@ def test_a_shape_that_is_rounded_up_is_said(
     assert run("plan", *options, "--json", "plan.json") == 0
     note = "patches.size 15x16x16 is rounded up to 16x16x16, multiples of 2x2x2"
     assert note in capsys.readouterr().out
-    (said,) = json.loads((folder / "plan.json").read_text())["notes"]
-    assert note in said
+    rounded, planned = json.loads((folder / "plan.json").read_text())["notes"]
+    assert note in rounded
+    assert planned.startswith("patches of 16x16x16 voxels (as set), ")
     assert run("plan", *SMALL, "--devices", "0") == 0
     assert "rounded" not in capsys.readouterr().out
 

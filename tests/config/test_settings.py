@@ -51,8 +51,11 @@ def test_every_setting_can_say_what_it_allows() -> None:
 
 
 def test_a_batch_has_a_patch_for_each_micro_batch() -> None:
-    assert load_config(None, ["training.micro_batches=8"]).training.batch_size == 8
-    assert load_config(None, ["training.micro_batches=1"]).training.batch_size == 2
+    open_batch = load_config(None, ["training.micro_batches=8"]).training
+    assert open_batch.batch_size == "auto"
+    with pytest.raises(ValueError, match="has not been planned yet"):
+        _ = open_batch.num_patches
+    assert load_config(None, ["training.batch_size=4"]).training.num_patches == 4
     with pytest.raises(ConfigError, match="micro_batches is 8 but a batch has 4 patches"):
         load_config(None, ["training.micro_batches=8", "training.batch_size=4"])
 

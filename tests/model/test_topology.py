@@ -52,10 +52,17 @@ def test_no_axis_falls_below_four_voxels(size: tuple[int, int, int]) -> None:
         assert max(stride) == 2
         lower = tuple(math.ceil(n / step) for n, step in zip(voxels, stride, strict=True))
         for n, below, step in zip(voxels, lower, stride, strict=True):
-            assert step == 1 or below >= 4, (n, below)
+            assert step == 1 or n >= 8, (n, below)
         voxels = lower
     if topology.num_levels < 6:  # nothing was left to halve
-        assert all(math.ceil(n / 2) < 4 for n in voxels)
+        assert all(n < 8 for n in voxels)
+
+
+def test_seven_voxels_are_not_padded_to_eight() -> None:
+    """Of the median hippocampus, 35x50x36 voxels, nnU-Net's patch is 40x56x40."""
+    topology = plan((35, 50, 36))
+    assert topology.total_stride == (8, 8, 8)
+    assert plan((40, 56, 40)).strides == topology.strides  # the padded patch has the same network
 
 
 def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:

@@ -8,6 +8,7 @@ import pytest
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.parallel import Machine, ParallelDims
 from unet3d.planning.cpu_defaults import CPU_DEFAULTS, load_settings
+from unet3d.planning.network_plan import plan_without_data
 
 VALUES = {key: value for default in CPU_DEFAULTS for key, value in default.values.items()}
 
@@ -77,9 +78,10 @@ def test_a_configuration_decides_alone(tmp_path: Path) -> None:
         ("training.optimizer=sgd", {"training.optimizer", "training.learning_rate"}),
         ("training.learning_rate=0.1", {"training.optimizer", "training.learning_rate"}),
         ("training.momentum=0.9", {"training.optimizer", "training.learning_rate"}),
-        ("model.channels=4,8", {"model.base_channels"}),
-        ("patches.size=32,32,32", {"patches.max_voxels"}),
-        ("patches.size=whole", {"patches.max_voxels"}),
+        ("model.channels=4,8", {"model.base_channels", "patches.memory_gib"}),
+        ("model.base_channels=32", {"model.base_channels", "patches.memory_gib"}),
+        ("patches.memory_gib=4", {"model.base_channels", "patches.memory_gib"}),
+        ("patches.size=whole", set()),
         ("patches.augmentation.gamma_probability=0.5", {"patches.augmentation.enabled"}),
         ("patches.augmentation.enabled=true", {"patches.augmentation.enabled"}),
         ("training={steps_per_epoch: 9}", {"training.steps_per_epoch"}),
@@ -89,11 +91,11 @@ def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change: str, kept
     assert changed(change).keys() == VALUES.keys() - kept
 
 
-def test_a_batch_that_was_not_set_still_grows_with_micro_batches_and_replicas() -> None:
-    config = load_settings(None, ["training.micro_batches=8"], dims_with(0))
-    assert config.training.batch_size == 8
-    config = load_settings(None, [], dims_with(0))
-    assert "batch_size" not in config.training.model_fields_set
+def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes() -> None:
+    phantoms = ("data.phantom.shape=256,256,256", "data.phantom.num_cases=100")
+    config = load_settings(None, phantoms, dims_with(0))
+    network = plan_without_data(config)
+    assert (network.size, network.batch_size) == ((64, 64, 64), 2)
 
 
 def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
@@ -101,7 +103,7 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
     load_settings(None, ["training.epochs=3"], dims_with(0), say=lines.append)
     (line,) = lines
     assert (
-        "model.base_channels=8, patches.max_voxels=262144, training.steps_per_epoch=25 and 3 more"
+        "model.base_channels=8, patches.memory_gib=1.1, training.steps_per_epoch=25 and 3 more"
         in line
     )
     assert "unet3d config > full.yaml, then --config full.yaml" in line

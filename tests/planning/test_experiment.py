@@ -30,45 +30,44 @@ def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("shape", "spacing_mm", "max_voxels", "patch_size", "strides"),
+    ("shape", "spacing_mm", "patch_size", "strides"),
     [
-        ((60, 60, 60), (1.0, 1.0, 1.0), 48**3, (48, 48, 48), (8, 8, 8)),
-        # A cube of 47 would be padded to 48.
-        ((60, 60, 60), (1.0, 1.0, 1.0), 47**3, (40, 40, 40), (8, 8, 8)),
-        ((60, 60, 60), (1.0, 1.0, 1.0), 32**3, (32, 32, 32), (8, 8, 8)),
-        # One voxel less and there is a level less.
-        ((13, 13, 13), (1.0, 1.0, 1.0), 13**3, (12, 12, 12), (2, 2, 2)),
-        # Nothing is cut: padded to the strides, for the budget is generous.
-        ((37, 50, 31), (1.0, 1.0, 1.0), 64**3, (40, 64, 32), (8, 16, 8)),
+        ((60, 60, 60), (1.0, 1.0, 1.0), (64, 64, 64), (16, 16, 16)),
+        ((56, 56, 56), (1.0, 1.0, 1.0), (56, 56, 56), (8, 8, 8)),
+        ((13, 13, 13), (1.0, 1.0, 1.0), (14, 14, 14), (2, 2, 2)),
+        ((37, 50, 31), (1.0, 1.0, 1.0), (40, 56, 32), (8, 8, 8)),
         # Thick slices are halved less often.
-        ((64, 64, 16), (1.0, 1.0, 4.0), 64**3, (64, 64, 16), (16, 16, 4)),
+        ((64, 64, 16), (1.0, 1.0, 4.0), (64, 64, 16), (16, 16, 4)),
     ],
 )
-def test_auto_patches_suit_the_strides_and_the_budget(
-    tmp_path: Path, shape: Any, spacing_mm: Any, max_voxels: int, patch_size: Any, strides: Any
+def test_a_patch_that_fits_is_the_median_volume_padded_to_the_strides(
+    tmp_path: Path, shape: Any, spacing_mm: Any, patch_size: Any, strides: Any
 ) -> None:
     root = write_msd(tmp_path / "data", 2, shape, spacing_mm)
-    config = settings(tmp_path, root, f"patches.max_voxels={max_voxels}", "model.base_channels=4")
-    experiment = plan_experiment(config, 0)
+    experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=4"), 0)
     assert experiment.topology.total_stride == strides
     assert experiment.patch_size == patch_size
     assert experiment.config.patches.size == patch_size
-    assert all(n % step == 0 for n, step in zip(patch_size, strides, strict=True))
+    assert experiment.config.training.batch_size == 2  # of two cases
 
 
-def test_the_budget_gives_way_to_the_levels_that_are_asked_for(tmp_path: Path) -> None:
-    root = write_msd(tmp_path / "data", 2, (60, 60, 60))
-    config = settings(tmp_path, root, f"patches.max_voxels={30**3}", "model.num_levels=4")
-    assert plan_experiment(config, 0).patch_size == (32, 32, 32)
-    with pytest.raises(ConfigError, match="has 5 levels but a patch of 30x30x30 voxels gives 4"):
-        plan_experiment(config.with_values({"model.num_levels": 5}), 0)
-
-
-def test_a_patch_that_was_asked_for_is_kept_whatever_the_budget(tmp_path: Path) -> None:
+def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = write_msd(tmp_path / "data")
-    overrides = ("patches.size=24,17,16", "patches.max_voxels=100", "model.num_levels=2")
-    experiment = plan_experiment(settings(tmp_path, root, *overrides), 0)
+    overrides = ("patches.size=24,17,16", "patches.memory_gib=0.5", "model.num_levels=2")
+    with caplog.at_level("INFO"):
+        experiment = plan_experiment(settings(tmp_path, root, *overrides), 0)
     assert experiment.patch_size == (24, 18, 16)  # multiples of 2
+    assert experiment.config.training.batch_size == 1
+    assert "patches of 24x18x16 voxels (as set), 1 in a batch (limited by memory)" in caplog.text
+
+
+def test_a_batch_of_several_replicas_has_a_patch_for_each_micro_batch(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data")
+    config = settings(tmp_path, root, "training.micro_batches=2", "model.num_levels=2")
+    experiment = plan_experiment(config, 0, num_replicas=3)
+    assert experiment.config.training.batch_size == 6
 
 
 def test_whole_volumes_have_no_patch(tmp_path: Path) -> None:
@@ -277,12 +276,12 @@ BRIEF = (
 @pytest.mark.trains
 @pytest.mark.slow
 def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
-    config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.max_voxels=40000")
+    config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.memory_gib=1.1")
     experiment = plan_experiment(config, 0)
     assert experiment.preprocessing.spacing_mm == pytest.approx((0.9766, 0.9766, 3.27), abs=1e-3)
     assert experiment.patch_size is not None
     x, y, z = experiment.patch_size
-    assert x * y * z <= 40000
+    assert x * y * z < 500_000
     assert 2 < x / z < 5  # about as many mm along each axis
     strides = experiment.topology.strides
     assert strides[1] == (2, 2, 1)  # first within the slices

@@ -415,7 +415,7 @@ def test_the_network_of_a_plan_is_that_of_the_training(tmp_path: Path) -> None:
             "data.phantom.num_cases=5",
             "data.phantom.shape=30,40,20",
             "data.phantom.spacing_mm=1,1,2.5",
-            "patches.max_voxels=10000",
+            "patches.memory_gib=1.2",
         ],
     )
     experiment = plan_experiment(config, 0)

@@ -75,7 +75,8 @@ def test_every_mode_is_measured_and_remembered(
     assert [row["fastest"] for row in record["modes"]] == [False, False, True]
     assert json.loads(json.dumps(record)) == record
     # Of another batch nothing is known.
-    assert choose_mode(settings(tmp_path, "training.batch_size=4"), network).settings.mode == "none"
+    larger = settings(tmp_path, "training.batch_size=4")
+    assert choose_mode(larger, plan_without_data(larger)).settings.mode == "none"
 
 
 def test_what_runs_out_of_memory_is_a_row(tmp_path: Path, seconds: dict[str, float | None]) -> None:

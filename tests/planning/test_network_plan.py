@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from unet3d.errors import DeviceError
 from unet3d.planning.network_plan import (
     batch_shape,
     check_shards,
-    fitting_size,
     plan_without_data,
 )
 from unet3d.planning.placements import possible_dims
@@ -37,50 +35,6 @@ def crossed(folder: Path, *overrides: str) -> Config:
         write_volume(root / f"labelsTr/case_{number}.nii.gz", label)
     named = (f"data.dataset={root}", f"data.cache={folder / 'cache'}", "patches.size=whole")
     return load_config(None, [*named, "model.base_channels=4", "model.num_levels=2", *overrides])
-
-
-@pytest.mark.parametrize(
-    ("shape", "spacing_mm", "max_voxels", "expected"),
-    [
-        ((256, 256, 256), (1, 1, 1), 128**3, (128, 128, 128)),
-        ((256, 256, 256), (0.3, 0.3, 0.3), 128**3, (128, 128, 128)),
-        ((100, 90, 80), (1, 1, 1), 128**3, (100, 90, 80)),
-        ((128, 128, 128), (1, 1, 1), 128**3, (128, 128, 128)),
-        # Slices four times as thick: a quarter as many, for a cube in mm.
-        ((512, 512, 512), (1, 1, 4), 64 * 64 * 16, (64, 64, 16)),
-        ((512, 512, 512), (4, 1, 2), 16 * 64 * 32, (16, 64, 32)),
-        # An axis that is whole leaves its share of the budget to the others.
-        ((512, 512, 16), (1, 1, 1), 64 * 64 * 16, (64, 64, 16)),
-        ((512, 8, 512), (1, 1, 1), 64 * 64 * 8, (64, 8, 64)),
-        ((10, 10, 10), (1, 1, 1), 1, (1, 1, 1)),
-        ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 1000)),
-    ],
-)
-def test_a_patch_is_a_cube_in_mm_within_the_budget(
-    shape: Any, spacing_mm: Any, max_voxels: int, expected: Any
-) -> None:
-    assert fitting_size(shape, spacing_mm, max_voxels) == expected
-
-
-def test_no_larger_cube_would_have_fitted() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        shape = tuple(int(size) for size in rng.integers(20, 400, 3))
-        spacing_mm = tuple(float(mm) for mm in rng.uniform(0.4, 5, 3))
-        budget = int(rng.integers(20**3, 150**3))
-        size = fitting_size(shape, spacing_mm, budget)
-        assert math.prod(size) <= budget
-        assert all(voxels <= available for voxels, available in zip(size, shape, strict=True))
-        if size == shape:
-            continue
-        # The edge at which one more voxel fits along some axis, and the precision of the search.
-        cut = [axis for axis in range(3) if size[axis] < shape[axis]]
-        edge_mm = min((size[axis] + 1) * spacing_mm[axis] for axis in cut) + min(spacing_mm) / 4
-        larger = [
-            min(voxels, math.floor(edge_mm / mm))
-            for voxels, mm in zip(shape, spacing_mm, strict=True)
-        ]
-        assert math.prod(larger) > budget, (shape, spacing_mm, budget, size)
 
 
 def test_the_largest_batch_is_that_of_the_worst_volumes() -> None:

@@ -27,7 +27,12 @@ from unet3d.planning.tuning_cache import recall_tuned, remember_tuned, resolve_a
 
 FLOAT32 = "training.precision=float32"
 NUM_TIMED_RUNS = timings.NUM_TIMED_RUNS
-SMALL = ("model.base_channels=2", "model.num_levels=2", "patches.size=8,8,8")
+SMALL = (
+    "model.base_channels=2",
+    "model.num_levels=2",
+    "patches.size=8,8,8",
+    "training.batch_size=2",
+)
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
 
 
@@ -363,7 +368,8 @@ def test_the_command_shows_draws_and_remembers(
     cache, path = tmp_path / "cache", tmp_path / "tuning.json"
     changes = (f"data.cache={cache}", *SMALL[:2], FLOAT32, "training.optimizer=sgd")
     options = [word for change in changes for word in ("--set", change)]
-    shape = ("--shape", "8,8,8", "--devices", "cpu,cpu", "--parallel", "model")
+    shape = ("--shape", "8,8,8", "--batch-size", "2")
+    shape += ("--devices", "cpu,cpu", "--parallel", "model")
     with monkeypatch.context() as patch:
         fail_for(patch, num_stages=1, num_micro_batches=1)
         assert run("plan", "--measure", *shape, *options, "--json", path) == 0

@@ -39,6 +39,7 @@ SMALL = (
     "model.base_channels=2",
     "model.num_levels=2",
     "training.epochs=1",
+    "training.batch_size=2",
     "training.precision=float32",
 )
 

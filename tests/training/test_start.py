@@ -51,7 +51,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Ranks | None]:
         settings = config.parallel.model_copy(update={"mode": mode, "replicas": count})
         return Choice(settings=settings, line="parallel: as planned")
 
-    monkeypatch.setattr(start, "plan_without_data", lambda config: None)
+    monkeypatch.setattr(start, "plan_without_data", lambda config, num_replicas: None)
     monkeypatch.setattr(start, "planned_mode", plan)
     return told
 

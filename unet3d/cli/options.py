@@ -108,7 +108,7 @@ def config_options(function: Function) -> Function:
         click.option(
             "--preset",
             "presets",
-            type=click.Choice(["quick", "full"]),
+            type=click.Choice(["quick", "full", "resenc-m", "resenc-l"]),
             multiple=True,
             help="Settings that belong together, over those of --config; repeatable.",
         ),

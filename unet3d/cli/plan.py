@@ -112,9 +112,16 @@ def plan(
     memory_bytes = None if device_memory is None else int(device_memory * 1024**3)
     with working("starting"):
         from unet3d.config.presets import preset_changes
+        from unet3d.parallel import ParallelDims
         from unet3d.planning.comparison import dims_of
         from unet3d.planning.cpu_defaults import load_settings
-        from unet3d.planning.network_plan import plan_without_data, rounding
+        from unet3d.planning.network_plan import (
+            plan_notes,
+            plan_without_data,
+            slow_on_cpu,
+        )
+        from unet3d.planning.placements import memory_of
+        from unet3d.planning.step_size import within_gpus
 
         notes: list[str] = []
         config = load_settings(
@@ -123,9 +130,16 @@ def plan(
             lambda settings: dims_of(settings, memory_bytes),
             say=notes.append,
         )
-        network = plan_without_data(config)
+        if measure:
+            dims = ParallelDims.resolve(config.parallel)
+        else:
+            dims = dims_of(config.parallel, memory_bytes)
+        gpus = [device for device in dims.all_devices if device.type == "cuda"]
+        config = within_gpus(config, memory_of(gpus, memory_bytes).values())
+        network = plan_without_data(config, dims.num_replicas)
+        notes += plan_notes(config, network)
         config = network.settled(config)
-        notes += [rounded] if (rounded := rounding(config, network)) else []
+        notes += [slow] if (slow := slow_on_cpu(network, dims.all_devices[0])) else []
     if picture is not None:
         _measure(config, network, notes, picture, json_path)
     else:

@@ -43,10 +43,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.training.num_micro_batches > self.training.batch_size:
+        batch_size = self.training.batch_size
+        if batch_size != "auto" and self.training.num_micro_batches > batch_size:
             raise ValueError(
                 f"training.micro_batches is {self.training.micro_batches} but a batch "
-                f"has {self.training.batch_size} patches; use at most one micro-batch per patch"
+                f"has {batch_size} patches; use at most one micro-batch per patch"
             )
         if self.memory.offload == "skips" and self.memory.recompute == "level":
             raise ValueError(

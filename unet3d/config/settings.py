@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from unet3d.config.section import Section
 from unet3d.config.values import (
@@ -136,10 +136,13 @@ class PatchSettings(Section):
     """The training crops."""
 
     size: Literal["auto", "whole"] | Shape = "auto"
-    """Voxels along X, Y, Z; auto: from the data set's median shape and spacing; whole: each case
-    as it is, padded to what the network can halve."""
-    max_voxels: Annotated[int, Field(gt=0, le=MAX_PATCH_VOXELS, strict=True)] = 128**3
-    """Most voxels of a patch whose size is auto."""
+    """Voxels along X, Y, Z; auto: as many as fit into ``patches.memory_gib`` with a batch of two,
+    at most the data set's median shape; whole: each case as it is, padded to what the network can
+    halve."""
+    memory_gib: Annotated[float, Field(ge=0.01, le=1e6), NUMBER] = 10.0
+    """Memory in GiB that a step may take of one GPU, which patch and batch are planned to where
+    they are auto. Where GPUs are trained on that have less, it is what the smallest has, less 10 %;
+    a network on several GPUs, or on a CPU, is planned as for one."""
     foreground_fraction: Fraction = 0.33
     """Share of each batch, at least one patch where it is not 0, that is centred on a labelled
     voxel: of a random class, of a random one of its connected components."""
@@ -191,9 +194,10 @@ class TrainingSettings(Section):
     """Number of epochs."""
     steps_per_epoch: Many = 250
     """Steps in an epoch, whatever the number of cases, which are drawn with replacement."""
-    batch_size: Few = 2
-    """Patches in a step, of all replicas together; where it is not set, at least one for each
-    micro-batch of each replica."""
+    batch_size: Few | Literal["auto"] = "auto"
+    """Patches in a step, of all replicas together; auto: as many as fit into
+    ``patches.memory_gib``, from 2 to 32 and at most 5 % of the voxels of all cases, and one for
+    each micro-batch of each replica."""
     micro_batches: Annotated[int, Field(gt=0, le=1024, strict=True)] | Literal["auto"] = "auto"
     """Portions of a batch, or of each replica's share: one after another on one device, pipelined
     over several; auto: as ``plan --measure`` found best, else 1."""
@@ -229,16 +233,16 @@ class TrainingSettings(Section):
         """The number that is set, or 1 if none is set."""
         return 1 if self.micro_batches == "auto" else self.micro_batches
 
-    @model_validator(mode="before")
-    @classmethod
-    def _a_patch_for_each_micro_batch(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or "batch_size" in values:
-            return values
-        wanted = values.get("micro_batches")
-        default = cls.model_fields["batch_size"].default
-        if isinstance(wanted, int) and wanted > default:
-            return {**values, "batch_size": wanted}
-        return values
+    @property
+    def num_patches(self) -> int:
+        """The number of patches in a step, once it is decided.
+
+        Raises:
+            ValueError: It is still to be planned.
+        """
+        if self.batch_size == "auto":
+            raise ValueError("training.batch_size is auto: it has not been planned yet")
+        return self.batch_size
 
 
 class MemorySettings(Section):

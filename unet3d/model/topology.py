@@ -15,7 +15,7 @@ from unet3d.inputs.plain_data import PLAIN, at_most
 
 MAX_LEVELS = 6
 MIN_VOXELS = 4
-"""No axis is halved below this many voxels."""
+"""No axis is halved below this many voxels: one of 7 stays, as in nnU-Net, and needs no padding."""
 
 ANISOTROPY_RATIO = 2.0
 """Along an axis whose spacing is so many times the finest or more, an anisotropic kernel has one
@@ -164,7 +164,7 @@ def _levels(size: Shape, spacing_mm: Spacing) -> tuple[tuple[Shape, ...], tuple[
         strides.append(stride)
         taps: list[Taps] = [3 if wide else 1 for wide in is_wide]
         kernels.append((taps[0], taps[1], taps[2]))
-        halvable = [axis for axis in range(3) if math.ceil(voxels[axis] / 2) >= MIN_VOXELS]
+        halvable = [axis for axis in range(3) if voxels[axis] >= 2 * MIN_VOXELS]
         if not halvable:
             return tuple(strides), tuple(kernels)
         finest = min(spacing[axis] for axis in halvable)

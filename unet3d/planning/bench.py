@@ -98,11 +98,11 @@ class Bench:
         self.model = UNet3d(topology)
         to_parameter_dtype(self.model, tuning_key.precision)
         generator = torch.Generator().manual_seed(config.training.seed)
-        shape = (config.training.batch_size, topology.in_channels, *size)
+        shape = (config.training.num_patches, topology.in_channels, *size)
         self.image = torch.randn(shape, generator=generator)
         self.target = torch.randint(
             topology.num_classes,
-            (config.training.batch_size, *size),
+            (config.training.num_patches, *size),
             dtype=torch.uint8 if topology.num_classes <= 256 else torch.int64,
             generator=generator,
         )
@@ -122,7 +122,7 @@ class Bench:
         finally:
             _clean_up(self.model)
         cost = time_cost(
-            self.model, layout, self.tuning_key.size, self.settings.batch_size, self.timings
+            self.model, layout, self.tuning_key.size, self.settings.num_patches, self.timings
         )
         known = list(dict.fromkeys(known))
         num_blocks = len(self.model.blocks())
@@ -134,7 +134,7 @@ class Bench:
             layout=layout,
             balance=balance,
             size=self.tuning_key.size,
-            batch_size=self.settings.batch_size,
+            batch_size=self.settings.num_patches,
             num_states=num_states(self.settings),
             folder=self.timings,
         )

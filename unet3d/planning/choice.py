@@ -82,7 +82,7 @@ def choose_mode(
         raise ConfigError(
             f"parallel.replicas is {config.parallel.replicas}, for which there is no mode on "
             f"{','.join(map(str, devices))} with this patch and a batch of "
-            f"{config.training.batch_size}; leave replicas out, or name a mode with --parallel"
+            f"{network.batch_size}; leave replicas out, or name a mode with --parallel"
         )
     options = timed_options(config, network, found, memory_of(devices, None))
     option = best_of(options)
@@ -229,7 +229,7 @@ def block_corrections(
     """Return how many times longer blocks took than is counted, where they have been measured.
 
     Args:
-        config: The batch, and the cache folder.
+        config: The cache folder.
         network: What is trained.
         device: A device of this machine.
         precision: A resolved one.
@@ -238,7 +238,7 @@ def block_corrections(
         model = UNet3d(network.topology)
     to_parameter_dtype(model, precision)
     rates = rates_of(device, precision)
-    for num_samples in sorted({config.training.batch_size, 1}, reverse=True):
+    for num_samples in sorted({network.batch_size, 1}, reverse=True):
         size = network.size_in(num_samples)
         known = known_seconds(
             model,

@@ -109,6 +109,7 @@ def compare(
         ConfigError: The memory of a device that is not here is not given.
         DoesNotFitError: The host cannot hold the weights.
     """
+    config = network.settled(config)
     asked = dims_of(config.parallel, memory_bytes)
     check_stages(config, network, asked.num_stages)
     refuse_beyond_memory(network.topology)  # predictions make the weights, and do not touch them
@@ -240,7 +241,7 @@ def _cuts(
             )
     model = UNet3d(network.topology)
     to_parameter_dtype(model, precision)
-    batch_size = dims.share_of(config.training.batch_size)
+    batch_size = dims.share_of(network.batch_size)
     return choose_cuts(
         model,
         layout=replace(Layout.of(config, dims, precision), cuts=None, num_micro_batches=count),

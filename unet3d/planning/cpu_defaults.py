@@ -29,9 +29,11 @@ class CpuDefault:
 
 
 CPU_DEFAULTS = (
-    # A tenth of the work of 32.
-    CpuDefault(values={"model.base_channels": 8}, related=("model.channels", "model.max_channels")),
-    CpuDefault(values={"patches.max_voxels": 64**3}, related=("patches.size",)),
+    # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
+    CpuDefault(
+        values={"model.base_channels": 8, "patches.memory_gib": 1.1},
+        related=("model.channels", "model.max_channels"),
+    ),
     CpuDefault(values={"training.epochs": 40}),
     CpuDefault(values={"training.steps_per_epoch": 25}),
     # Too short a training to profit from it.

@@ -14,7 +14,7 @@ from unet3d.planning.network_plan import (
     check_shards,
     check_stages,
     network_of,
-    rounding,
+    plan_notes,
 )
 from unet3d.runs.case_split import CaseSplit
 from unet3d.volumes.augment import DeviceAugmentation
@@ -108,14 +108,16 @@ def plan_experiment(
     num_workers: int,
     num_stages: int = 1,
     num_shards: int = 1,
+    num_replicas: int = 1,
 ) -> Experiment:
-    """Check and prepare the data, and choose patch size and network.
+    """Check and prepare the data, and choose patch, batch and network.
 
     Args:
         config: The configuration as the user wrote it.
         num_workers: Number of processes that prepare cases; 0: this process.
         num_stages: How many devices share the network.
         num_shards: How many devices share each volume.
+        num_replicas: How many share a batch.
 
     Raises:
         DatasetError: The data set has faults that would break training.
@@ -131,20 +133,17 @@ def plan_experiment(
     report_findings(check_headers(dataset, config.data.spacing_mm))
     preprocessing, fingerprint = plan_preprocessing(dataset, config.data, num_workers)
     # Before the cases are prepared: what cannot be trained is refused without it.
-    network = network_of(dataset, config, (preprocessing, fingerprint))
-    config = network.settled(config)
+    network = network_of(dataset, config, (preprocessing, fingerprint), num_replicas)
     check_stages(config, network, num_stages)
     check_shards(network, num_shards)
-    rounded = rounding(config, network)
-    if rounded is not None:
-        logger.info(rounded)
+    for note in plan_notes(config, network):
+        logger.info("%s", note)
     topology = network.topology
     patch_size = None if config.patches.size == "whole" else network.size
     return Experiment(
-        config=config.with_values(
+        config=network.settled(config).with_values(
             {
                 "data.spacing_mm": preprocessing.spacing_mm or "native",
-                "patches.size": patch_size or "whole",
                 "patches.augmentation.mirror_axes": _mirror_axes(config, dataset),
             }
         ),

@@ -80,7 +80,7 @@ class ModeTimes:
         step = self.rows[0].option.step
         return {
             "size": list(step.size),
-            "batch_size": self.config.training.batch_size,
+            "batch_size": self.config.training.num_patches,
             "precision": step.precision,
             "num_micro_batches": step.layout.num_micro_batches,
             "modes": [
@@ -120,6 +120,7 @@ def time_modes(
         DeviceError: A device is unknown or absent.
         Unet3dError: A rank failed for another reason than a lack of memory.
     """
+    config = network.settled(config)
     asked = ParallelDims.resolve(config.parallel)
     found: Sequence[ParallelDims] = (asked,)
     if config.parallel.mode == "auto":

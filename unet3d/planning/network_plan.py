@@ -1,17 +1,26 @@
-"""From a configuration and the shapes of a data set to patch size and network."""
+"""From a configuration and the shapes of a data set to patch, batch and network."""
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from unet3d.config import AugmentationSettings, Config, Shape, Spacing
-from unet3d.errors import ConfigError
 from unet3d.model import Regions, Topology, UNet3d, plan_topology
 from unet3d.parallel.partition import check_cuts, check_num_stages
 from unet3d.parallel.spatial.division import SlabRule
+from unet3d.planning.step_size import (
+    MIN_BATCH,
+    PREPARED_BYTES,
+    BatchLimit,
+    PatchLimit,
+    ReferenceGpu,
+    StepLimits,
+    plan_batch,
+    plan_patch,
+)
 from unet3d.volumes.augment import DeviceAugmentation
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.files import times
@@ -20,8 +29,8 @@ from unet3d.volumes.phantom_anatomy import LABEL_NAMES
 from unet3d.volumes.preprocess import Fingerprint, plan_preprocessing
 from unet3d.volumes.transform import Preprocessing
 
-PREPARED_BYTES = 2
-"""What a voxel of a prepared image takes where none is there to ask: float16."""
+CPU_VOXELS = 2**20
+"""Voxels of a batch, from which a training on a CPU is called slow: a step takes seconds."""
 
 BATCH_DICE_SHARE = 0.25
 """Share of the median volume's voxels below which a patch is a part of it that may well lack a
@@ -40,6 +49,10 @@ class NetworkPlan:
     volume: tuple[Shape, Spacing]
     """Shape and spacing of a volume, once prepared: of the median one, or the largest where whole
     ones are trained on."""
+    batch_size: int
+    """Patches in a step, of all replicas together."""
+    limits: StepLimits | None
+    """Why patch and batch are as large as they are; None: the settings name both."""
     regions: Regions = ()
     """What it segments instead of classes; see :class:`~unet3d.model.loss.SegmentationLoss`."""
 
@@ -57,16 +70,22 @@ class NetworkPlan:
         return batch_shape(self.sizes, num_patches)
 
     def settled(self, config: Config) -> Config:
-        """Return settings with what follows from the sizes written out.
+        """Return settings with what follows from the data written out.
 
         Args:
-            config: ``training.batch_dice`` may be ``auto``.
+            config: What this was planned with: ``patches.size``, ``training.batch_size`` and
+                ``training.batch_dice`` may be ``auto``.
         """
-        if config.training.batch_dice != "auto":
-            return config
-        joins = math.prod(self.size) < BATCH_DICE_SHARE * math.prod(self.volume[0])
-        training = config.training.model_copy(update={"batch_dice": joins})
-        return config.model_copy(update={"training": training})
+        is_whole, joins = config.patches.size == "whole", config.training.batch_dice
+        if joins == "auto":
+            joins = math.prod(self.size) < BATCH_DICE_SHARE * math.prod(self.volume[0])
+        return config.with_values(
+            {
+                "patches.size": "whole" if is_whole else self.size,
+                "training.batch_size": self.batch_size,
+                "training.batch_dice": joins,
+            }
+        )
 
     def augmentation(
         self, settings: AugmentationSettings, device: torch.device
@@ -86,8 +105,8 @@ class NetworkPlan:
         )
 
 
-def plan_without_data(config: Config) -> NetworkPlan:
-    """Choose patch size and network without preparing a case.
+def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
+    """Choose patch, batch and network without preparing a case.
 
     Of a data set headers are read, and unless nothing is cropped, once, where images are not zero.
     Where only a shape is given, there are one channel, three classes, and the spacing of the
@@ -95,43 +114,59 @@ def plan_without_data(config: Config) -> NetworkPlan:
 
     Args:
         config: The configuration as the user wrote it.
+        num_replicas: How many share a batch; one that is open has a patch for each micro-batch of
+            each of them.
 
     Raises:
         DatasetError: The data set cannot be understood.
         VolumeError: A header or an image cannot be read.
         CacheError: The cache cannot be written.
         ConfigError: The settings do not suit the data.
+        DoesNotFitError: The host cannot hold the weights.
     """
     data = config.data
     if data.dataset is not None:
-        return network_of(load_dataset(data.dataset), config)
+        return network_of(load_dataset(data.dataset), config, num_replicas=num_replicas)
     spacing = data.phantom.spacing_mm if isinstance(data.spacing_mm, str) else data.spacing_mm
     shape = data.phantom.shape
     fingerprint = Fingerprint(
-        spacing_mm=spacing, shape=shape, shapes=frozenset([shape]), original_spacing_mm=spacing
+        spacing_mm=spacing,
+        shape=shape,
+        shapes=frozenset([shape]),
+        original_spacing_mm=spacing,
+        num_cases=data.phantom.num_cases,
     )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3
-    return _plan_network(config, fingerprint, 1, num_classes)
+    return plan_fingerprint(config, fingerprint, 1, num_classes, num_replicas)
 
 
 def network_of(
-    dataset: Dataset, config: Config, planned: tuple[Preprocessing, Fingerprint] | None = None
+    dataset: Dataset,
+    config: Config,
+    planned: tuple[Preprocessing, Fingerprint] | None = None,
+    num_replicas: int = 1,
 ) -> NetworkPlan:
     """Return the network for a data set.
 
     Args:
         dataset: Its channels and labels.
-        config: The settings.
+        config: The configuration as the user wrote it.
         planned: How its images are prepared; None: it is looked at.
+        num_replicas: How many share a batch.
     """
     if planned is None:
         # Statistics of intensities are not needed here.
         without = config.data.model_copy(update={"normalization": "none"})
         planned = plan_preprocessing(dataset, without)
     preprocessing, fingerprint = planned
-    num_channels, num_outputs = len(dataset.channel_names), preprocessing.num_outputs
-    network = _plan_network(config, fingerprint, num_channels, num_outputs)
-    return replace(network, regions=preprocessing.region_classes)
+    return plan_fingerprint(
+        config,
+        fingerprint,
+        len(dataset.channel_names),
+        preprocessing.num_outputs,
+        num_replicas,
+        preprocessing.region_classes,
+    )
 
 
 def check_stages(config: Config, network: NetworkPlan, num_stages: int) -> None:
@@ -169,19 +204,38 @@ def check_shards(network: NetworkPlan, num_shards: int) -> None:
         rule.divide(size)
 
 
-def rounding(config: Config, network: NetworkPlan) -> str | None:
-    """Return a line where the size that was asked for is not the one that is trained on, or None.
+def plan_notes(config: Config, network: NetworkPlan) -> list[str]:
+    """Return lines on what was made of the patch and batch that the settings name or leave open.
 
     Args:
-        config: The settings.
+        config: The settings that the network was planned with.
         network: What follows from them.
     """
-    asked, size = config.patches.size, network.size
-    if isinstance(asked, str) or asked == size:
+    asked, size, limits = config.patches.size, network.size, network.limits
+    notes = []
+    if not isinstance(asked, str) and asked != size:
+        notes.append(
+            f"patches.size {times(asked)} is rounded up to {times(size)}, multiples of "
+            f"{times(network.topology.total_stride)} that the network can halve"
+        )
+    if limits is not None:
+        notes.append(limits.describe(times(size), network.batch_size))
+    return notes
+
+
+def slow_on_cpu(network: NetworkPlan, first: torch.device) -> str | None:
+    """Return a line where a planned step is much work for a CPU, or None.
+
+    Args:
+        network: What was planned.
+        first: The device that the network begins on.
+    """
+    num_voxels = network.batch_size * math.prod(network.size_in(network.batch_size))
+    if network.limits is None or first.type != "cpu" or num_voxels <= CPU_VOXELS:
         return None
     return (
-        f"patches.size {times(asked)} is rounded up to {times(size)}, multiples of "
-        f"{times(network.topology.total_stride)} that the network can halve"
+        f"a batch of {num_voxels / 1e6:.1f} million voxels is slow on a CPU: set a smaller "
+        "patches.memory_gib or patches.size, and a smaller model.base_channels"
     )
 
 
@@ -210,74 +264,84 @@ def batch_shape(sizes: Collection[Shape], num_patches: int) -> Shape:
     return max(map(padded, groups), key=math.prod)
 
 
-def fitting_size(shape: Shape, spacing_mm: Spacing, max_voxels: int) -> Shape:
-    """Return the largest patch within a voxel budget: a cube in mm, clipped to the volume.
+def plan_fingerprint(
+    config: Config,
+    fingerprint: Fingerprint,
+    num_channels: int,
+    num_outputs: int,
+    num_replicas: int = 1,
+    regions: Regions = (),
+) -> NetworkPlan:
+    """Return the network for data of which only this is known.
 
     Args:
-        shape: Median volume, in voxels.
-        spacing_mm: Its spacing, in mm.
-        max_voxels: The voxel budget.
+        config: The configuration as the user wrote it.
+        fingerprint: Shapes and spacing.
+        num_channels: Channels of the images.
+        num_outputs: Classes, the background included, or regions.
+        num_replicas: How many share a batch.
+        regions: What is segmented instead of classes.
     """
 
-    def clipped(edge_mm: float) -> Shape:
-        x, y, z = (
-            max(1, min(voxels, math.floor(edge_mm / spacing)))
-            for voxels, spacing in zip(shape, spacing_mm, strict=True)
-        )
-        return x, y, z
-
-    low = 0.0
-    high = max(voxels * spacing for voxels, spacing in zip(shape, spacing_mm, strict=True)) + 1e-6
-    if math.prod(clipped(high)) <= max_voxels:
-        return shape
-    while high - low > min(spacing_mm) / 4:
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.prod(clipped(middle)) <= max_voxels else (low, middle)
-    return clipped(low)
-
-
-def _plan_network(
-    config: Config, fingerprint: Fingerprint, num_channels: int, num_classes: int
-) -> NetworkPlan:
     def plan(size: Shape) -> Topology:
-        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_classes)
+        return plan_topology(config.model, size, fingerprint.spacing_mm, num_channels, num_outputs)
 
-    if config.patches.size == "auto":
-        return _plan_patch(plan, fingerprint, config.patches.max_voxels)
-    if config.patches.size == "whole":
-        topology = plan(fingerprint.shape)
-        sizes, volume = fingerprint.shapes, max(fingerprint.shapes, key=math.prod)
+    patches, shape, spacing_mm = config.patches, fingerprint.shape, fingerprint.spacing_mm
+    if patches.size == "whole":
+        shape = max(fingerprint.shapes, key=math.prod)
+    gpu = ReferenceGpu(config=config, volume=(shape, spacing_mm), regions=regions)
+    patch_limit: PatchLimit = "set"
+    if patches.size == "auto":
+        size, patch_limit = plan_patch(gpu, plan, shape, spacing_mm)
+        unpadded = frozenset([size])
+    elif patches.size == "whole":
+        size, unpadded = fingerprint.shape, fingerprint.shapes
     else:
-        topology = plan(config.patches.size)
-        sizes, volume = frozenset([config.patches.size]), fingerprint.shape
+        size = patches.size
+        unpadded = frozenset([size])
+    topology = plan(size)
+    sizes = frozenset(padded_shape(one, topology.total_stride) for one in unpadded)
+    batch_size, limits = _plan_batch(
+        gpu, topology, sizes, patch_limit, fingerprint.num_voxels, num_replicas
+    )
     return NetworkPlan(
         topology=topology,
-        sizes=frozenset(padded_shape(size, topology.total_stride) for size in sizes),
-        volume=(volume, fingerprint.spacing_mm),
+        sizes=sizes,
+        volume=(shape, spacing_mm),
+        regions=regions,
+        batch_size=batch_size,
+        limits=limits,
     )
 
 
-def _plan_patch(
-    plan: Callable[[Shape], Topology], fingerprint: Fingerprint, max_voxels: int
-) -> NetworkPlan:
-    """Return the network and the patch that, padded to its strides, keeps to the budget.
+def _plan_batch(
+    gpu: ReferenceGpu,
+    topology: Topology,
+    sizes: frozenset[Shape],
+    patch_limit: PatchLimit,
+    num_voxels: int,
+    num_replicas: int,
+) -> tuple[int, StepLimits | None]:
+    """Return the patches of a batch, and what limits it and them where one is not set."""
 
-    The budget is exceeded only for a network that no smaller patch suits.
-    """
-    size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, max_voxels)
-    topology = plan(size)
-    patch = padded_shape(size, topology.total_stride)
-    budget = max_voxels
-    while math.prod(patch) > max_voxels:
-        budget = math.floor(0.97 * budget)
-        size = fitting_size(fingerprint.shape, fingerprint.spacing_mm, budget)
-        try:
-            topology = plan(size)
-        except ConfigError:  # fewer voxels than the levels of the settings need
-            break
-        patch = padded_shape(size, topology.total_stride)
-    return NetworkPlan(
-        topology=topology,
-        sizes=frozenset([patch]),
-        volume=(fingerprint.shape, fingerprint.spacing_mm),
+    def size_in(num_patches: int) -> Shape:
+        return batch_shape(sizes, num_patches)
+
+    training = gpu.config.training
+    batch_limit: BatchLimit = "set"
+    if training.batch_size != "auto":
+        planned = batch_size = training.batch_size
+        if patch_limit == "set":
+            return batch_size, None
+    else:
+        least = 1 if patch_limit == "set" else MIN_BATCH
+        planned, batch_limit = plan_batch(gpu, topology, size_in, num_voxels, least)
+        batch_size = max(planned, num_replicas * training.num_micro_batches)
+        batch_limit = "devices" if batch_size > planned else batch_limit
+    return batch_size, StepLimits(
+        patch=patch_limit,
+        batch=batch_limit,
+        num_patches=planned,
+        needed_bytes=gpu.needed_bytes(topology, size_in(planned), planned),
+        allowed_bytes=gpu.allowed_bytes,
     )

@@ -101,7 +101,7 @@ def make_option(
     layout = replace(
         Layout.of(config, dims, precision), cuts=cuts, num_micro_batches=num_micro_batches
     )
-    batch_size = dims.share_of(config.training.batch_size)
+    batch_size = dims.share_of(network.batch_size)
     step = Step(
         topology=network.topology,
         regions=network.regions,
@@ -127,8 +127,8 @@ def possible_dims(
     """Return the ways of placing a training on devices that suit its network, patch and batch.
 
     Args:
-        config: The batch, and the number of replicas; 1 leaves that open.
-        network: What is trained.
+        config: The number of replicas, where it is above 1, and of micro-batches.
+        network: What is trained, and the batch.
         devices: All of them; the first is also used alone.
 
     Returns:
@@ -144,7 +144,7 @@ def possible_dims(
     # A batch norm has statistics of the whole batch, which replicas and shards do not have.
     if config.model.norm != "batch":
         # Each replica has a patch for each of its micro-batches.
-        most = config.training.batch_size // config.training.num_micro_batches
+        most = network.batch_size // config.training.num_micro_batches
         counts = [
             count for count in _divisors(len(devices)) if wanted in (1, count) and count <= most
         ]

@@ -79,7 +79,7 @@ def _measured(config: Config, network: NetworkPlan, group: Group) -> dict[str, A
     model = UNet3d(network.topology)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)
-    batch_size = dims.share_of(config.training.batch_size)
+    batch_size = dims.share_of(network.batch_size)
     step = Step(
         topology=network.topology,
         regions=network.regions,

@@ -144,6 +144,7 @@ def tune(
         ConfigError: The mode has nothing to measure.
         CacheError: The cache folder cannot be written to.
     """
+    config = network.settled(config)
     mode = config.parallel.mode
     if mode not in ("auto", "none", "model"):
         raise ConfigError(
@@ -167,7 +168,7 @@ def tune(
         config=config,
         topology=network.topology,
         regions=network.regions,
-        size=network.size_in(config.training.batch_size),
+        size=network.size_in(network.batch_size),
         devices=devices,
         precision=precision,
     )
@@ -276,7 +277,7 @@ def micro_batch_counts(config: Config) -> list[int]:
     Args:
         config: The batch, and perhaps a number that is to be among them.
     """
-    batch_size = config.training.batch_size
+    batch_size = config.training.num_patches
     if config.model.norm == "batch":  # its statistics are those of the whole batch
         return [1]
     powers = {2**exponent for exponent in range(batch_size.bit_length())}

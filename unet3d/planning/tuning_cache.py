@@ -83,7 +83,7 @@ class TuningKey:
             "topology": self.topology.to_dict(),
             "blocks": self.blocks(),
             "size": list(self.size),
-            "batch_size": math.ceil(training.batch_size / self.num_replicas),
+            "batch_size": math.ceil(training.num_patches / self.num_replicas),
             "batch_dice": training.batch_dice is True,
             "regions": [list(region) for region in self.regions],
             "optimizer": [training.optimizer, training.momentum > 0],
@@ -137,7 +137,7 @@ def recall_tuned(tuning_key: TuningKey) -> TunedConfig | None:
             raise ValueError("of another number of stages")
         if cuts and cuts[-1] >= len(tuning_key.blocks()):
             raise ValueError("of a longer network")
-        if choice.num_micro_batches > tuning_key.config.training.batch_size:
+        if choice.num_micro_batches > tuning_key.config.training.num_patches:
             raise ValueError("of a larger batch")
         return choice
 

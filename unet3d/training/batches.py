@@ -33,7 +33,7 @@ def make_loader(
         settings=settings.patches,
         size=experiment.patch_size,
         stride=experiment.topology.total_stride,
-        batch_size=settings.training.batch_size,
+        batch_size=settings.training.num_patches,
         num_steps=settings.training.steps_per_epoch,
         seed=settings.training.seed,
         num_workers=num_workers,

@@ -58,22 +58,15 @@ MIN_VALIDATION_CASES = 10
 
 
 def for_ranks(config: Config, dims: ParallelDims) -> Config:
-    """Return the settings that several replicas train with.
+    """Return the settings with the mode that they mean.
 
     Args:
         config: As the user wrote it.
-        dims: What they mean here. A batch size that was not set is large enough to give each
-            replica its micro-batches.
+        dims: The devices.
     """
-    values: dict[str, object] = {}
-    if config.parallel.mode != dims.mode:
-        values["parallel.mode"] = dims.mode
-    training = config.training
-    wanted = dims.num_replicas * training.num_micro_batches
-    if "batch_size" not in training.model_fields_set and wanted > training.batch_size:
-        values["training.batch_size"] = wanted
-        logger.info("training.batch_size is %d, for %d replicas", wanted, dims.num_replicas)
-    return config.with_values(values) if values else config
+    if config.parallel.mode == dims.mode:
+        return config
+    return config.with_values({"parallel.mode": dims.mode})
 
 
 def train(
@@ -107,7 +100,8 @@ def train(
             "or with torchrun"
         )
     config = for_ranks(config, dims)
-    warning = dims.check_batch(config.training.batch_size)
+    batch_size = config.training.batch_size
+    warning = None if batch_size == "auto" else dims.check_batch(batch_size)
     if warning is not None and group.is_first:
         logger.warning(warning)
     precision = resolve_precision(config.training.precision, dims.devices, group.exchange)
@@ -153,7 +147,9 @@ def _train(
     if group.is_first:
         group.begin(str(folder.path))
     experiment = group.in_turn(
-        lambda: plan_experiment(config, num_preparing, dims.num_stages, dims.num_shards)
+        lambda: plan_experiment(
+            config, num_preparing, dims.num_stages, dims.num_shards, dims.num_replicas
+        )
     )
     if past is not None:
         past.check_experiment(experiment)
@@ -178,7 +174,8 @@ def _train(
                 topology=experiment.topology,
                 regions=experiment.preprocessing.region_classes,
                 size=batch_shape(
-                    experiment.planned_sizes, dims.share_of(config.training.batch_size)
+                    experiment.planned_sizes,
+                    dims.share_of(experiment.config.training.num_patches),
                 ),
                 devices=dims.devices,
                 precision=precision,
@@ -246,7 +243,7 @@ def _explaining_memory(step: Step, dims: ParallelDims) -> Iterator[None]:
             explain_out_of_memory(error, step)
             if dims.predicts_memory
             else "a GPU of parallel.engine=dataparallel ran out of memory with a batch of "
-            f"{step.settings.batch_size}; use parallel.engine=ddp, which takes less of the "
+            f"{step.settings.num_patches}; use parallel.engine=ddp, which takes less of the "
             "first GPU, or a smaller --batch-size"
         )
         raise DoesNotFitError(reason) from error
@@ -309,7 +306,7 @@ def _largest_step(
     experiment: Experiment, dims: ParallelDims, layout: Layout, precision: str
 ) -> Step:
     config = experiment.config
-    batch_size = dims.share_of(config.training.batch_size)
+    batch_size = dims.share_of(config.training.num_patches)
     return Step(
         topology=experiment.topology,
         regions=experiment.preprocessing.region_classes,
@@ -333,7 +330,7 @@ def _balanced(layout: Layout, model: UNet3d, experiment: Experiment, dims: Paral
             parallel.balance,
         )
         return layout
-    batch_size = dims.share_of(settings.batch_size)
+    batch_size = dims.share_of(settings.num_patches)
     cuts = choose_cuts(
         model,
         layout=layout,

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SILENT = ("data.", "parallel.", "memory.")
 """Settings that change nothing of what is learned, or whose effect is compared by itself."""
 ALSO_SILENT = (
+    "patches.memory_gib",
     "training.epochs",
     "training.micro_batches",
     "training.save_every_seconds",

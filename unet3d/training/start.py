@@ -17,10 +17,12 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
 from unet3d.interruption import Interrupted
+from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
 from unet3d.planning.choice import choose_mode as planned_mode
 from unet3d.planning.cpu_defaults import load_settings
 from unet3d.planning.network_plan import plan_without_data
+from unet3d.planning.step_size import within_gpus
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
@@ -119,6 +121,8 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             request.changes,
             lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
         )
+    devices = ParallelDims.resolve(config.parallel, ranks=group.ranks).all_devices
+    config = within_gpus(config, [device_bytes(one) for one in devices if one.type == "cuda"])
     config = choose_mode(config, group.ranks)
     config = for_ranks(config, ParallelDims.resolve(config.parallel, ranks=group.ranks))
     if folder is not None:
@@ -161,7 +165,8 @@ def choose_mode(config: Config, ranks: Ranks) -> Config:
         return config
     if not has_ranks and len(ParallelDims.resolve(parallel).all_devices) == 1:
         return config.with_values({"parallel.mode": "none"})
-    choice = planned_mode(config, plan_without_data(config), ranks=ranks if has_ranks else None)
+    network = plan_without_data(config, parallel.replicas)
+    choice = planned_mode(config, network, ranks=ranks if has_ranks else None)
     logger.info("%s", choice.line)
     chosen = choice.settings
     return config.with_values(

@@ -69,6 +69,13 @@ class Fingerprint:
     """All shapes that these have."""
     original_spacing_mm: Spacing
     """Median spacing of the files."""
+    num_cases: int
+    """How many cases there are, in all folds."""
+
+    @property
+    def num_voxels(self) -> int:
+        """Voxels of all cases together, each taken for the median one."""
+        return self.num_cases * math.prod(self.shape)
 
 
 def plan_preprocessing(
@@ -117,6 +124,7 @@ def plan_preprocessing(
         shape=(x, y, z),
         shapes=frozenset(shapes),
         original_spacing_mm=median_mm,
+        num_cases=len(headers),
     )
     preprocessing = Preprocessing(
         spacing_mm=target_mm,

@@ -1,0 +1,318 @@
+"""Patch and batch that fit into a memory, and by which rules."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.config import Config, ModelSettings, Shape, Spacing, load_config
+from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.model import Topology, plan_topology, unet
+from unet3d.parallel import ParallelDims
+from unet3d.planning.network_plan import (
+    NetworkPlan,
+    plan_fingerprint,
+    plan_notes,
+    plan_without_data,
+    slow_on_cpu,
+)
+from unet3d.planning.placements import make_option
+from unet3d.planning.step_size import (
+    cube_in_mm,
+    largest_fitting,
+    shrinking_sizes,
+    within_gpus,
+)
+from unet3d.volumes.preprocess import Fingerprint
+
+GIB = 1024**3
+GPU = torch.device("cuda", 0)
+ALONE = ParallelDims(mode="none", replicas=((GPU,),), num_replicas=1)
+NARROW = ("model.base_channels=8", "model.num_levels=3")
+"""Settings with which most of what a step takes are features, and a prediction is quick."""
+
+
+def fingerprint(shape: Shape, spacing_mm: Spacing = (1.0, 1.0, 1.0), cases: int = 100) -> Any:
+    return Fingerprint(
+        spacing_mm=spacing_mm,
+        shape=shape,
+        shapes=frozenset([shape]),
+        original_spacing_mm=spacing_mm,
+        num_cases=cases,
+    )
+
+
+def planned(data: Fingerprint, *changes: str, num_replicas: int = 1) -> tuple[Config, NetworkPlan]:
+    config = load_config(None, [*NARROW, *changes])
+    return config, plan_fingerprint(config, data, 1, 3, num_replicas)
+
+
+def needed_gib(config: Config, network: NetworkPlan, **changes: Any) -> float:
+    """Return what ``unet3d plan`` predicts of one GPU for this patch and batch."""
+    option = make_option(
+        config,
+        NetworkPlan(**{**vars(network), **changes}),
+        ALONE,
+        precision="bfloat16",
+        num_micro_batches=config.training.num_micro_batches,
+        memory={GPU: 80 * GIB},
+    )
+    return option.prediction.needed_bytes()[GPU] / GIB
+
+
+def test_the_patch_fits_and_the_next_larger_one_does_not() -> None:
+    data = fingerprint((240, 200, 160))
+    config, network = planned(data, "patches.memory_gib=1.8")
+
+    def plan(size: Shape) -> Topology:
+        return plan_topology(config.model, size, data.spacing_mm, 1, 3)
+
+    assert network.limits is not None
+    assert (network.limits.patch, network.batch_size) == ("memory", 2)
+    assert network.limits.needed_bytes == needed_gib(config, network) * GIB <= 1.8 * GIB
+    sizes = list(shrinking_sizes(plan, data.shape, data.shape))
+    larger = sizes[sizes.index(network.size) - 1]
+    assert network.topology == plan(network.size)
+    assert needed_gib(config, network, topology=plan(larger), sizes=frozenset([larger])) > 1.8
+
+
+def test_what_is_set_stays_and_the_rest_is_planned_for_it() -> None:
+    data = fingerprint((240, 200, 160))
+    _, free = planned(data, "patches.memory_gib=1.8")
+    _, more = planned(data, "patches.memory_gib=1.8", "training.batch_size=6")
+    assert more.batch_size == 6
+    assert math.prod(more.size) < math.prod(free.size)
+    assert more.limits is not None
+    assert (more.limits.patch, more.limits.batch) == ("memory", "set")
+    _, large = planned(data, "patches.memory_gib=1.8", "patches.size=64,64,64")
+    assert large.size == (64, 64, 64)
+    assert large.batch_size > 2
+    assert large.limits is not None
+    assert (large.limits.patch, large.limits.batch) == ("set", "memory")
+    config, _ = planned(data, "patches.size=64,64,64")
+    one_more = {"batch_size": large.batch_size + 1}
+    assert needed_gib(config, large) <= 1.8 < needed_gib(config, large, **one_more)
+    # A patch that is set may be so large that one is all that fits.
+    _, single = planned(data, "patches.memory_gib=1.8", "patches.size=160,160,160")
+    assert (single.size, single.batch_size) == ((160, 160, 160), 1)
+    _, both = planned(data, "patches.size=160,160,160", "training.batch_size=9")
+    assert (both.size, both.batch_size, both.limits) == ((160, 160, 160), 9, None)
+
+
+@pytest.mark.parametrize(
+    ("num_cases", "changes", "batch_size", "limit"),
+    [
+        (100, (), 5, "data"),  # 5 % of 100 cases, each as large as a patch
+        (10, (), 2, "least"),
+        (100_000, (), 32, "most"),
+        (100_000, ("patches.memory_gib=1.15",), 9, "memory"),
+        (10, ("training.micro_batches=3",), 3, "least"),
+    ],
+)
+def test_a_batch_is_limited_by_the_data_and_by_memory(
+    num_cases: int, changes: tuple[str, ...], batch_size: int, limit: str
+) -> None:
+    data = fingerprint((32, 32, 32), cases=num_cases)
+    config, network = planned(data, *changes)
+    assert network.limits is not None
+    assert (network.size, network.limits.patch) == ((32, 32, 32), "median")
+    assert network.limits.batch == limit
+    if limit == "memory":
+        assert 2 < network.batch_size < 32
+        more = {"batch_size": network.batch_size + 1}
+        assert needed_gib(config, network) <= 1.15 < needed_gib(config, network, **more)
+    else:
+        assert network.batch_size == batch_size
+
+
+def test_each_micro_batch_of_each_replica_has_a_patch() -> None:
+    data = fingerprint((32, 32, 32))
+    _, alone = planned(data, "training.micro_batches=2")
+    assert alone.batch_size == 5
+    _, several = planned(data, "training.micro_batches=2", num_replicas=4)
+    assert several.batch_size == 8
+    assert several.limits is not None
+    assert several.limits.batch == "devices"
+    assert (several.topology, several.size) == (alone.topology, alone.size)
+
+
+def test_what_saves_memory_makes_the_patch_larger() -> None:
+    data = fingerprint((240, 200, 160))
+    _, norm = planned(data, "patches.memory_gib=1.5")
+    _, off = planned(data, "patches.memory_gib=1.5", "memory.recompute=off")
+    assert math.prod(off.size) < math.prod(norm.size)
+
+
+@pytest.mark.parametrize("changes", [(), ("training.batch_size=5",), ("patches.size=40,40,40",)])
+def test_a_settled_plan_is_planned_as_the_same(changes: tuple[str, ...]) -> None:
+    """So a run is continued with the network it began with, and all ranks have one."""
+    data = fingerprint((90, 61, 50), (1.0, 1.0, 2.5))
+    config, network = planned(data, "patches.memory_gib=1.2", *changes)
+    settled = network.settled(config)
+    again = plan_fingerprint(settled, data, 1, 3, num_replicas=1)
+    assert (again.topology, again.sizes, again.batch_size) == (
+        network.topology,
+        network.sizes,
+        network.batch_size,
+    )
+    assert network.settled(settled) == settled
+    # A batch that is set to what was planned leads to the same patch.
+    batch = config.with_values({"training.batch_size": network.batch_size})
+    assert plan_fingerprint(batch, data, 1, 3).sizes == network.sizes
+
+
+def test_a_network_that_no_patch_suits_is_planned_at_its_smallest() -> None:
+    _, network = planned(fingerprint((64, 48, 6)), "patches.memory_gib=0.5", "model.num_levels=4")
+    assert sorted(network.size) == [6, 8, 32]  # the levels need one axis with 32 voxels
+    assert network.limits is not None
+    assert network.limits.patch == "smallest"
+    with pytest.raises(ConfigError, match="has 6 levels but a patch of 64x64x64 voxels gives 5"):
+        planned(fingerprint((64, 64, 64)), "model.num_levels=6")
+
+
+def test_whole_volumes_stay_whole_and_their_batch_is_planned() -> None:
+    shapes = frozenset([(32, 40, 32), (48, 32, 32)])
+    data = Fingerprint(
+        spacing_mm=(1.0, 1.0, 1.0),
+        shape=(40, 36, 32),
+        shapes=shapes,
+        original_spacing_mm=(1.0, 1.0, 1.0),
+        num_cases=200,
+    )
+    config, network = planned(data, "patches.size=whole")
+    # A batch is as large along each axis as its largest volume, 48x40x32.
+    assert network.batch_size == round(0.05 * 200 * 40 * 36 * 32 / (48 * 32 * 32))
+    assert network.limits is not None
+    assert network.limits.needed_bytes == needed_gib(config, network) * GIB
+    assert network.settled(config).patches.size == "whole"
+
+
+def test_a_network_that_the_host_cannot_hold_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unet, "shortage", lambda needed: f"needs {needed} bytes")
+    with pytest.raises(DoesNotFitError, match="use fewer channels or levels"):
+        planned(fingerprint((32, 32, 32)))
+
+
+def test_the_smallest_gpu_limits_the_memory() -> None:
+    config = load_config()
+    assert within_gpus(config, []) is config
+    assert within_gpus(config, [80 * GIB, 12 * GIB]) is config
+    assert within_gpus(config, [80 * GIB, 8 * GIB]).patches.memory_gib == 7.2
+    settled = config.with_values({"patches.size": (32, 32, 32), "training.batch_size": 2})
+    assert within_gpus(settled, [8 * GIB]) is settled
+    batch = config.with_values({"patches.size": (32, 32, 32)})
+    assert within_gpus(batch, [8 * GIB]).patches.memory_gib == 7.2
+
+
+def test_notes_say_what_was_planned_and_why() -> None:
+    config, network = planned(fingerprint((35, 50, 36), cases=260), "model.num_levels=4")
+    (line,) = plan_notes(config, network)
+    assert line.startswith(
+        "patches of 40x56x40 voxels (limited by the median volume), 9 in a batch (limited by 5% of "
+        "the data's voxels): 9 on one GPU are predicted to take 1."
+    )
+    assert line.endswith(" of 10 GiB (patches.memory_gib)")
+    config, network = planned(fingerprint((64, 64, 64)), "patches.size=31,32,32")
+    rounded, line = plan_notes(config, network)
+    assert rounded.startswith("patches.size 31x32x32 is rounded up to 32x32x32, multiples of")
+    assert "(as set)" in line
+    config, network = planned(
+        fingerprint((64, 64, 64)), "patches.size=32,32,32", "training.batch_size=2"
+    )
+    assert plan_notes(config, network) == []
+
+
+def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    _, large = planned(fingerprint((128, 128, 128)), "training.batch_size=2")
+    line = slow_on_cpu(large, cpu)
+    assert line is not None
+    assert "4.2 million voxels" in line and "patches.memory_gib" in line
+    assert slow_on_cpu(large, GPU) is None
+    _, small = planned(fingerprint((32, 32, 32)))
+    assert slow_on_cpu(small, cpu) is None
+    _, asked = planned(
+        fingerprint((128, 128, 128)), "patches.size=128,128,128", "training.batch_size=2"
+    )
+    assert slow_on_cpu(asked, cpu) is None
+
+
+def test_phantoms_are_planned_by_their_number(tmp_path: Path) -> None:
+    changes = (
+        "data.phantom.shape=32,32,32",
+        "data.phantom.num_cases=100",
+        f"data.cache={tmp_path}",
+    )
+    network = plan_without_data(load_config(None, [*NARROW, *changes]))
+    assert (network.size, network.batch_size) == ((32, 32, 32), 5)
+
+
+# The parts of the search
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "num_voxels", "expected"),
+    [
+        ((512, 512, 512), (1, 1, 1), 64**3, (64, 64, 64)),
+        ((512, 512, 512), (0.3, 0.3, 0.3), 64**3, (64, 64, 64)),
+        ((512, 512, 512), (1, 1, 4), 64**3, (102, 102, 25)),
+        ((512, 512, 20), (1, 1, 4), 64**3, (102, 102, 20)),
+        ((50, 40, 30), (1, 1, 1), 64**3, (50, 40, 30)),
+        ((1, 1, 4000), (1, 1, 1), 1000, (1, 1, 10)),
+    ],
+)
+def test_a_cube_in_mm_is_clipped_to_the_volume(
+    shape: Any, spacing_mm: Any, num_voxels: int, expected: Any
+) -> None:
+    assert cube_in_mm(shape, spacing_mm, num_voxels) == expected
+
+
+def test_patches_shrink_where_they_are_largest_and_always_suit_their_network() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(15):
+        shape: Any = tuple(int(size) for size in rng.integers(20, 300, 3))
+        spacing_mm: Any = tuple(float(mm) for mm in rng.uniform(0.5, 4, 3))
+        settings = ModelSettings()
+
+        def plan(size: Shape, mm: Spacing = spacing_mm) -> Topology:
+            return plan_topology(settings, size, mm, 1, 2)  # noqa: B023
+
+        sizes = list(shrinking_sizes(plan, shape, shape))
+        for size in sizes:
+            assert all(n % s == 0 for n, s in zip(size, plan(size).total_stride, strict=True))
+        for before, after in itertools.pairwise(sizes):
+            assert math.prod(after) < math.prod(before)
+            shares = [n / of for n, of in zip(before, shape, strict=True)]
+            smaller = [axis for axis in range(3) if after[axis] < before[axis]]
+            largest = shares.index(max(shares))
+            if largest not in smaller:  # it cannot shrink any more
+                x, y, z = (n // 2 if axis == largest else n for axis, n in enumerate(before))
+                assert before[largest] <= 8 or plan((x, y, z)).total_stride != 0
+
+
+def test_the_largest_that_fits_is_found_in_a_few_answers() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        weights = sorted(rng.uniform(1, 1000, rng.integers(1, 60)))
+        fixed, slope = rng.uniform(0, 0.95), rng.uniform(0.0001, 0.05)
+        loads = [fixed + slope * weight * rng.uniform(0.97, 1.03) for weight in weights]
+        loads = list(np.maximum.accumulate(loads))
+        asked: list[int] = []
+
+        def load(index: int) -> float:
+            asked.append(index)  # noqa: B023
+            return loads[index]  # noqa: B023
+
+        fitting = [index for index, one in enumerate(loads) if one <= 1]
+        assert largest_fitting(weights, load) == (max(fitting) if fitting else None)
+        assert len(asked) <= 12
+        assert len(set(asked)) == len(asked)
+        if loads[-1] <= 1:
+            assert len(asked) == 1
+    assert largest_fitting([], lambda index: 0.0) is None

@@ -1,0 +1,341 @@
+"""Patch and batch as large as a given memory allows.
+
+The rules are nnU-Net's (Isensee et al., Nature Methods 2021, arXiv 1809.10486): the patch begins as
+a cube in mm, clipped to the median volume, and the axis that has the largest share of that volume
+shrinks until a batch of two fits; then the batch grows, up to 5 % of the voxels of the data set.
+What fits is not counted in values of feature maps, as there:
+:mod:`unet3d.planning.memory_estimate` predicts the step, so what the settings save of memory makes
+the patch larger.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from unet3d.config import Config, Shape, Spacing
+from unet3d.errors import ConfigError
+from unet3d.model import Regions, Topology
+from unet3d.model.unet import refuse_beyond_memory
+from unet3d.parallel import Layout
+from unet3d.parallel.precision import autocast_dtype
+from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.volumes.augment import DeviceAugmentation
+from unet3d.volumes.patches import padded_shape
+
+GIB = 1024**3
+GPU = torch.device("cuda", 0)
+
+GPU_SHARE = 0.9
+"""Of a GPU's memory, what a step is planned to take at most."""
+START_VOXELS = 256**3
+"""Volume of the cube in mm that the patch begins as, as in nnU-Net; doubled while that fits."""
+MIN_BATCH = 2
+"""Patches of a batch that the patch is planned with, as in nnU-Net."""
+MAX_BATCH = 32
+"""Patches of a planned batch. nnU-Net has no such limit, but its rates of learning were chosen with
+batches of 2 to about 10."""
+MIN_EDGE = 8
+"""Voxels along an axis, below which a patch does not shrink: the fewest that can be halved."""
+MAX_SHARE = 0.05
+"""Voxels of a planned batch, as a share of those of all cases, as in nnU-Net."""
+PREPARED_BYTES = 2
+"""What a voxel of a prepared image takes where none is there to ask: float16."""
+
+PatchLimit = Literal["set", "memory", "median", "smallest"]
+BatchLimit = Literal["set", "memory", "data", "least", "most", "devices"]
+
+_OF_PATCH: dict[PatchLimit, str] = {
+    "set": "as set",
+    "memory": "limited by memory",
+    "median": "limited by the median volume",
+    "smallest": "the smallest, though memory is exceeded",
+}
+_OF_BATCH: dict[BatchLimit, str] = {
+    "set": "as set",
+    "memory": "limited by memory",
+    "data": f"limited by {MAX_SHARE:.0%} of the data's voxels",
+    "least": "the least",
+    "most": "the most that is planned",
+    "devices": "a patch for each device's micro-batches",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLimits:
+    """Why patch and batch are as large as they are."""
+
+    patch: PatchLimit
+    """What limits the patch."""
+    batch: BatchLimit
+    """What limits the batch."""
+    num_patches: int
+    """Patches that were planned for one GPU."""
+    needed_bytes: int
+    """What a step with so many is predicted to take of it."""
+    allowed_bytes: int
+    """What it may take: ``patches.memory_gib``."""
+
+    def describe(self, size: str, batch_size: int) -> str:
+        """Return one line for people.
+
+        Args:
+            size: The patch, in words.
+            batch_size: Patches of a batch.
+        """
+        return (
+            f"patches of {size} voxels ({_OF_PATCH[self.patch]}), {batch_size} in a batch "
+            f"({_OF_BATCH[self.batch]}): {self.num_patches} on one GPU are predicted to take "
+            f"{self.needed_bytes / GIB:.1f} of {self.allowed_bytes / GIB:.4g} GiB "
+            "(patches.memory_gib)"
+        )
+
+
+@dataclass(kw_only=True)
+class ReferenceGpu:
+    """The GPU that patch and batch are planned for; none must be there.
+
+    It trains alone, in bfloat16 unless the settings name a precision, so that a plan is the same
+    wherever it is made. Predictions are remembered.
+    """
+
+    config: Config
+    """All that the memory of a step depends on, and how much there is."""
+    volume: tuple[Shape, Spacing]
+    """Shape and spacing of the prepared volumes that patches are cut from."""
+    regions: Regions = ()
+    """What the network segments instead of classes."""
+    _known: dict[tuple[Topology, Shape, int], int] = field(default_factory=dict, init=False)
+
+    @property
+    def allowed_bytes(self) -> int:
+        """Memory that a step may take."""
+        return int(self.config.patches.memory_gib * GIB)
+
+    def load(self, topology: Topology, size: Shape, batch_size: int) -> float:
+        """Return the share of what is allowed that a step takes.
+
+        Args:
+            topology: The network.
+            size: Voxels of a patch, multiples of its total stride.
+            batch_size: Patches.
+        """
+        return self.needed_bytes(topology, size, batch_size) / self.allowed_bytes
+
+    def needed_bytes(self, topology: Topology, size: Shape, batch_size: int) -> int:
+        """Return what a training step is predicted to take of the GPU.
+
+        Args:
+            topology: The network.
+            size: Voxels of a patch, multiples of its total stride.
+            batch_size: Patches.
+
+        Raises:
+            DoesNotFitError: The host cannot hold the weights.
+        """
+        key = (topology, size, batch_size)
+        if key not in self._known:
+            refuse_beyond_memory(topology)  # a prediction makes them, and does not touch them
+            (needed,) = (
+                predict_memory(self._step(*key), counts_reserved=False).needed_bytes().values()
+            )
+            self._known[key] = needed
+        return self._known[key]
+
+    def _step(self, topology: Topology, size: Shape, batch_size: int) -> Step:
+        config = self.config
+        wanted = config.training.precision
+        precision = "bfloat16" if wanted == "auto" else wanted
+        layout = Layout(
+            devices=(GPU,),
+            num_micro_batches=config.training.num_micro_batches,
+            autocast=autocast_dtype(precision),
+            recompute=config.memory.recompute,
+            offload=config.memory.offload,
+            cuda_graphs=config.parallel.cuda_graphs,
+        )
+        channels, classes = topology.in_channels, topology.num_classes
+        augmentation = DeviceAugmentation.on(
+            GPU, config.patches.augmentation, (self.volume,), PREPARED_BYTES, channels, classes
+        )
+        return Step(
+            topology=topology,
+            regions=self.regions,
+            layout=layout,
+            size=size,
+            batch_size=batch_size,
+            settings=config.training,
+            precision=precision,
+            augmentation=augmentation,
+        )
+
+
+def within_gpus(config: Config, gpu_bytes: Collection[int]) -> Config:
+    """Return settings whose ``patches.memory_gib`` is what the smallest GPU has, if that is less.
+
+    Then 10 % of it stay free. Settings that leave neither patch nor batch open stay as they are.
+
+    Args:
+        config: The settings.
+        gpu_bytes: Memory of each GPU that is trained on; none on CPUs.
+    """
+    if not gpu_bytes or (config.patches.size != "auto" and config.training.batch_size != "auto"):
+        return config
+    most = math.floor(100 * GPU_SHARE * min(gpu_bytes) / GIB) / 100
+    if most >= config.patches.memory_gib:
+        return config
+    return config.with_values({"patches.memory_gib": most})
+
+
+def plan_patch(
+    gpu: ReferenceGpu, plan: Callable[[Shape], Topology], shape: Shape, spacing_mm: Spacing
+) -> tuple[Shape, PatchLimit]:
+    """Return the largest patch of which the batch fits, a multiple of its network's strides.
+
+    Where not even the smallest fits that a network of the settings takes, it is that one.
+
+    Args:
+        gpu: What there is, and the batch; one that is open has two patches, or one for each
+            micro-batch.
+        plan: Returns the network for a patch.
+        shape: Median volume, in voxels.
+        spacing_mm: Its spacing.
+
+    Raises:
+        ConfigError: The median volume has too few voxels for the levels that are asked for.
+    """
+    batch_size = _smallest_batch(gpu.config, MIN_BATCH)
+    if gpu.config.training.batch_size != "auto":
+        batch_size = gpu.config.training.batch_size
+
+    def load(size: Shape) -> float:
+        return gpu.load(plan(size), size, batch_size)
+
+    voxels = START_VOXELS
+    start = cube_in_mm(shape, spacing_mm, voxels)
+    while start != shape and load(_padded(plan, start)) <= 1:
+        voxels *= 2
+        start = cube_in_mm(shape, spacing_mm, voxels)
+    sizes = tuple(shrinking_sizes(plan, start, shape))[::-1]
+    last = largest_fitting(list(map(math.prod, sizes)), lambda index: load(sizes[index]))
+    if last is None:
+        return sizes[0], "smallest"
+    return sizes[last], "memory" if last < len(sizes) - 1 else "median"
+
+
+def plan_batch(
+    gpu: ReferenceGpu,
+    topology: Topology,
+    size_in: Callable[[int], Shape],
+    num_voxels: int,
+    least: int,
+) -> tuple[int, BatchLimit]:
+    """Return how many patches of a given size fit, and may be in a batch.
+
+    Args:
+        gpu: What there is, and micro-batches, of which each has a patch.
+        topology: The network.
+        size_in: Returns the voxels of each patch in a batch of so many.
+        num_voxels: Of all cases of the data set together.
+        least: Patches that there are at least, whether or not they fit.
+    """
+    least = _smallest_batch(gpu.config, least)
+    share = round(MAX_SHARE * num_voxels / math.prod(size_in(1)))
+    most = max(least, min(MAX_BATCH, max(MIN_BATCH, share)))
+    counts = range(least, most + 1)
+    last = largest_fitting(
+        counts, lambda index: gpu.load(topology, size_in(counts[index]), counts[index])
+    )
+    batch_size = counts[last or 0]
+    if batch_size < most or last is None:
+        return batch_size, "memory"
+    if batch_size == share:
+        return batch_size, "data"
+    return batch_size, "most" if batch_size == MAX_BATCH else "least"
+
+
+def _smallest_batch(config: Config, least: int) -> int:
+    return max(least, config.training.num_micro_batches)
+
+
+def cube_in_mm(shape: Shape, spacing_mm: Spacing, num_voxels: int) -> Shape:
+    """Return the voxels along X, Y, Z of a cube in mm, clipped to a volume.
+
+    Args:
+        shape: The volume.
+        spacing_mm: Its spacing.
+        num_voxels: What the cube has before it is clipped.
+    """
+    edge_mm = (num_voxels * math.prod(spacing_mm)) ** (1 / 3)
+    x, y, z = (
+        max(1, min(voxels, round(edge_mm / mm)))
+        for voxels, mm in zip(shape, spacing_mm, strict=True)
+    )
+    return x, y, z
+
+
+def shrinking_sizes(
+    plan: Callable[[Shape], Topology], start: Shape, shape: Shape
+) -> Iterator[Shape]:
+    """Yield smaller and smaller patches, each a multiple of the strides of its own network.
+
+    The axis that is largest relative to the volume shrinks to what its network can halve next.
+
+    Args:
+        plan: Returns the network for a patch.
+        start: Voxels of the first patch, which is padded to the strides.
+        shape: The volume.
+
+    Raises:
+        ConfigError: There is no network for the first one.
+    """
+    size: Shape | None = _padded(plan, start)
+    while size is not None:
+        yield size
+        size = _next_smaller(plan, size, shape)
+
+
+def _next_smaller(plan: Callable[[Shape], Topology], size: Shape, shape: Shape) -> Shape | None:
+    shares = [voxels / available for voxels, available in zip(size, shape, strict=True)]
+    for axis in sorted(range(3), key=shares.__getitem__, reverse=True):
+        for voxels in range(size[axis] - 1, MIN_EDGE - 1, -1):
+            x, y, z = (voxels if other == axis else size[other] for other in range(3))
+            try:
+                smaller = _padded(plan, (x, y, z))
+            except ConfigError:  # fewer voxels than the levels of the settings need
+                break
+            # With thick slices fewer voxels along one axis may be more halvings of another.
+            if smaller[axis] < size[axis] and math.prod(smaller) < math.prod(size):
+                return smaller
+    return None
+
+
+def _padded(plan: Callable[[Shape], Topology], size: Shape) -> Shape:
+    return padded_shape(size, plan(size).total_stride)
+
+
+def largest_fitting(weights: Sequence[float], load: Callable[[int], float]) -> int | None:
+    """Return the last of some rising sizes that fits, or None where not one does.
+
+    Memory grows nearly linearly with voxels and patches, so what is asked about next is where a
+    line through the last two answers says.
+
+    Args:
+        weights: What the sizes grow by, such as voxels; none is 0.
+        load: Returns the share of the allowed memory that the size with an index needs; up to 1 it
+            fits. The last is asked about first, because it often does.
+    """
+    fitting, too_large = -1, len(weights)
+    weight, found = 0.0, 0.0
+    asked = too_large - 1
+    while too_large - fitting > 1:
+        before = (weight, found)
+        weight, found = weights[asked], load(asked)
+        fitting, too_large = (asked, too_large) if found <= 1 else (fitting, asked)
+        slope = (found - before[1]) / (weight - before[0])
+        aim = weight + (1 - found) / slope if slope > 0 else 0.0
+        asked = min(max(bisect_right(weights, aim) - 1, fitting + 1), too_large - 1)
+    return fitting if fitting >= 0 else None
