@@ -144,6 +144,7 @@ def fit(request: Fit) -> dict[str, Any]:
         predicting = time.perf_counter()
         for images, output in request.folders.items():
             out = Path(output) / ("mirrored" if mirrors else "plain")
+            out.mkdir(parents=True)
             predictor.predict_from_files_sequential(images, str(out))
         predict_seconds["mirrored" if mirrors else "plain"] = time.perf_counter() - predicting
     return {**row, "predict_seconds": predict_seconds}

@@ -4,9 +4,6 @@ Where maps are slabs of a volume (:mod:`unet3d.kernels.sharding`), what a unit t
 its halo; what is within a unit, added or made into logits has not.
 """
 
-from typing import Literal
-
-import torch
 from torch import Tensor, nn
 
 from unet3d.config import Shape
@@ -17,110 +14,17 @@ from unet3d.kernels import (
     conv3x3x3_instance_norm,
     convolve,
     flat_conv,
-    instance_norm,
     instance_norm_head,
     own_planes,
     strided_conv3x3x3,
-    sum_of,
     upsample_with_halo,
     upsampled_conv3x3x3,
     with_halo,
 )
-from unet3d.kernels.sharding import current_shard, sum_over_shards
-
-Norm = Literal["instance", "group", "batch"]
+from unet3d.model.norms import NEGATIVE_SLOPE, NORM_EPS, InstanceNorm, Norm, make_norm
 
 _CUBE: Shape = (3, 3, 3)
 """The kernel that sees all neighbours of a voxel."""
-
-NORM_EPS = 1e-5
-NEGATIVE_SLOPE = 0.01
-"""Slope of LeakyReLU, as in nnU-Net."""
-
-
-class InstanceNorm(nn.Module):
-    """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
-
-    def __init__(self, channels: int, activated: bool, feeds_convolution: bool) -> None:
-        """Start as the plain normalisation; see :func:`make_norm`."""
-        super().__init__()
-        self.activated = activated
-        self.feeds_convolution = feeds_convolution
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.negative_slope = NEGATIVE_SLOPE if activated else 1.0
-
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape.
-
-        Args:
-            x: The features; where something is added, they are lost.
-            added: A tensor of the same shape to add to them first, or None.
-        """
-        return instance_norm(
-            x,
-            self.weight,
-            self.bias,
-            NORM_EPS,
-            self.negative_slope,
-            added=added,
-            pads_output=self.feeds_convolution,
-            has_halo=self.activated,
-        )
-
-
-class GroupNorm(nn.GroupNorm):
-    """Group normalisation, also of slabs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape."""
-        shard = current_shard()
-        if shard is None:
-            return super().forward(x)
-        exact = torch.promote_types(x.dtype, torch.float32)
-        groups = x.to(exact, memory_format=torch.contiguous_format)
-        groups = groups.view(len(x), self.num_groups, -1)
-        number = shard.of_volume(groups.shape[2])
-        mean = sum_over_shards(groups.sum(2, keepdim=True), shard) / number
-        away = groups - mean
-        variance = sum_over_shards(away.square().sum(2, keepdim=True), shard) / number
-        normal = (away * (variance + self.eps).rsqrt()).view(x.shape)
-        weight, bias = (value.view(-1, 1, 1, 1).to(exact) for value in (self.weight, self.bias))
-        return (normal * weight + bias).to(memory_format=torch.channels_last_3d)
-
-
-class OtherNorm(nn.Sequential):
-    """A normalisation of PyTorch's, and LeakyReLU where it follows."""
-
-    def __init__(self, norm: nn.Module, activated: bool) -> None:
-        """Put the activation behind a normalisation, or nothing."""
-        follows = [nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)] if activated else []
-        super().__init__(norm, *follows)
-        self.activated = activated
-
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Map (N, C, X, Y, Z) to the same shape; the arguments are those of InstanceNorm."""
-        out: Tensor = super().forward(x if added is None else sum_of(x, added))  # type: ignore[no-untyped-call]
-        return with_halo(out) if self.activated else out
-
-
-def make_norm(
-    norm: Norm, channels: int, activated: bool, feeds_convolution: bool = False
-) -> OtherNorm | InstanceNorm:
-    """Return the normalisation that follows a convolution.
-
-    Args:
-        norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
-        channels: Channels of the feature map.
-        activated: Whether LeakyReLU follows and then the unit ends.
-        feeds_convolution: Whether a 3x3x3 convolution reads the result.
-    """
-    if norm == "instance":
-        return InstanceNorm(channels, activated, feeds_convolution)
-    if norm == "group":
-        num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
-        return OtherNorm(GroupNorm(num_groups, channels, eps=NORM_EPS), activated)
-    return OtherNorm(nn.BatchNorm3d(channels, eps=NORM_EPS), activated)
 
 
 class Convolution(nn.Conv3d):

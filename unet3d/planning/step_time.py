@@ -17,7 +17,7 @@ import torch
 from unet3d.config import Shape
 from unet3d.distributed.ranks import num_cores
 from unet3d.model import Topology, UNet3d
-from unet3d.model.layers import InstanceNorm, OtherNorm
+from unet3d.model.norms import InstanceNorm, OtherNorm
 from unet3d.parallel.partition import block_flops
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.memory_estimate import Step
