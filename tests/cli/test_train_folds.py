@@ -134,7 +134,7 @@ def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> 
         time.sleep(0.05)
     family = family_of(process.pid)
     assert len(children_of(process.pid)) == len(running)
-    for one in (process.pid, *family):  # as a terminal does
+    for one in (process.pid, *family):  # as systemd does, and the command passes it on
         os.kill(one, signal.SIGINT)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 130

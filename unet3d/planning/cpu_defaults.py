@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config import RATE_DIVISOR_OF_INIT, Config, ParallelSettings, load_config
 from unet3d.errors import some
 from unet3d.parallel import ParallelDims
 
@@ -32,7 +32,7 @@ CPU_DEFAULTS = (
     # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
     CpuDefault(
         values={"model.base_channels": 8, "patches.memory_gib": 1.1},
-        related=("model.channels", "model.max_channels"),
+        related=("model.channels", "model.max_channels", "training.init"),
     ),
     CpuDefault(values={"training.epochs": 40}),
     CpuDefault(values={"training.steps_per_epoch": 25}),
@@ -75,10 +75,15 @@ def load_settings(
     replicas = dims_of(config.parallel).replicas
     if any(device.type != "cpu" for devices in replicas for device in devices):
         return config
+    # What follows from training.init is not what the user has set.
+    has_init = config.training.init is not None
+    named = [one for one in changes if one.partition("=")[0].strip() != "training.init"]
+    asked = load_config(None, named)
     taken = [
-        f"{key}={str(value).lower()}"
+        f"{key}={str(_after_init(key, value) if has_init else value).lower()}"
         for default in CPU_DEFAULTS
-        if not any(_is_set(config, key) for key in (*default.values, *default.related))
+        if not any(_is_set(asked, key) for key in default.values)
+        and not any(_is_set(config, key) for key in default.related)
         for key, value in default.values.items()
     ]
     if not taken:
@@ -88,6 +93,11 @@ def load_settings(
         "unet3d config > full.yaml, then --config full.yaml"
     )
     return load_config(None, [*changes, *taken])
+
+
+def _after_init(key: str, value: Any) -> Any:
+    """Return a value that suits weights which have learnt something already."""
+    return value / RATE_DIVISOR_OF_INIT if key == "training.learning_rate" else value
 
 
 def _is_set(section: Any, key: str) -> bool:

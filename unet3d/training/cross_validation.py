@@ -26,8 +26,15 @@ from unet3d.planning.experiment import open_dataset, plan_experiment
 from unet3d.runs.finding import FOLDS, folds_in, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
+from unet3d.training.initialising import settings_of_init
 from unet3d.training.job import for_ranks
-from unet3d.training.start import RunRequest, choose_mode, folder_to_resume, run_name
+from unet3d.training.start import (
+    RunRequest,
+    choose_mode,
+    folder_to_resume,
+    refuse_init_of_old_run,
+    run_name,
+)
 from unet3d.volumes.dataset import folds_of
 
 logger = logging.getLogger(__name__)
@@ -149,6 +156,7 @@ def train_folds(request: RunRequest, folds: str | None, quiet: bool, say: Say) -
 
 
 def _planned(request: RunRequest, named: str | None) -> _Plan:
+    refuse_init_of_old_run(request)
     recorded: tuple[int, ...] = ()
     if request.resume and request.output is not None:
         recorded = recorded_folds(request.output) or ()
@@ -156,6 +164,7 @@ def _planned(request: RunRequest, named: str | None) -> _Plan:
         config = load_config(path, request.changes)
     else:
         config = load_settings(request.config_path, request.changes, ParallelDims.resolve)
+        config = settings_of_init(config)
     if any(change.partition("=")[0].strip() == "data.fold" for change in request.changes):
         raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
     devices = ParallelDims.resolve(config.parallel).all_devices
