@@ -123,8 +123,11 @@ def test_format_1_is_read(tmp_path: Path, optimizer: str) -> None:
     content = content_of(optimizer)
     loaded = load_checkpoint(saved(content, tmp_path))
     assert loaded.topology.channels == (4, 8)
-    later = {"ignore_value": None, "regions": []}  # fields that files of then lack
-    assert loaded.preprocessing.to_dict() == content["preprocessing"] | later
+    known = content["preprocessing"]
+    prepared = loaded.preprocessing.to_dict()
+    assert {key: prepared[key] for key in known} == known
+    assert not any(prepared[key] for key in prepared.keys() - known.keys())
+    assert loaded.postprocessing == ()
     assert loaded.preprocessing.label_names[2] == "lésion"
     assert loaded.patch_size == (16, 16, 8)
     assert loaded.config.training.optimizer == optimizer

@@ -5,6 +5,7 @@ import math
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,11 @@ from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import final_validation
 from unet3d.training.component_choice import Choice
-from unet3d.training.final_result import FinalResult
+from unet3d.training.final_result import FinalResult, scored_labels
 from unet3d.training.final_validation import FinalValidation
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.nifti import read_label
+from unet3d.volumes.scored_labels import ScoredLabels
 from unet3d.volumes.transform import ChannelNormalization, Preprocessing
 
 
@@ -386,6 +388,13 @@ def test_a_case_that_is_gone_is_named_and_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):
         validate(cases, folder, Group(Ranks()), InterruptionRequest())
     assert not list(folder.iterdir())
+
+
+def test_what_nobody_has_labelled_is_not_scored() -> None:
+    known = checkpoint().preprocessing
+    assert scored_labels(known).ignore is None
+    found = scored_labels(replace(known, ignore_value=9))
+    assert found == ScoredLabels(names={1: "liver", 2: "tumour", 3: "absent"}, ignore=9)
 
 
 def test_without_validation_cases_there_is_nothing(tmp_path: Path) -> None:
