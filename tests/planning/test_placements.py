@@ -8,6 +8,7 @@ import torch
 from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import ParallelDims
+from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning import placements
 from unet3d.planning.memory_estimate import predict_memory
 from unet3d.planning.network_plan import NetworkPlan, plan_without_data
@@ -127,7 +128,9 @@ def test_an_option_is_the_step_of_one_process() -> None:
     dims = placed(config.parallel, "spatial", GPUS[:6], 2)
     found = option(dims, dict.fromkeys(GPUS, 1024 * MIB))
     layout = found.step.layout
-    assert (layout.devices, layout.num_shards, layout.shard) == ((GPUS[0],), 3, 1)
+    assert (layout.devices, layout.num_shards) == ((GPUS[0],), 3)
+    division = SlabRule(topology=found.step.topology, num_shards=3).divide((32, 32, 32))
+    assert len(division.slab(layout.shard)) == division.most_planes()
     assert (found.step.batch_size, found.step.size) == (2, (32, 32, 32))
     assert len(found.shards) == 3
     # That of the largest slab stands for all: none needs noticeably more.

@@ -1,9 +1,9 @@
 """What is planned stands beside what nnU-Net plans for the same data.
 
-nnU-Net's choices are recorded in ``benchmarks/results/plans-2026-11-23.json``:
-``benchmarks/plans.py`` had ``ExperimentPlanner`` of nnunetv2 2.8.1 compute them (configuration
-3d_fullres, 8 GB) from the medians that stand there too. Its papers name the same patches for most
-of these data sets (arXiv 1809.10486 and 1904.08128).
+nnU-Net's choices are in ``benchmarks/results/plans-2026-11-23.json``: ``benchmarks/plans.py`` had
+``ExperimentPlanner`` of nnunetv2 2.8.1 compute them (3d_fullres, 8 GB) from the medians that stand
+there too. Its papers name the same patches for most of these data sets (arXiv 1809.10486 and
+1904.08128).
 """
 
 import json
