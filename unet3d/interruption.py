@@ -156,8 +156,9 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
 
     Args:
-        is_rank: Whether this is one of several ranks; then a second signal changes nothing,
-            because a launcher passes on what the terminal has already sent to all.
+        is_rank: Whether another command has started this process, as a rank or for a fold; then a
+            second signal changes nothing, because that command passes on what a terminal, or a
+            service's manager, has already sent to all.
     """
     request = InterruptionRequest()
     previous: dict[int, object] = {}

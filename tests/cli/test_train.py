@@ -329,3 +329,32 @@ def test_what_is_wrong_with_the_data_is_said_once_on_each_machine(
         monkeypatch.setenv(name, str(value))
     run("train", "data set")
     assert levels == [getattr(logging, level)]
+
+
+@pytest.mark.trains
+def test_a_run_begins_with_the_network_of_another_one(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "unet3d")
+    write_msd(folder / "first", spacing_mm=(1, 1, 2))
+    labels = {"0": "background", "1": "near", "2": "far"}
+    write_msd(folder / "second", modality="CT", labels=labels)
+    assert run("train", "first", *SMALL, "--output", "one", "--quiet") == 0
+    small = ("--devices", "cpu", "--epochs", 1, "--set", "data.num_workers=0")
+    patches = ("--set", "patches.size=8,8,8", "--set", "training.steps_per_epoch=2")
+    arguments = ("train", "second", *small, *patches, "--output", "two")
+    line = refusal(capsys, *arguments, "--init", "one", "--set", "model.norm=group")
+    assert "--init" in line and "model.norm group, but the checkpoint has instance" in line
+    assert "second has neither" in refusal(capsys, *arguments, "--init", "second")
+    caplog.clear()
+    assert run(*arguments, "--init", "one") == 0
+    path = folder / "one" / "checkpoint-latest.pt"
+    assert (
+        f"begins with the weights of {path}; new: the heads (near, far instead of left, right)"
+    ) in caplog.messages
+    settings = settings_of(folder / "two")
+    assert settings["training"]["init"] == str(path)
+    assert settings["model"]["channels"] == [4, 8] and settings["model"]["strides"] == [[2, 2, 2]]
+    assert settings["data"]["spacing_mm"] == [1.0, 1.0, 2.0]  # of the first
+    line = refusal(capsys, "train", "--resume", "--output", "two", "--init", "one")
+    assert "begins a new run, and --resume continues one" in line

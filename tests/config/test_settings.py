@@ -67,3 +67,12 @@ def test_recompute_is_taken_as_it_is_written(written: str, tmp_path: Path) -> No
     for config in (load_config(file, []), load_config(None, [f"memory.recompute={written}"])):
         assert config.memory.recompute == written
         assert Config.from_yaml(config.to_yaml()).memory.recompute == written
+
+
+def test_strides_lead_through_the_levels_that_are_named() -> None:
+    strides = "model.strides=[[1,2,2],[2,2,2]]"
+    assert load_config(None, [strides]).model.strides == ((1, 2, 2), (2, 2, 2))
+    assert load_config(None, [strides, "model.num_levels=3"]).model.num_levels == 3
+    for change, number in (("model.num_levels=4", 4), ("model.channels=4,8", 2)):
+        with pytest.raises(ConfigError, match=f"has 2 entries, for 3 levels, but .* has {number}"):
+            load_config(None, [strides, change])

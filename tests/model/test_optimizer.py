@@ -38,6 +38,23 @@ def test_the_learning_rate_decays_polynomially() -> None:
     assert all(0 < after < before for before, after in zip(rates, rates[1:], strict=False))
 
 
+def test_a_warm_up_rises_linearly_to_the_decay() -> None:
+    usual = make(Vector(1), learning_rate=0.02)
+    gentle = make(Vector(1), learning_rate=0.02, warmup_steps=4)
+    shares = [
+        gentle.learning_rate(step, 1000) / usual.learning_rate(step, 1000) for step in range(7)
+    ]
+    assert shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])
+
+
+def test_a_warm_up_is_a_tenth_of_a_short_training_at_most() -> None:
+    usual = make(Vector(1), learning_rate=0.02)
+    gentle = make(Vector(1), learning_rate=0.02, warmup_steps=250)
+    assert gentle.learning_rate(2, 20) == usual.learning_rate(2, 20)
+    assert gentle.learning_rate(1, 20) == pytest.approx(usual.learning_rate(1, 20) * 2 / 3)
+    assert gentle.learning_rate(0, 5) == usual.learning_rate(0, 5)
+
+
 def nesterov(
     start: Tensor, gradients: list[Tensor], rates: list[float], momentum: float, decay: float
 ) -> Tensor:

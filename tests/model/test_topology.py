@@ -37,6 +37,14 @@ def test_thick_slices_are_halved_within_until_voxels_are_about_cubes() -> None:
     assert topology.strides[:4] == ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2))
 
 
+def test_strides_can_be_given() -> None:
+    topology = plan((64, 64, 64), (1.0, 1.0, 5.0), strides=((1, 2, 2), (2, 2, 1)))
+    assert topology.strides == ((1, 1, 1), (1, 2, 2), (2, 2, 1))
+    assert topology.channels == (32, 64, 128)
+    with pytest.raises(ConfigError, match="model.strides are 4x4x4 in all, which leaves one voxel"):
+        plan((4, 3, 2), strides=((2, 2, 2), (2, 2, 2)))
+
+
 def test_a_spacing_of_exactly_twice_the_finest_is_halved() -> None:
     assert plan((64, 64, 32), (1.0, 1.0, 2.0)).strides[1] == (2, 2, 2)
     assert plan((64, 64, 32), (1.0, 1.0, 2.01)).strides[1] == (2, 2, 1)

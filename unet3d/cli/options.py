@@ -132,6 +132,7 @@ OPTION_OF_SETTING = {
     "training.micro_batches": "--micro-batches",
     "training.epochs": "--epochs",
     "training.seed": "--seed",
+    "training.init": "--init",
     "data.fold": "--fold",
     "inference.window": "--window",
     "inference.overlap": "--overlap",

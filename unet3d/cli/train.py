@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     help="Train several folds, all or 0,1,2: one on each of --devices at the same time, or with "
     "another --parallel than auto one after another on all of them.",
 )
+@click.option(
+    "--init",
+    type=FILE,
+    help="Begin with the weights and the network of a checkpoint, or of a run's final one, for the "
+    "same or other labels and channels.",
+)
 @click.option("--output", type=FILE, help="Folder of the run; default: a new one below runs/.")
 @click.option("--resume", is_flag=True, help="Continue the run in --output, or the newest one.")
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of every random choice.")
@@ -74,6 +80,7 @@ def train(
     epochs: int | None,
     fold: int | None,
     folds: str | None,
+    init: Path | None,
     output: Path | None,
     resume: bool,
     seed: int | None,
@@ -81,6 +88,10 @@ def train(
 ) -> None:
     """Train on DATASET: MSD, nnU-Net or MONAI layout; none: built-in phantom heads."""
     ranks = begin_as_rank(quiet)
+    if init is not None:
+        from unet3d.runs.run_folder import checkpoint_in
+
+        init = checkpoint_in(init).absolute()
     changes = changes_of(
         {
             "data.dataset": dataset and dataset.absolute(),
@@ -95,6 +106,7 @@ def train(
             "training.epochs": epochs,
             "data.fold": fold,
             "training.seed": seed,
+            "training.init": init,
         }
     )
 

@@ -3,6 +3,7 @@
 from unet3d.config.configuration import Config, load_config
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
+    RATE_DIVISOR_OF_INIT,
     AugmentationSettings,
     DataSettings,
     InferenceSettings,
@@ -22,10 +23,12 @@ from unet3d.config.values import (
     Recompute,
     Shape,
     Spacing,
+    Strides,
 )
 
 __all__ = [
     "MAX_PATCH_VOXELS",
+    "RATE_DIVISOR_OF_INIT",
     "AugmentationSettings",
     "Balance",
     "Channels",
@@ -43,6 +46,7 @@ __all__ = [
     "Recompute",
     "Shape",
     "Spacing",
+    "Strides",
     "TrainingSettings",
     "load_config",
 ]

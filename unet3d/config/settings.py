@@ -1,8 +1,8 @@
 """The sections of a configuration: every setting, its meaning and the one place of its default."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from unet3d.config.section import Section
 from unet3d.config.values import (
@@ -19,6 +19,7 @@ from unet3d.config.values import (
     Scale,
     Shape,
     Spacing,
+    Strides,
     of_few_voxels,
 )
 from unet3d.inputs.plain_data import at_most
@@ -171,11 +172,28 @@ class ModelSettings(Section):
     kernels: Literal["isotropic", "anisotropic"] = "isotropic"
     """isotropic: 3 x 3 x 3 voxels; anisotropic: one voxel along an axis while its spacing is 2 or
     more times the finest, as across thick slices, and three below."""
+    strides: Annotated[tuple[Strides, ...], at_most(8)] | None = None
+    """Strides along X, Y, Z from each level to the next, such as [[1,2,2],[2,2,2]] for three
+    levels; null: from patch size and spacing."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """What intermediate features are normalised over: each channel of each sample (instance),
     groups of channels of each sample, or each channel of the batch."""
     deep_supervision: bool = True
     """Whether coarser levels of the decoder have a loss of their own too."""
+
+    @model_validator(mode="after")
+    def _strides_suit_levels(self) -> Self:
+        """Refuse strides of another number of levels than the settings name."""
+        if self.strides is None:
+            return self
+        found = len(self.strides) + 1
+        named = len(self.channels) if self.channels else self.num_levels
+        if found < 2 or named not in ("auto", found):
+            raise ValueError(
+                f"model.strides has {len(self.strides)} entries, for {found} levels, but the model "
+                f"has {named}; give one for each level but the first"
+            )
+        return self
 
     @field_validator("channels")
     @classmethod
@@ -185,6 +203,14 @@ class ModelSettings(Section):
                 f"model.channels names {len(channels)} level(s); give channels for 2 to 8"
             )
         return channels
+
+
+RATE_DIVISOR_OF_INIT = 10
+"""Of the learning rate where a training begins with the weights of another one: a rate that suits
+random weights would destroy what they have learnt."""
+
+WARMUP_STEPS_OF_INIT = 250
+"""Steps in which the rate then rises: a head that is new has gradients without meaning at first."""
 
 
 class TrainingSettings(Section):
@@ -209,7 +235,11 @@ class TrainingSettings(Section):
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """sgd: stochastic gradient descent with Nesterov momentum; adamw: AdamW."""
     learning_rate: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 0.01
-    """Initial learning rate of the polynomial decay (power 0.9)."""
+    """Initial learning rate of the polynomial decay (power 0.9); with training.init, where this is
+    not set, a tenth of that."""
+    warmup_steps: Annotated[int, Field(ge=0, le=10**9, strict=True)] = 0
+    """Steps in which the learning rate rises linearly to that of the decay, at most a tenth of all;
+    with training.init, where this is not set, 250."""
     momentum: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.99
     """Nesterov momentum; sgd only."""
     weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 3e-5
@@ -227,6 +257,8 @@ class TrainingSettings(Section):
     too."""
     seed: Annotated[int, Field(ge=0, lt=2**64, strict=True)] = 0
     """Seed of every random choice: folds, weights, patches, augmentation."""
+    init: FilePath | None = None
+    """Checkpoint whose weights, and network, a new run begins with; null: random weights."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -243,6 +275,15 @@ class TrainingSettings(Section):
         if self.batch_size == "auto":
             raise ValueError("training.batch_size is auto: it has not been planned yet")
         return self.batch_size
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gentle_after_init(cls, values: Any) -> Any:
+        """Take a lower rate and a warm-up where the weights have learnt something already."""
+        if not isinstance(values, dict) or values.get("init") is None:
+            return values
+        rate = cls.model_fields["learning_rate"].default / RATE_DIVISOR_OF_INIT
+        return {"learning_rate": rate, "warmup_steps": WARMUP_STEPS_OF_INIT, **values}
 
 
 class MemorySettings(Section):

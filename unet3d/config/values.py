@@ -52,6 +52,10 @@ Few = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """A number of things that are in memory, or run, at the same time."""
 Channels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """Channels of a level."""
+Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
+"""Voxels of a level along one axis in one voxel of the next level."""
+Strides = tuple[Stride, Stride, Stride]
+"""Strides along X, Y, Z."""
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """Voxels along one axis."""
 Shape = tuple[Voxels, Voxels, Voxels]

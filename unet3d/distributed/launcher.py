@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import unet3d
-from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER
+from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER, is_one_of_several
 from unet3d.distributed.processes import blocked
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
@@ -147,7 +147,7 @@ def launch(
     """
     if logging.getLogger("unet3d").isEnabledFor(logging.DEBUG):
         arguments = ["--debug", *arguments]
-    with deferred_interruption() as request:
+    with deferred_interruption(is_rank=is_one_of_several()) as request:
         for restart_count in range(max_restarts + 1):
             variables = {
                 **os.environ,

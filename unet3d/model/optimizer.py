@@ -10,6 +10,9 @@ from unet3d.config import TrainingSettings
 
 POWER = 0.9
 
+MIN_TRAININGS_OF_WARMUP = 10
+"""A warm-up is at most one part of so many of a training, which would else end before it learns."""
+
 STATES = {
     "sgd": frozenset({"momentum_buffer"}),
     "adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}),
@@ -28,8 +31,9 @@ class HasParameters(Protocol):
 class Optimization:
     """Turns gradients into steps.
 
-    The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``, a pure
-    function of the step, so no state of it needs to be saved.
+    The learning rate falls from its start to 0 as ``(1 - step / num_steps) ** 0.9``; in a warm-up
+    it is a share of that, which rises linearly to 1. Both are pure functions of the step, so no
+    state of them needs to be saved.
     """
 
     def __init__(
@@ -89,7 +93,8 @@ class Optimization:
             num_steps: Number of steps of the whole training.
         """
         rate: float = self.settings.learning_rate * (1 - step / num_steps) ** POWER
-        return rate
+        warmup_steps = min(self.settings.warmup_steps, num_steps // MIN_TRAININGS_OF_WARMUP)
+        return rate * min(1.0, (step + 1) / (warmup_steps + 1))
 
     def step(self, learning_rate: float) -> None:
         """Clip the gradients, take a step, and clear them."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from unet3d.config import Channels, ModelSettings, Shape, Spacing
+from unet3d.config import Channels, ModelSettings, Shape, Spacing, Strides
 from unet3d.errors import ConfigError
 from unet3d.inputs.plain_data import PLAIN, at_most
 
@@ -21,7 +21,6 @@ ANISOTROPY_RATIO = 2.0
 """Along an axis whose spacing is so many times the finest or more, an anisotropic kernel has one
 voxel (the value of nnU-Net)."""
 
-Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
 Taps = Literal[1, 3]
 Kernel = tuple[Taps, Taps, Taps]
 """Voxels along X, Y, Z."""
@@ -41,7 +40,7 @@ class Topology:
     """Channels of the logits, the background included."""
     channels: Annotated[tuple[Channels, ...], at_most(8)]
     """Channels of each level; level 0 has the full resolution."""
-    strides: Annotated[tuple[tuple[Stride, Stride, Stride], ...], at_most(8)]
+    strides: Annotated[tuple[Strides, ...], at_most(8)]
     """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
     kernels: Annotated[tuple[Kernel, ...], at_most(8)] = ()
     """Voxels of the kernels of each level along X, Y, Z, 1 or 3; empty: 3 x 3 x 3 at all levels, as
@@ -120,7 +119,11 @@ def plan_topology(
         ConfigError: More levels are asked for than the patch can be halved to, or it cannot be
             halved at all.
     """
-    strides, kernels = _levels(size, spacing_mm)
+    if settings.strides is None:
+        strides = _strides(size, spacing_mm)
+    else:
+        strides = ((1, 1, 1), *settings.strides)
+        _refuse_single_voxel(size, strides)
     wanted = len(settings.channels) if settings.channels else settings.num_levels
     num_levels = min(max(len(strides), 2), MAX_LEVELS) if wanted == "auto" else wanted
     if num_levels > len(strides):
@@ -130,6 +133,7 @@ def plan_topology(
             "use fewer levels (at least 2) or a larger patch"
         )
     strides = strides[:num_levels]
+    kernels = _kernels(strides, spacing_mm)
     # Without one kernel across slices, a network of few levels would see each slice alone.
     kernels = (*kernels[: num_levels - 1], _CUBE)
     if settings.kernels == "isotropic" or set(kernels) == {_CUBE}:
@@ -149,26 +153,43 @@ def plan_topology(
     )
 
 
-def _levels(size: Shape, spacing_mm: Spacing) -> tuple[tuple[Shape, ...], tuple[Kernel, ...]]:
-    """Return strides and anisotropic kernels of levels, until no axis can be halved any more."""
+def _refuse_single_voxel(size: Shape, strides: tuple[Shape, ...]) -> None:
+    """Refuse strides that leave one voxel of a patch, which cannot be normalised."""
+    total = [math.prod(stride[axis] for stride in strides) for axis in range(3)]
+    if all(voxels <= step for voxels, step in zip(size, total, strict=True)):
+        raise ConfigError(
+            f"model.strides are {'x'.join(map(str, total))} in all, which leaves one voxel of a "
+            f"patch of {'x'.join(map(str, size))}; use a larger patch, or fewer levels"
+        )
+
+
+def _strides(size: Shape, spacing_mm: Spacing) -> tuple[Shape, ...]:
+    """Halve until no axis can be halved any more."""
     voxels, spacing = list(size), list(spacing_mm)
-    stride, is_wide = (1, 1, 1), [False] * 3
-    strides: list[Shape] = []
-    kernels: list[Kernel] = []
+    strides: list[Shape] = [(1, 1, 1)]
     while True:
-        for axis, step in enumerate(stride):
-            voxels[axis] = math.ceil(voxels[axis] / step)
-            spacing[axis] *= step
-        for axis, step in enumerate(stride):
-            is_wide[axis] |= step > 1 or spacing[axis] < ANISOTROPY_RATIO * min(spacing)
-        strides.append(stride)
-        taps: list[Taps] = [3 if wide else 1 for wide in is_wide]
-        kernels.append((taps[0], taps[1], taps[2]))
         halvable = [axis for axis in range(3) if voxels[axis] >= 2 * MIN_VOXELS]
         if not halvable:
-            return tuple(strides), tuple(kernels)
+            return tuple(strides)
         finest = min(spacing[axis] for axis in halvable)
         x, y, z = (
             2 if axis in halvable and spacing[axis] <= 2 * finest else 1 for axis in range(3)
         )
-        stride = (x, y, z)
+        strides.append((x, y, z))
+        for axis, step in enumerate((x, y, z)):
+            voxels[axis] = math.ceil(voxels[axis] / step)
+            spacing[axis] *= step
+
+
+def _kernels(strides: tuple[Shape, ...], spacing_mm: Spacing) -> tuple[Kernel, ...]:
+    """Return anisotropic kernels of levels."""
+    spacing, is_wide = list(spacing_mm), [False] * 3
+    kernels: list[Kernel] = []
+    for stride in strides:
+        for axis, step in enumerate(stride):
+            spacing[axis] *= step
+        for axis, step in enumerate(stride):
+            is_wide[axis] |= step > 1 or spacing[axis] < ANISOTROPY_RATIO * min(spacing)
+        taps: list[Taps] = [3 if wide else 1 for wide in is_wide]
+        kernels.append((taps[0], taps[1], taps[2]))
+    return tuple(kernels)

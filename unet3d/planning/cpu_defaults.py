@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unet3d.config import Config, ParallelSettings, load_config
+from unet3d.config import RATE_DIVISOR_OF_INIT, Config, ParallelSettings, load_config
 from unet3d.errors import some
 from unet3d.parallel import ParallelDims
 
@@ -46,6 +46,9 @@ CPU_DEFAULTS = (
 )
 """For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
 
+NETWORK = "model.base_channels"
+"""The one of the values that a network to begin with brings itself."""
+
 NUM_SHOWN = 3
 """How many of the values are named at the start; a run's ``config.yaml`` has all."""
 
@@ -75,11 +78,17 @@ def load_settings(
     replicas = dims_of(config.parallel).replicas
     if any(device.type != "cpu" for devices in replicas for device in devices):
         return config
+    # What follows from training.init is not what the user has set.
+    has_init = config.training.init is not None
+    named = [one for one in changes if one.partition("=")[0].strip() != "training.init"]
+    asked = load_config(None, named)
     taken = [
-        f"{key}={str(value).lower()}"
+        f"{key}={str(_after_init(key, value) if has_init else value).lower()}"
         for default in CPU_DEFAULTS
-        if not any(_is_set(config, key) for key in (*default.values, *default.related))
+        if not any(_is_set(asked, key) for key in default.values)
+        and not any(_is_set(config, key) for key in default.related)
         for key, value in default.values.items()
+        if not (has_init and key == NETWORK)
     ]
     if not taken:
         return config
@@ -88,6 +97,13 @@ def load_settings(
         "unet3d config > full.yaml, then --config full.yaml"
     )
     return load_config(None, [*changes, *taken])
+
+
+def _after_init(key: str, value: Any) -> Any:
+    """Return a value that suits weights which have learnt something already."""
+    if key != "training.learning_rate":
+        return value
+    return float(f"{value / RATE_DIVISOR_OF_INIT:.6g}")  # 0.0003, without a rounded last digit
 
 
 def _is_set(section: Any, key: str) -> bool:

@@ -46,6 +46,7 @@ from unet3d.training.cores import (
     preparing_processes,
 )
 from unet3d.training.data_record import data_lines
+from unet3d.training.initialising import begin_with
 from unet3d.training.loop import TrainingLoop, TrainingResult
 from unet3d.training.resuming import Past
 from unet3d.training.state import TrainingState
@@ -189,6 +190,8 @@ def _train(
     torch.manual_seed(config.training.seed)
     refuse_beyond_memory(experiment.topology)
     model = UNet3d(experiment.topology)
+    if config.training.init is not None and not resume:
+        begin_with(config.training.init, model, experiment.preprocessing, group)
     to_parameter_dtype(model, precision)
     layout = Layout.of(config, dims, precision)
     if config.memory.offload != "none" and all(device.type == "cpu" for device in dims.devices):

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from unet3d.distributed.group import Group
+from unet3d.distributed.launched import is_one_of_several
 from unet3d.errors import Unet3dError
 from unet3d.interruption import Interrupted, InterruptionRequest, deferred_interruption
 from unet3d.memory.measurement import measured_steps
@@ -149,10 +150,9 @@ class TrainingLoop:
             RankError: Another rank died or hangs.
         """
         settings = self.config.training
-        epochs = settings.epochs
         line = ProgressLine(
             console,
-            num_epochs=epochs,
+            num_epochs=settings.epochs,
             num_steps=self.loader.num_steps,
             validate_every=settings.validate_every,
             validation_seconds=self.state.last_validation_seconds,
@@ -160,12 +160,12 @@ class TrainingLoop:
         )
         with (
             closing(self.loader),
-            deferred_interruption(is_rank=self.group.size > 1) as interruption,
+            deferred_interruption(self.group.size > 1 or is_one_of_several()) as interruption,
             line.shown(),
         ):
             if self.recorder.resumed_epoch is None:
                 self.recorder.begin()
-            while self.state.epoch < epochs:
+            while self.state.epoch < settings.epochs:
                 self._train_epoch(line, interruption)
                 validation = self._validate_if_due(line, interruption)
                 metrics = self._end_epoch(validation)

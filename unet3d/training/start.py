@@ -26,6 +26,7 @@ from unet3d.planning.step_size import within_gpus
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
+from unet3d.training.initialising import settings_of_init
 from unet3d.training.job import for_ranks, train
 from unet3d.training.loop import TrainingResult
 
@@ -109,6 +110,7 @@ def choose_run(request: RunRequest, group: Group) -> Run:
 
 def _choose_run(request: RunRequest, group: Group) -> Run:
     folder = folder_to_resume(request) if request.resume else None
+    refuse_init_of_old_run(request)
     if folder is not None and request.config_path is None:
         with recorded_settings(folder) as path:
             recorded = load_config(path)
@@ -121,6 +123,8 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
             request.changes,
             lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
         )
+    if folder is None:
+        config = settings_of_init(config)
     devices = ParallelDims.resolve(config.parallel, ranks=group.ranks).all_devices
     config = within_gpus(config, [device_bytes(one) for one in devices if one.type == "cuda"])
     config = choose_mode(config, group.ranks)
@@ -135,6 +139,19 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
     folder = make_run(run_name(config)) if request.output is None else RunFolder(request.output)
     resume = group.has_begun(str(folder.path)) and folder.latest.exists()
     return Run(config=config, folder=folder, resume=resume)
+
+
+def refuse_init_of_old_run(request: RunRequest) -> None:
+    """Refuse weights to begin with where a run is to be continued.
+
+    Raises:
+        ConfigError: Both are asked for.
+    """
+    names = [change.partition("=")[0].strip() for change in request.changes]
+    if request.resume and "training.init" in names:
+        raise ConfigError(
+            "training.init (--init) begins a new run, and --resume continues one; leave one out"
+        )
 
 
 def _mode_for_devices(recorded: Config, changes: Sequence[str]) -> list[str]:

@@ -1,0 +1,280 @@
+"""Beginning with the weights of another run: what is taken, what is new, what does not fit."""
+
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.networks import random_checkpoint
+from tests.trainings import SMALL, assert_same_weights, run, settings, weights
+from unet3d.config import Config, load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import CheckpointError, ConfigError
+from unet3d.model import Topology, UNet3d
+from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.training.initialising import begin_with, settings_of_init, take_weights
+from unet3d.training.loop import TrainingLoop
+from unet3d.volumes.classes import Region
+from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+
+DEEP = Topology(
+    in_channels=2,
+    num_classes=3,
+    channels=(4, 6, 8, 8),
+    strides=((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
+    deep_supervision=True,
+)
+
+
+def preparing(num_channels: int, *labels: str) -> Preprocessing:
+    return Preprocessing(
+        spacing_mm=(1.0, 1.0, 2.5),
+        channels=(ChannelNormalization(kind="z-score"),) * num_channels,
+        channel_names=tuple(f"channel {index}" for index in range(num_channels)),
+        label_names=("background", *labels),
+        label_values=tuple(range(len(labels) + 1)),
+    )
+
+
+def network(seed: int, **changes: Any) -> UNet3d:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return UNet3d(replace(DEEP, **changes))
+
+
+def trained(**changes: Any) -> Checkpoint:
+    topology = replace(DEEP, **changes)
+    return replace(
+        random_checkpoint(),
+        topology=topology,
+        preprocessing=preparing(topology.in_channels, "liver", "tumour"),
+        model=network(1, **changes).state_dict(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "labels", "new", "words"),
+    [
+        ({}, ("liver", "tumour"), (), "nothing is new"),
+        (
+            {"num_classes": 4},
+            ("liver", "tumour", "cyst"),
+            ("decoder.heads.",),
+            "new: the heads (liver, tumour, cyst instead of liver, tumour)",
+        ),
+        (  # as many of other names
+            {},
+            ("left", "right"),
+            ("decoder.heads.",),
+            "new: the heads (left, right instead of liver, tumour)",
+        ),
+        (
+            {"in_channels": 1},
+            ("liver", "tumour"),
+            ("encoder.levels.0.0.",),
+            "new: the stem (channel 0 instead of channel 0, channel 1)",
+        ),
+        (
+            {"in_channels": 4, "num_classes": 2},
+            ("one",),
+            ("encoder.levels.0.0.", "decoder.heads."),
+            "new: the stem (channel 0, channel 1, channel 2, channel 3 instead of channel 0, "
+            "channel 1) and the heads (one instead of liver, tumour)",
+        ),
+        ({"deep_supervision": False}, ("liver", "tumour"), (), "nothing is new"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_all_but_stem_and_heads_is_taken(
+    changes: dict[str, Any], labels: tuple[str, ...], new: tuple[str, ...], words: str, encoder: Any
+) -> None:
+    checkpoint = trained(encoder=encoder)
+    model = network(2, encoder=encoder, **changes)
+    random = {name: value.clone() for name, value in model.state_dict().items()}
+    found = take_weights(model, preparing(model.topology.in_channels, *labels), checkpoint)
+    assert found == words
+    for name, value in model.state_dict().items():
+        expected = random if new and name.startswith(new) else checkpoint.model
+        assert torch.equal(value, expected[name]), name
+
+
+def test_regions_in_place_of_labels_have_heads_of_their_own() -> None:
+    """Three of them, as many as the checkpoint has classes."""
+    checkpoint = trained()
+    regions = tuple(
+        Region(name=name, values=values, written=values[-1])
+        for name, values in (("whole", (1, 2, 3)), ("core", (1, 2)), ("rim", (1,)))
+    )
+    preprocessing = replace(preparing(2, "a", "b", "c"), regions=regions)
+    model = network(2)
+    heads = model.state_dict()["decoder.heads.0.weight"].clone()
+    words = take_weights(model, preprocessing, checkpoint)
+    assert words == "new: the heads (whole, core, rim instead of liver, tumour)"
+    assert torch.equal(model.state_dict()["decoder.heads.0.weight"], heads)
+
+
+def test_heads_that_the_checkpoint_lacks_are_new() -> None:
+    checkpoint = trained(deep_supervision=False)
+    model = network(2)
+    random = {name: value.clone() for name, value in model.state_dict().items()}
+    words = take_weights(model, checkpoint.preprocessing, checkpoint)
+    assert words == "new: the heads of level 1"
+    for name, value in model.state_dict().items():
+        is_new = name.startswith("decoder.heads.1.")
+        assert torch.equal(value, (random if is_new else checkpoint.model)[name]), name
+
+
+def test_another_type_of_numbers_is_converted() -> None:
+    checkpoint = trained()
+    double = replace(checkpoint, model={name: w.double() for name, w in checkpoint.model.items()})
+    model = network(2)
+    take_weights(model, checkpoint.preprocessing, double)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, checkpoint.model[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"channels": (4, 6, 8, 16)}, r"channels \(4, 6, 8, 8\) instead of \(4, 6, 8, 16\)"),
+        ({"strides": ((1, 1, 1), *[(2, 2, 2)] * 3)}, "strides"),
+        ({"norm": "group"}, "norm instance instead of group"),
+        ({"encoder": "residual"}, "encoder plain instead of residual"),
+    ],
+    ids=str,
+)
+def test_another_network_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    checkpoint = trained()
+    save_checkpoint(checkpoint, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=f"a.pt: it holds another network.*{words}"):
+        begin_with(
+            tmp_path / "a.pt", network(2, **changes), checkpoint.preprocessing, Group(Ranks())
+        )
+
+
+# Settings
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("init") / "deep.pt"
+    save_checkpoint(trained(), path)
+    return path
+
+
+def resolved(file: Path, *changes: str) -> Config:
+    return settings_of_init(load_config(None, [f"training.init={file}", *changes]))
+
+
+def test_network_and_spacing_are_those_of_the_checkpoint(file: Path) -> None:
+    config = resolved(file)
+    assert config.model.channels == DEEP.channels
+    assert config.model.strides == DEEP.strides[1:]
+    assert config.data.spacing_mm == (1.0, 1.0, 2.5)
+    assert config.patches.size == "auto"
+    # What was set stands, and what has been resolved needs no file.
+    assert resolved(file, "data.spacing_mm=median").data.spacing_mm == "median"
+    gone = config.with_values({"training.init": "/gone.pt"})
+    assert settings_of_init(gone) is gone
+    without = load_config()
+    assert settings_of_init(without) is without
+    again = Config.from_yaml(config.to_yaml())
+    assert again == config and settings_of_init(again) == config
+
+
+def test_settings_that_say_the_same_are_taken(file: Path) -> None:
+    same = ("model.channels=4,6,8,8", "model.num_levels=4", "model.norm=instance")
+    assert resolved(file, *same).model == resolved(file).model
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "model.channels=4,8,16,32",
+            "model.channels 4, 8, 16, 32, but the checkpoint has 4, 6",
+        ),
+        (
+            "model.base_channels=8",
+            "model.channels 8, 16, 32, 64, but the checkpoint has 4, 6",
+        ),
+        ("model.num_levels=5", "model.num_levels 5, but the checkpoint has 4"),
+        ("model.encoder=residual", "model.encoder residual, but the checkpoint has plain"),
+        ("model.norm=batch", "model.norm batch, but the checkpoint has instance"),
+    ],
+)
+def test_settings_of_another_network_are_refused(file: Path, change: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolved(file, change)
+
+
+def test_the_rate_is_lower_and_rises_at_first(file: Path) -> None:
+    usual, gentle = load_config().training, resolved(file).training
+    assert gentle.learning_rate == pytest.approx(usual.learning_rate / 10)
+    assert (usual.warmup_steps, gentle.warmup_steps) == (0, 250)
+    own = resolved(file, "training.learning_rate=0.5", "training.warmup_steps=3").training
+    assert (own.learning_rate, own.warmup_steps) == (0.5, 3)
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first") / "run"
+    run(settings(cache, "training.epochs=1"), folder)
+    return folder
+
+
+def fine_tuning(cache: Path, init: Path, *changes: str) -> Config:
+    """Return settings like those of a small training, but for the network."""
+    own = [change for change in SMALL if not change.startswith("model.")]
+    return settings_of_init(
+        load_config(None, [*own, f"data.cache={cache}", f"training.init={init}", *changes])
+    )
+
+
+@pytest.mark.trains
+def test_a_training_begins_with_the_weights(
+    cache: Path, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At a rate that changes nothing, patches of another size leave what was there."""
+    caplog.set_level(logging.INFO)
+    init = finished / "checkpoint-latest.pt"
+    small = ("training.learning_rate=1e-30", "training.epochs=1", "patches.size=8,8,8")
+    run(fine_tuning(cache, init, *small), tmp_path / "run")
+    assert_same_weights(tmp_path / "run", finished)
+    assert f"begins with the weights of {init}; nothing is new" in caplog.messages
+
+
+@pytest.mark.trains
+def test_it_goes_on_without_the_file(
+    cache: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = tmp_path / "init.pt"
+    init.write_bytes((finished / "checkpoint-latest.pt").read_bytes())
+    config = fine_tuning(cache, init, "training.warmup_steps=5", "training.save_every_seconds=0")
+    run(config, tmp_path / "whole")
+    step, done = TrainingLoop._step, []
+
+    def failing(self: TrainingLoop, batch: Any) -> Any:
+        if len(done) == 3:
+            raise KeyError
+        done.append(batch)
+        return step(self, batch)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(TrainingLoop, "_step", failing)
+        run(config, tmp_path / "parts")
+    init.unlink()
+    run(load_config(tmp_path / "parts" / "config.yaml"), tmp_path / "parts", resume=True)
+    assert_same_weights(tmp_path / "parts", tmp_path / "whole")
+    changed = weights(tmp_path / "whole")
+    moved = [(value - changed[name]).abs().max() for name, value in weights(finished).items()]
+    assert 0 < max(moved) < math.inf

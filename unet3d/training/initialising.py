@@ -1,0 +1,184 @@
+"""Beginning a run with the weights of another one, for the same or other labels and channels.
+
+The network is that of the checkpoint: its encoder, levels, channels, strides, kernels and
+normalisation, and its images have the spacing that its features know. What of this the settings
+leave open is taken from there, and written into them; so a run that goes on does not need the file
+again. Patches may have another size, because no weight depends on it.
+
+The heads are made anew where the labels are others, and the stem where the number of channels is:
+there is no weight for them.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unet3d.config import Config
+from unet3d.distributed.group import Group
+from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.model import Topology, UNet3d
+from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.volumes.transform import Preprocessing
+
+logger = logging.getLogger(__name__)
+
+STEM = "encoder.levels.0.0."
+"""Begins the names of the first unit's parameters, which read the image."""
+
+HEADS = "decoder.heads."
+"""Begins the names of the parameters that write logits, one head for each level with a loss."""
+
+OF_DATA = ("in_channels", "num_classes", "deep_supervision")
+"""Fields of a topology that stem and heads depend on, and nothing else."""
+
+
+def settings_of_init(config: Config) -> Config:
+    """Return the settings with the network and the spacing of the checkpoint to begin with.
+
+    Args:
+        config: Settings as the user wrote them; without ``training.init`` nothing is changed.
+
+    Raises:
+        CheckpointError: It cannot be read.
+        ConfigError: A setting that was given asks for another network.
+    """
+    path = config.training.init
+    if path is None or config.model.strides is not None:  # it has been done
+        return config
+    checkpoint = load_checkpoint(path, part="description")
+    topology = checkpoint.topology
+    differences = _differences(config, topology)
+    if differences:
+        raise ConfigError(
+            f"training.init ({path}) is another network than the settings ask for: "
+            f"{'; '.join(differences)}; leave these settings out"
+        )
+    values: dict[str, Any] = {
+        "model.encoder": topology.encoder,
+        "model.norm": topology.norm,
+        "model.kernels": _kernels_of(topology),
+        "model.num_levels": topology.num_levels,
+        "model.channels": topology.channels,
+        "model.strides": topology.strides[1:],
+    }
+    if "spacing_mm" not in config.data.model_fields_set:
+        values["data.spacing_mm"] = checkpoint.preprocessing.spacing_mm or "native"
+    return config.with_values(values)
+
+
+def _differences(config: Config, topology: Topology) -> list[str]:
+    """Return which settings that were given do not suit a network."""
+    model = config.model
+    by_rule = tuple(
+        min(model.base_channels * 2**level, model.max_channels)
+        for level in range(topology.num_levels)
+    )
+    has_rule = {"base_channels", "max_channels"} & model.model_fields_set and not model.channels
+    asked: Mapping[str, tuple[Any, Any]] = {
+        "encoder": (model.encoder, topology.encoder),
+        "norm": (model.norm, topology.norm),
+        "kernels": (model.kernels, _kernels_of(topology)),
+        "num_levels": (model.num_levels, topology.num_levels),
+        "channels": (by_rule if has_rule else model.channels, topology.channels),
+    }
+    return [
+        f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"
+        for name, (wanted, found) in asked.items()
+        if wanted not in (None, "auto", found)
+        and (name in model.model_fields_set or (name == "channels" and has_rule))
+    ]
+
+
+def _kernels_of(topology: Topology) -> str:
+    return "anisotropic" if topology.kernels else "isotropic"
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: Group) -> None:
+    """Give a new network the weights of a checkpoint, and say what is new; all ranks call it.
+
+    Args:
+        path: The checkpoint; only the first rank must see it.
+        model: With random weights, the same in all ranks.
+        preprocessing: Channels and labels of its images.
+        group: The ranks, connected.
+
+    Raises:
+        CheckpointError: It cannot be used, or is of another network.
+    """
+    checkpoint = group.file_from_first(path, partial(load_checkpoint, part="network"))
+    try:
+        news = take_weights(model, preprocessing, checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    logger.info("begins with the weights of %s; %s", path, news)
+
+
+def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:
+    """Give a new network the weights of a checkpoint, as far as it has weights for it.
+
+    Args:
+        model: With random weights, which stay where there are no others.
+        preprocessing: Channels and labels of its images.
+        checkpoint: What it begins with.
+
+    Returns:
+        What is new, in words.
+
+    Raises:
+        ValueError: The networks differ in more than stem and heads.
+    """
+    topology, before = model.topology, checkpoint.topology
+    like = replace(before, **{name: getattr(topology, name) for name in OF_DATA})
+    if like != topology:
+        wanted, found = topology.to_dict(), like.to_dict()
+        differences = [
+            f"{name} {found[name]} instead of {wanted[name]}"
+            for name in wanted
+            if wanted[name] != found[name]
+        ]
+        raise ValueError(
+            f"it holds another network than the settings ask for: {'; '.join(differences)}; leave "
+            "the settings of the model out, and these are taken from it"
+        )
+    old, new = checkpoint.preprocessing, preprocessing
+    news: list[str] = []
+    left_out: list[str] = []
+    if topology.in_channels != before.in_channels:
+        left_out.append(STEM)
+        news.append(
+            f"the stem ({_listed(new.channel_names)} instead of {_listed(old.channel_names)})"
+        )
+    if (list(new.scored), topology.num_classes) != (list(old.scored), before.num_classes):
+        left_out.append(HEADS)
+        news.append(f"the heads ({_listed(new.scored)} instead of {_listed(old.scored)})")
+    weights = {
+        name: value
+        for name, value in checkpoint.model.items()
+        if not name.startswith(tuple(left_out))
+    }
+    own = model.state_dict()
+    if HEADS not in left_out:
+        lacking = _levels_of_heads(own) - _levels_of_heads(weights)
+        if lacking:
+            news.append(f"the heads of level {', '.join(map(str, sorted(lacking)))}")
+    # A head of a level that has no loss any more is left behind.
+    model.load_state_dict({name: weights.get(name, value) for name, value in own.items()})
+    return f"new: {' and '.join(news)}" if news else "nothing is new"
+
+
+def _levels_of_heads(weights: Mapping[str, Tensor]) -> set[int]:
+    names = [name.removeprefix(HEADS) for name in weights if name.startswith(HEADS)]
+    return {int(name.partition(".")[0]) for name in names}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return some(list(names))
