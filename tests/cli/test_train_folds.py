@@ -59,11 +59,13 @@ def test_folds_one_after_another_are_runs_of_their_own(
         values = [one[key] for one in each]
         expected = {"mean": mean(values), "standard_deviation": stdev(values), "num_folds": 2}
         assert found[key] == pytest.approx(expected)
+    final = [one["final"]["mean_dice"] for one in each]
+    assert found["final_mean_dice"]["mean"] == pytest.approx(mean(final))
     for label, spread in found["last_dice"].items():
         known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
-    assert f"{found['last_mean_dice']['mean']:.3f}" in shown.out
+    assert f"{mean(final):.3f}" in shown.out
     # What is finished is left as it is; a fold more is added.
     before = contents(top)
     assert run("train", "--resume") == 0

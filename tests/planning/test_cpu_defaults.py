@@ -115,7 +115,7 @@ def test_one_line_says_what_was_taken_and_how_to_get_the_rest() -> None:
 
 def test_weights_to_begin_with_bring_their_network_and_take_a_tenth_of_the_rate() -> None:
     found = changed("training.init=a.pt")
-    expected = VALUES | {"training.learning_rate": 0.003 / 10}
+    expected = VALUES | {"training.learning_rate": 0.0003}
     del expected["model.base_channels"]
     assert found == expected
     assert changed("training.init=a.pt", "training.learning_rate=0.5").keys() == found.keys() - {

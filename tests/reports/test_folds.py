@@ -9,19 +9,20 @@ def spread(mean: float | None, deviation: float | None) -> dict[str, float | int
     return {"mean": mean, "standard_deviation": deviation, "num_folds": 2}
 
 
-def text_of(num_folds: int) -> str:
+def text_of(num_folds: int, kind: str = "final") -> str:
     folds = {
         str(fold): {
-            "last_mean_dice": 0.5 + fold / 100,
-            "last_dice": {"[b]liver": 0.6 + fold / 100, "tumour": None if fold else 0.25},
+            f"{kind}_mean_dice": 0.5 + fold / 100,
+            f"{kind}_dice": {"[b]liver": 0.6 + fold / 100, "tumour": None if fold else 0.25},
         }
         for fold in range(num_folds)
     }
     summary = {
         "folds": folds,
-        "last_mean_dice": spread(0.505, 0.0071),
+        "final_mean_dice": {"mean": None, "standard_deviation": None, "num_folds": 0},
+        f"{kind}_mean_dice": spread(0.505, 0.0071),
         "best_dice": spread(0.7, None),
-        "last_dice": {"[b]liver": spread(0.605, 0.0071), "tumour": spread(0.25, None)},
+        f"{kind}_dice": {"[b]liver": spread(0.605, 0.0071), "tumour": spread(0.25, None)},
     }
     console = Console(width=80, record=True, color_system=None)
     with console.capture() as captured:
@@ -39,6 +40,10 @@ def test_labels_have_a_number_of_each_fold_and_their_mean() -> None:
     assert ["tumour", "0.250", "–", "0.250", "–"] in found
     assert ["mean", "0.500", "0.510", "0.505", "0.007"] in found
     assert "mean of the best networks: 0.700" in text_of(2)
+
+
+def test_without_final_scores_those_of_training_are_shown() -> None:
+    assert text_of(2, kind="last") == text_of(2)
 
 
 def test_many_folds_are_a_mean() -> None:

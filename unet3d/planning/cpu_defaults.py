@@ -32,7 +32,7 @@ CPU_DEFAULTS = (
     # A tenth of the work of 32 channels, and the memory that two patches of 64^3 voxels then take.
     CpuDefault(
         values={"model.base_channels": 8, "patches.memory_gib": 1.1},
-        related=("model.channels", "model.max_channels", "training.init"),
+        related=("model.channels", "model.max_channels"),
     ),
     CpuDefault(values={"training.epochs": 40}),
     CpuDefault(values={"training.steps_per_epoch": 25}),
@@ -45,6 +45,9 @@ CPU_DEFAULTS = (
     ),
 )
 """For two cores: 5 to 15 minutes with a few dozen to a few hundred small cases."""
+
+NETWORK = "model.base_channels"
+"""The one of the values that a network to begin with brings itself."""
 
 NUM_SHOWN = 3
 """How many of the values are named at the start; a run's ``config.yaml`` has all."""
@@ -85,6 +88,7 @@ def load_settings(
         if not any(_is_set(asked, key) for key in default.values)
         and not any(_is_set(config, key) for key in default.related)
         for key, value in default.values.items()
+        if not (has_init and key == NETWORK)
     ]
     if not taken:
         return config
@@ -97,7 +101,9 @@ def load_settings(
 
 def _after_init(key: str, value: Any) -> Any:
     """Return a value that suits weights which have learnt something already."""
-    return value / RATE_DIVISOR_OF_INIT if key == "training.learning_rate" else value
+    if key != "training.learning_rate":
+        return value
+    return float(f"{value / RATE_DIVISOR_OF_INIT:.6g}")  # 0.0003, without a rounded last digit
 
 
 def _is_set(section: Any, key: str) -> bool:

@@ -14,28 +14,31 @@ MAX_FOLDS = 6
 
 
 def folds_table(summary: Mapping[str, Any]) -> Table:
-    """Return the Dice of each label in the validation of each fold's final network.
+    """Return the Dice of each label as each fold's final network segments its validation cases.
+
+    Where no fold has these scores they are those of the last validation in training.
 
     Args:
         summary: What ``summary.json`` over folds holds.
     """
     folds: Mapping[str, Mapping[str, Any]] = summary["folds"]
+    kind = "final" if summary["final_mean_dice"]["num_folds"] else "last"
     best = summary["best_dice"]["mean"]
     table = Table(
         title=f"Validation Dice of {len(folds)} folds",
-        caption=f"mean of the best networks: {_score(best)}",
+        caption=f"in training, mean of the best networks: {_score(best)}",
         box=box.SIMPLE_HEAD,
     )
     shown = list(folds) if len(folds) <= MAX_FOLDS else []
     table.add_column("label")
     for name in (*(f"fold {fold}" for fold in shown), "mean", "spread"):
         table.add_column(name, justify="right", no_wrap=True)
-    labels: Mapping[str, Mapping[str, Any]] = summary["last_dice"]
+    labels: Mapping[str, Mapping[str, Any]] = summary[f"{kind}_dice"]
     for number, (label, spread) in enumerate(labels.items(), start=1):
-        dice = [(folds[fold]["last_dice"] or {}).get(label) for fold in shown]
+        dice = [(folds[fold][f"{kind}_dice"] or {}).get(label) for fold in shown]
         _add(table, label, dice, spread, ends=number == len(labels))
-    means = [folds[fold]["last_mean_dice"] for fold in shown]
-    _add(table, "mean", means, summary["last_mean_dice"], ends=False)
+    means = [folds[fold][f"{kind}_mean_dice"] for fold in shown]
+    _add(table, "mean", means, summary[f"{kind}_mean_dice"], ends=False)
     return table
 
 

@@ -41,10 +41,10 @@ logger = logging.getLogger(__name__)
 
 Say = Callable[[str], object]
 
-SCORES = ("last_mean_dice", "best_dice")
+SCORES = ("final_mean_dice", "last_mean_dice", "best_dice")
 """Numbers of a fold's summary whose mean the summary over folds has."""
 
-SCORES_OF_LABELS = ("last_dice", "dice")
+SCORES_OF_LABELS = ("final_dice", "last_dice", "dice")
 """The same of each label."""
 
 
@@ -291,17 +291,23 @@ def _arguments(plan: _Plan, fold: int) -> tuple[str, ...]:
 
 
 def _summary_of(run: RunFolder) -> Mapping[str, Any] | None:
-    """Return the summary of a finished fold, or None."""
-    return read_json(run.summary) if run.has_summary() else None
+    """Return the summary of a finished fold, its final scores beside the others; or None."""
+    if not run.has_summary():
+        return None
+    summary = read_json(run.summary)
+    final = summary.get("final") or {}
+    scores = {"final_mean_dice": final.get("mean_dice"), "final_dice": final.get("dice")}
+    return {**summary, **scores}
 
 
 def _summary(plan: _Plan) -> dict[str, Any]:
     """Return what ``summary.json`` over folds holds; all of them are finished.
 
-    ``last_mean_dice`` and ``last_dice`` of each label are of the final networks, ``best_dice`` and
-    ``dice`` of the best ones, which were chosen by the cases that they are measured on. Each is the
-    mean over folds, with the standard deviation between them (None for one fold) and the number of
-    folds in which it is known.
+    ``final_mean_dice``, and ``final_dice`` of each label, are of the validation cases as predicted
+    with the final networks; ``last_mean_dice`` and ``last_dice`` are of the last
+    validation in training, ``best_dice`` and ``dice`` of the best one, chosen by the cases that it
+    is measured on. Each is the mean over folds, with the standard deviation between them (None for
+    one fold) and the number of folds in which it is known.
     """
     runs = folds_in(plan.folder.path)
     of_fold = {fold: _summary_of(runs[fold]) or {} for fold in plan.folds}
