@@ -19,7 +19,7 @@ from pathlib import Path
 from unet3d.volumes.phantom import write_phantom_dataset
 write_phantom_dataset(Path("demo/unseen"), 1, (64, 64, 64), (1.0, 1.0, 1.0), seed=2024)
 '
-unet3d predict demo/unseen/imagesTr/phantom_000.nii.gz --checkpoint demo/run/checkpoint-best.pt \
+unet3d predict demo/unseen/imagesTr/phantom_000.nii.gz --checkpoint demo/run \
     --parallel model --devices "$devices" -o demo/scan_seg.nii.gz --overwrite
 unet3d evaluate demo/scan_seg.nii.gz demo/unseen/labelsTr/phantom_000.nii.gz \
     --json demo/evaluation.json
