@@ -107,8 +107,8 @@ def test_with_values_replaces_some_and_checks_all() -> None:
         ("model.channels=32", "is 32; give a list of whole numbers above 0 and at most 65,536 or"),
         ("model.channels=[32]", "model.channels names 1 level(s); give channels for 2 to 8"),
         ("model.deep_supervision=maybe", "is 'maybe'; give true or false"),
-        ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give a list of x, y or z"),
-        ("patches.augmentation.mirror_axes=xy", "is 'xy'; give a list of x, y or z"),
+        ("patches.augmentation.mirror_axes=x,w", "is ['x', 'w']; give auto or a list of x, y or z"),
+        ("patches.augmentation.mirror_axes=xy", "is 'xy'; give auto or a list of x, y or z"),
         ("patches.augmentation.scaling_range=1", "scaling_range is 1; give two numbers"),
         (
             "patches.augmentation.scaling_range=1.4,0.7",

@@ -17,7 +17,6 @@ from unet3d.planning import experiment
 from unet3d.planning.experiment import plan_experiment, report_findings
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
-from unet3d.volumes import preprocess
 from unet3d.volumes.check import Finding
 
 
@@ -99,27 +98,26 @@ def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_trained_is_refused_before_a_voxel_is_read(
+def test_what_cannot_be_trained_is_refused_before_a_case_is_prepared(
     overrides: tuple[str, ...],
     num_stages: int,
     reason: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    root = write_msd(tmp_path / "data", modality="CT")  # which needs statistics of its voxels
+    root = write_msd(tmp_path / "data", modality="CT")
     read: list[object] = []
-    for module, name in ((preprocess, "_intensities"), (experiment, "prepare_cases")):
-        monkeypatch.setattr(module, name, lambda *_, **__: read.append(1))
+    monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: read.append(1))
     with pytest.raises((ConfigError, DeviceError), match=reason):
         plan_experiment(settings(tmp_path, root, *overrides), 0, num_stages)
     assert read == []
 
 
-def test_a_patch_with_too_few_planes_is_refused_before_a_voxel_is_read(
+def test_a_patch_with_too_few_planes_is_refused_before_a_case_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write_msd(tmp_path / "data", modality="CT")
-    monkeypatch.setattr(preprocess, "_intensities", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: pytest.fail("prepared"))
     config = settings(tmp_path, root, "patches.size=16,16,16")
     with pytest.raises(DeviceError, match="16x16x16 voxels has 16 planes .* use at most 16"):
         plan_experiment(config, 0, num_shards=17)
