@@ -298,7 +298,7 @@ SPREAD = {
     "spatial": ("parallel.mode=spatial",),
     "data": ("parallel.mode=data", "training.batch_size=3"),
 }
-SHORT = ("parallel.devices=cpu,cpu", "parallel.timeout_seconds=2", "training.epochs=1000")
+SHORT = ("parallel.devices=cpu,cpu", "parallel.timeout_seconds=4", "training.epochs=1000")
 LATER = ("training.validate_every=1000", "training.save_every_seconds=0")
 SECONDS = 60
 """More than any of these takes."""

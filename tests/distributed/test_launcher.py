@@ -176,7 +176,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     assert "resumed after epoch" in capfd.readouterr().err
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines] == list(range(1, 13))
-    assert lines[-1]["step"] == 12 * 3
+    assert lines[-1]["step"] == 12 * 4
     expected = json.loads((tmp_path / "undisturbed" / "summary.json").read_text())
     actual = json.loads((folder / "summary.json").read_text())
     assert actual["best_dice"] == pytest.approx(expected["best_dice"], abs=0.02)
