@@ -13,6 +13,7 @@ from unet3d.volumes.naming import has_sides
         ("KidneyLeft", "liver"),
         ("RIGHT-hippocampus",),
         ("leftatrium",),
+        ("lungleft", "lungright"),
         ("kidney_l", "kidney_r"),
         ("Femur R", "Hip", "Femur L"),
         ("lh-cortex", "rh-cortex"),
@@ -33,6 +34,7 @@ def test_left_and_right_are_found(names: tuple[str, ...]) -> None:
         ("kidney_l",),  # alone it may mean anything
         ("label 1", "label 2"),
         ("femur_l", "tibia_r"),
+        ("cleft", "bright spot"),
         (),
     ],
 )

@@ -122,6 +122,7 @@ def plan(
         )
         from unet3d.planning.placements import memory_of
         from unet3d.planning.step_size import within_gpus
+        from unet3d.training.initialising import settings_of_init
 
         notes: list[str] = []
         config = load_settings(
@@ -130,6 +131,7 @@ def plan(
             lambda settings: dims_of(settings, memory_bytes),
             say=notes.append,
         )
+        config = settings_of_init(config)
         if measure:
             dims = ParallelDims.resolve(config.parallel)
         else:

@@ -29,6 +29,9 @@ from unet3d.errors import ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.inputs.reading import read_bytes
 
+_REMOVED = {"patches": ("max_voxels", "per_case")}
+"""Settings of the first versions, which the checkpoints of these still name."""
+
 
 class Config(Section):
     """Everything needed to repeat a run."""
@@ -140,7 +143,11 @@ class Config(Section):
         Raises:
             ConfigError: It is not YAML, or holds unknown keys or refused values.
         """
-        return _validated(_parsed(text, "stored settings"), "stored settings")
+        tree = _parsed(text, "stored settings")
+        for section, names in _REMOVED.items():
+            if isinstance(tree.get(section), dict):
+                tree[section] = {k: v for k, v in tree[section].items() if k not in names}
+        return _validated(tree, "stored settings")
 
     def to_yaml(self) -> str:
         """Return every setting as YAML that :func:`load_config` reads back."""

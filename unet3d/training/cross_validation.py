@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from unet3d.config import Config, load_config
+from unet3d.config import Config
 from unet3d.distributed.commands import Command, in_words, run_commands
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, Unet3dError, some
 from unet3d.inputs.reading import read_json
 from unet3d.interruption import Interrupted
+from unet3d.memory.record import device_bytes
 from unet3d.parallel import ParallelDims
 from unet3d.planning.cpu_defaults import load_settings
 from unet3d.planning.experiment import open_dataset, plan_experiment
+from unet3d.planning.step_size import within_gpus
 from unet3d.runs.finding import FOLDS, folds_in, recorded_folds
 from unet3d.runs.run_folder import RunFolder, make_run
 from unet3d.training.cores import preparing_processes
@@ -34,6 +36,7 @@ from unet3d.training.start import (
     folder_to_resume,
     refuse_init_of_old_run,
     run_name,
+    settings_to_resume,
 )
 from unet3d.volumes.dataset import folds_of
 
@@ -160,14 +163,15 @@ def _planned(request: RunRequest, named: str | None) -> _Plan:
     recorded: tuple[int, ...] = ()
     if request.resume and request.output is not None:
         recorded = recorded_folds(request.output) or ()
-        path = request.config_path or RunFolder(request.output).config
-        config = load_config(path, request.changes)
+        config = settings_to_resume(request, RunFolder(request.output), Ranks())
     else:
         config = load_settings(request.config_path, request.changes, ParallelDims.resolve)
         config = settings_of_init(config)
     if any(change.partition("=")[0].strip() == "data.fold" for change in request.changes):
         raise ConfigError("--fold is given for a run over several folds; leave it out, or --folds")
     devices = ParallelDims.resolve(config.parallel).all_devices
+    # All folds have one patch, whatever their GPUs.
+    config = within_gpus(config, [device_bytes(one) for one in devices if one.type == "cuda"])
     slots: tuple[tuple[str, ...], ...] = ((),)
     if config.parallel.mode == "auto" and len(devices) > 1:
         slots = tuple(("--parallel", "none", "--devices", str(device)) for device in devices)
@@ -220,9 +224,10 @@ def _prepare_cases(plan: _Plan, fold: int) -> None:
         Unet3dError: For every reason that every fold would have.
     """
     dims = ParallelDims.resolve(plan.config.parallel)
-    stages, shards = (dims.num_stages, dims.num_shards) if len(plan.slots) == 1 else (1, 1)
+    counts = (dims.num_stages, dims.num_shards, dims.num_replicas)
+    counts = counts if len(plan.slots) == 1 else (1, 1, 1)
     num_workers = preparing_processes(plan.config, dims.all_devices, 1)
-    plan_experiment(plan.config.with_values({"data.fold": fold}), num_workers, stages, shards)
+    plan_experiment(plan.config.with_values({"data.fold": fold}), num_workers, *counts)
 
 
 def _log_places(plan: _Plan, left: Sequence[int]) -> None:

@@ -48,7 +48,8 @@ def settings_of_init(config: Config) -> Config:
         ConfigError: A setting that was given asks for another network.
     """
     path = config.training.init
-    if path is None or config.model.strides is not None:  # it has been done
+    model = config.model
+    if path is None or (model.strides is not None and model.channels is not None):  # it is done
         return config
     checkpoint = load_checkpoint(path, part="description")
     topology = checkpoint.topology
@@ -85,6 +86,7 @@ def _differences(config: Config, topology: Topology) -> list[str]:
         "kernels": (model.kernels, _kernels_of(topology)),
         "num_levels": (model.num_levels, topology.num_levels),
         "channels": (by_rule if has_rule else model.channels, topology.channels),
+        "strides": (model.strides, topology.strides[1:]),
     }
     return [
         f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"

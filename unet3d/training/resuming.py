@@ -158,7 +158,11 @@ class Past:
         ]
         if changes:
             logger.info("changed since the run was saved: %s", ", ".join(changes))
-        if self.config.inference != experiment.config.inference and self.state.best_dice >= 0:
+        measured = [
+            config.inference.model_copy(update={"postprocessing": True})  # not during a training
+            for config in (self.config, experiment.config)
+        ]
+        if measured[0] != measured[1] and self.state.best_dice >= 0:
             logger.warning(
                 "settings of inference have changed, so that Dice from now on is measured in "
                 "another way than the best so far"

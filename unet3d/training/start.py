@@ -111,19 +111,14 @@ def choose_run(request: RunRequest, group: Group) -> Run:
 def _choose_run(request: RunRequest, group: Group) -> Run:
     folder = folder_to_resume(request) if request.resume else None
     refuse_init_of_old_run(request)
-    if folder is not None and request.config_path is None:
-        with recorded_settings(folder) as path:
-            recorded = load_config(path)
-            changes = [*_mode_for_devices(recorded, request.changes), *request.changes]
-            changes = [*forgotten_modes(recorded, changes), *changes]
-            config = without_stale_cuts(load_config(path, changes), recorded)
+    if folder is not None:
+        config = settings_to_resume(request, folder, group.ranks)
     else:
         config = load_settings(
             request.config_path,
             request.changes,
             lambda parallel: ParallelDims.resolve(parallel, ranks=group.ranks),
         )
-    if folder is None:
         config = settings_of_init(config)
     devices = ParallelDims.resolve(config.parallel, ranks=group.ranks).all_devices
     config = within_gpus(config, [device_bytes(one) for one in devices if one.type == "cuda"])
@@ -139,6 +134,41 @@ def _choose_run(request: RunRequest, group: Group) -> Run:
     folder = make_run(run_name(config)) if request.output is None else RunFolder(request.output)
     resume = group.has_begun(str(folder.path)) and folder.latest.exists()
     return Run(config=config, folder=folder, resume=resume)
+
+
+def settings_to_resume(request: RunRequest, folder: RunFolder, ranks: Ranks) -> Config:
+    """Return the settings with which a run goes on.
+
+    Args:
+        request: What was asked for.
+        folder: The run.
+        ranks: The place of this process.
+
+    Raises:
+        ConfigError: A setting is refused.
+        CheckpointError: The run's settings are damaged, and so is its latest checkpoint.
+    """
+    with recorded_settings(folder) as path:
+        recorded = load_config(path)
+        if request.config_path is None:
+            changes = [*_mode_for_devices(recorded, request.changes), *request.changes]
+            changes = [*forgotten_modes(recorded, changes), *changes]
+            return without_stale_cuts(load_config(path, changes), recorded)
+    config = load_settings(
+        request.config_path,
+        request.changes,
+        lambda parallel: ParallelDims.resolve(parallel, ranks=ranks),
+    )
+    if recorded.training.init is None or config.model.strides is not None:
+        return config
+    # The network and the spacing came with the weights, and the file says nothing of them.
+    model = recorded.model.model_dump(mode="json")
+    return config.with_values(
+        {
+            **{f"model.{name}": value for name, value in model.items()},
+            "data.spacing_mm": recorded.data.spacing_mm,
+        }
+    )
 
 
 def refuse_init_of_old_run(request: RunRequest) -> None:

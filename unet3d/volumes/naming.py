@@ -125,7 +125,7 @@ def _checked(path: Path, labels: Labels) -> Labels:
         raise DatasetError(
             f"{path}: labels names nothing but the background; name what is labelled"
         )
-    if ignored is not None and ignored < max(names):
+    if ignored is not None and ignored <= max(names):
         raise DatasetError(
             f"{path}: the label {IGNORE} is {ignored}, but {names[max(names)]} is {max(names)}; "
             f"give {IGNORE} the highest value"
@@ -254,17 +254,17 @@ def has_sides(names: Sequence[str]) -> bool:
     """Return whether labels are told by their names to be on the left or on the right.
 
     Args:
-        names: Of the labels: ``left ventricle``, ``LeftLung``; or a pair such as ``kidney_l`` and
-            ``kidney_r``.
+        names: Of the labels: ``left ventricle``, ``LungLeft``; or a pair such as ``kidney_l`` and
+            ``kidney_r``, ``lungleft`` and ``lungright``.
     """
     known = {tuple(_words(name)) for name in names}
     for words in known:
-        if any(word.startswith(SIDES[0]) or word.endswith(SIDES[0]) for word in words):
+        if any(word.startswith(SIDES[0]) for word in words):
             return True
-        for left, right in SIDES[1:]:
-            other = tuple(right if word == left else word for word in words)
-            if other != words and other in known:
-                return True
+        left_ends = tuple(re.sub(f"{SIDES[0][0]}$", SIDES[0][1], word) for word in words)
+        pairs = [tuple(r if word == left else word for word in words) for left, r in SIDES[1:]]
+        if any(other != words and other in known for other in (left_ends, *pairs)):
+            return True
     return False
 
 
