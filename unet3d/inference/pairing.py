@@ -56,11 +56,11 @@ def find_pairs(predictions: Path, labels: Path, leave_out: bool = False) -> Foun
         prediction_of[partner] = prediction
     if unknown and not (leave_out and prediction_of):
         more = f", nor have {len(unknown) - 1} more predictions" if len(unknown) > 1 else ""
+        advice = ", or leave them out with --leave-out" if prediction_of else ""
         raise DatasetError(
             f"{unknown[0]} has no label map in {labels}, looked for "
             f"{' and '.join(_label_stems(volume_stem(unknown[0])))}{more}; give each prediction "
-            "the name of its label map, and keep others elsewhere, or leave them out with "
-            "--leave-out"
+            f"the name of its label map, and keep others elsewhere{advice}"
         )
     # A user who names one prediction asks for that one only.
     without = sorted(label_of.keys() - prediction_of.keys()) if predictions.is_dir() else []

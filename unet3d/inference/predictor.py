@@ -82,12 +82,15 @@ class Predictor:
         self._placed = placed or PlacedNetworks(networks, parallel, group)
         self._num_ranks_here = group.ranks.local_world_size
         refuse_diverged(self.executor.module, self._name)
-        self._rules = common_rules(
+        of_networks = [
             network.postprocessing if settings.postprocessing else ()
             for network, settings in zip(networks.described, inference, strict=True)
-        )
+        ]
+        self._rules = common_rules(of_networks)
         if self._rules and group.is_first:
             logger.info("post-processing: %s", rules_in_words(self._rules, self.label_names))
+        elif any(of_networks) and group.is_first:
+            logger.info("post-processing: none, because the networks have none in common")
 
     @property
     def executor(self) -> Executor | SharedExecutor:

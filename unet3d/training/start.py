@@ -180,7 +180,7 @@ def refuse_init_of_old_run(request: RunRequest) -> None:
     names = [change.partition("=")[0].strip() for change in request.changes]
     if request.resume and "training.init" in names:
         raise ConfigError(
-            "training.init (--init) begins a new run, and --resume continues one; leave one out"
+            "training.init begins a new run, and --resume continues one; leave one out"
         )
 
 
