@@ -145,7 +145,8 @@ def test_the_fastest_of_all_may_be_on_one_device(
     # Trainings on one device and on two each take their own.
     for key, choice in found.choices():
         remember_tuned(key, choice)
-    alone = settings(tmp_path, "parallel.mode=none", "parallel.devices=cpu")
+    on_one = {"parallel.mode": "none", "parallel.devices": ["cpu"]}
+    alone = found.tuning_key.config.with_values(on_one)
     key = replace(found.tuning_key, config=alone, devices=(torch.device("cpu"),))
     assert resolve_auto(key).training.micro_batches == 2
     taken = resolve_auto(found.tuning_key)

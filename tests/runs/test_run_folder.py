@@ -12,7 +12,7 @@ import pytest
 from unet3d.atomic import PREFIX
 from unet3d.config import Config, load_config
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.runs.run_folder import RunFolder, checkpoint_in, make_run, newest_run
+from unet3d.runs.run_folder import RunFolder, checkpoint_in, make_run
 
 LEFTOVER = f"{PREFIX}{'0123' * 8}-kpoint-latest.pt"
 """A name as that of a file which a killed process has left."""
@@ -137,7 +137,7 @@ def test_two_runs_of_one_name_have_two_folders(
         make_run("x" * 300)
 
 
-def test_the_checkpoint_of_a_folder_is_its_final_network(run: RunFolder) -> None:
+def test_the_checkpoint_of_a_folder_is_its_final_one(run: RunFolder) -> None:
     with pytest.raises(CheckpointError, match="first has neither checkpoint-latest.pt nor .*best"):
         checkpoint_in(run.path)
     run.best.touch()
@@ -365,41 +365,6 @@ def test_damaged_lines_are_left_out_and_counted(
 def test_keeping_the_metrics_of_a_run_without_any(run: RunFolder) -> None:
     run.reopen(3)
     assert run.read_metrics() == []
-
-
-def put_run(folder: Path, name: str, begun: float | None, finished: float | None) -> None:
-    run = RunFolder(folder / "runs" / name)
-    run.create()
-    run.write_data({"number": begun})
-    for path, time in ((run.latest, begun), (run.summary, finished)):
-        if time is not None:
-            path.write_text("x")
-            os.utime(path, (time, time))
-
-
-def name_of(run: RunFolder | None) -> str | None:
-    return None if run is None else run.path.name
-
-
-def test_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert newest_run(finished=True) is None
-    (tmp_path / "runs").mkdir()
-    assert newest_run(finished=False) is None
-    (tmp_path / "runs" / "notes.txt").write_text("no run")
-    put_run(tmp_path, "empty", None, None)
-    assert newest_run(finished=False) is None
-    put_run(tmp_path, "z-old", 100, 200)
-    put_run(tmp_path, "b-finished-last", 300, 900)
-    put_run(tmp_path, "c-finished-first", 350, 800)
-    put_run(tmp_path, "a-going-on", 1000, None)
-    assert name_of(newest_run(finished=True)) == "b-finished-last"
-    assert name_of(newest_run(finished=False)) == "a-going-on"
-    old = newest_run(finished=False, suits=lambda run: (run.read_data() or {})["number"] < 350)
-    assert name_of(old) == "b-finished-last"
-    assert newest_run(finished=False, suits=lambda run: False) is None
-    (tmp_path / "runs" / "loop").symlink_to("loop")
-    assert name_of(newest_run(finished=False)) == "a-going-on"
 
 
 def test_a_full_disk_is_explained_and_changes_nothing(
