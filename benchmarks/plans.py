@@ -81,7 +81,6 @@ def fingerprint_of(data: dict[str, Any]) -> Fingerprint:
         spacing_mm=spacing_mm,
         shape=shape,
         shapes=frozenset([shape]),
-        original_spacing_mm=spacing_mm,
         num_cases=data["num_cases"],
     )
 

@@ -143,7 +143,7 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(
     }
     assert scores["mean"]["1"]["nsd"] == 1.0 and scores["tolerance_mm"] == 1.0
 
-    tree = {"labels": {"both": [1, 2], "ignore": 7}}
+    tree = {"labels": {"both": [1, 2], "ignore": 7}, "regions_class_order": [1]}
     (folder / "regions.json").write_text(json.dumps(tree))
     arguments = ("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--json", "scores.json")
     assert run(*arguments, "--dataset", "regions.json", "--tolerance-mm", "2.5") == 0

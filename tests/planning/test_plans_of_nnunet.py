@@ -29,7 +29,6 @@ def planned(name: str, *changes: str) -> NetworkPlan:
         spacing_mm=spacing_mm,
         shape=shape,
         shapes=frozenset([shape]),
-        original_spacing_mm=spacing_mm,
         num_cases=data["num_cases"],
     )
     return plan_fingerprint(

@@ -41,7 +41,6 @@ def fingerprint(shape: Shape, spacing_mm: Spacing = (1.0, 1.0, 1.0), cases: int 
         spacing_mm=spacing_mm,
         shape=shape,
         shapes=frozenset([shape]),
-        original_spacing_mm=spacing_mm,
         num_cases=cases,
     )
 
@@ -180,7 +179,6 @@ def test_whole_volumes_stay_whole_and_their_batch_is_planned() -> None:
         spacing_mm=(1.0, 1.0, 1.0),
         shape=(40, 36, 32),
         shapes=shapes,
-        original_spacing_mm=(1.0, 1.0, 1.0),
         num_cases=200,
     )
     config, network = planned(data, "patches.size=whole")

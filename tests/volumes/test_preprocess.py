@@ -90,7 +90,6 @@ def test_plans_thin_slices_where_some_cases_have_them(
             )
     plan, fingerprint = plan_preprocessing(load_dataset(root), settings)
     assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 4.0)
-    assert fingerprint.original_spacing_mm == (1.0, 1.0, 8.0)
     assert fingerprint.shapes == {(40, 36, 10)}
 
 

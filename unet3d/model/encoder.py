@@ -1,10 +1,16 @@
 """The half of a U-Net that goes down."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor, nn
 
 from unet3d.model.blocks import Block, run_blocks
 from unet3d.model.layers import ConvUnit, ResidualUnit
 from unet3d.model.topology import Topology
+
+Kind = Callable[..., nn.Module]
+"""Makes a unit."""
 
 RESIDUAL_UNITS = (1, 3, 4, 6, 6, 6, 6, 6)
 """Units of each level of the residual encoder, as in nnU-Net's (arXiv 2404.09556)."""
@@ -21,43 +27,20 @@ class Encoder(nn.Module):
             zip(topology.channels, topology.strides, strict=True)
         ):
             units: list[nn.Module] = []
-            kernel = topology.kernel(level)
-            if topology.encoder == "plain" or level == 0:  # a residual encoder needs a stem
-                is_plain = topology.encoder == "plain"
-                units.append(
-                    ConvUnit(
-                        in_channels=in_channels,
-                        channels=channels,
-                        stride=stride,
-                        norm=topology.norm,
-                        kernel=kernel,
-                        feeds_convolution=is_plain,
-                    )
+            kinds: list[Kind] = [partial(ConvUnit, feeds_convolution=True)] * 2
+            if topology.encoder == "residual":  # the first level needs a stem
+                stem: list[Kind] = [ConvUnit] if level == 0 else []
+                kinds = [*stem, *[ResidualUnit] * RESIDUAL_UNITS[level]]
+            for kind in kinds:
+                unit = kind(
+                    in_channels=in_channels,
+                    channels=channels,
+                    stride=stride,
+                    norm=topology.norm,
+                    kernel=topology.kernel(level),
                 )
+                units.append(unit)
                 stride, in_channels = (1, 1, 1), channels
-            if topology.encoder == "plain":
-                units.append(
-                    ConvUnit(
-                        in_channels=in_channels,
-                        channels=channels,
-                        stride=stride,
-                        norm=topology.norm,
-                        kernel=kernel,
-                        feeds_convolution=True,
-                    )
-                )
-            else:
-                for _ in range(RESIDUAL_UNITS[level]):
-                    units.append(
-                        ResidualUnit(
-                            in_channels=in_channels,
-                            channels=channels,
-                            stride=stride,
-                            norm=topology.norm,
-                            kernel=kernel,
-                        )
-                    )
-                    stride, in_channels = (1, 1, 1), channels
             self.levels.append(nn.ModuleList(units))
 
     def blocks(self) -> tuple[Block, ...]:

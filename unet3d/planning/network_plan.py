@@ -133,7 +133,6 @@ def plan_without_data(config: Config, num_replicas: int = 1) -> NetworkPlan:
         spacing_mm=spacing,
         shape=shape,
         shapes=frozenset([shape]),
-        original_spacing_mm=spacing,
         num_cases=data.phantom.num_cases,
     )
     num_classes = len(LABEL_NAMES) if isinstance(config.patches.size, str) else 3

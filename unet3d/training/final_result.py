@@ -9,7 +9,7 @@ from unet3d.inference.evaluation import Evaluation
 from unet3d.inference.postprocessing import Rule
 from unet3d.planning.experiment import Experiment
 from unet3d.training.component_choice import Choice
-from unet3d.volumes.scored_labels import Label, ScoredLabels, label_of
+from unet3d.volumes.scored_labels import ScoredLabels
 from unet3d.volumes.transform import Preprocessing
 
 
@@ -91,10 +91,5 @@ def scored_labels(preprocessing: Preprocessing) -> ScoredLabels:
     Args:
         preprocessing: Names and values of both, the background first, and what is ignored.
     """
-    labels: dict[Label, str]
-    if preprocessing.regions:
-        labels = {label_of(region.values): region.name for region in preprocessing.regions}
-    else:
-        values, names = preprocessing.label_values[1:], preprocessing.label_names[1:]
-        labels = dict(zip(values, names, strict=True))
-    return ScoredLabels(names=labels, ignore=preprocessing.ignore_value)
+    names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
+    return ScoredLabels.of(names, preprocessing.regions, preprocessing.ignore_value)

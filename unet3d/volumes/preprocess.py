@@ -67,8 +67,6 @@ class Fingerprint:
     """Median shape of the prepared arrays."""
     shapes: frozenset[Shape]
     """All shapes that these have."""
-    original_spacing_mm: Spacing
-    """Median spacing of the files."""
     num_cases: int
     """How many cases there are, in all folds."""
 
@@ -123,7 +121,6 @@ def plan_preprocessing(
         spacing_mm=target_mm or median_mm,
         shape=(x, y, z),
         shapes=frozenset(shapes),
-        original_spacing_mm=median_mm,
         num_cases=len(headers),
     )
     preprocessing = Preprocessing(

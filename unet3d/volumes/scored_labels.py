@@ -14,15 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from unet3d.errors import DatasetError
-from unet3d.inputs.plain_data import shown
-from unet3d.volumes.classes import MAX_LABEL_VALUE
+from unet3d.volumes.classes import Region
 from unet3d.volumes.folds import read_description
-from unet3d.volumes.naming import clean_name
+from unet3d.volumes.naming import read_labels
 
 BACKGROUND = 0
-
-IGNORE = "ignore"
-"""What nnU-Net calls the label of voxels that count nowhere."""
 
 DESCRIPTION = "dataset.json"
 
@@ -40,6 +36,21 @@ class ScoredLabels:
     """Names of labels and regions; values of no label and no region here are scored without."""
     ignore: int | None = None
     """Value of the label maps whose voxels count nowhere; None: all of them count."""
+
+    @classmethod
+    def of(
+        cls, names: Mapping[int, str], regions: Iterable[Region], ignore: int | None
+    ) -> "ScoredLabels":
+        """Return what is scored where regions are segmented, or where there are none, labels.
+
+        Args:
+            names: Names of the label values.
+            regions: What is segmented instead of labels.
+            ignore: Value of voxels that count nowhere.
+        """
+        scored: dict[Label, str] = {label_of(region.values): region.name for region in regions}
+        scored = scored or {value: name for value, name in names.items() if value != BACKGROUND}
+        return cls(names=scored, ignore=ignore)
 
     def among(self, values: Iterable[int]) -> list[Label]:
         """Return what is scored where label maps hold some values.
@@ -119,44 +130,7 @@ def read_scored_labels(path: Path) -> ScoredLabels:
     """
     description = path / DESCRIPTION if path.is_dir() else path
     tree = read_description(description)
-    given = tree.get("labels") if isinstance(tree, dict) else None
-    if not isinstance(given, dict) or not given:
+    if not isinstance(tree, dict) or not tree.get("labels"):
         raise DatasetError(f"{description} names no labels; name a data set that does")
-    by_value = all(key.isdecimal() for key in given)  # the Decathlon's
-    names: dict[Label, str] = {}
-    ignore: int | None = None
-    for key, other in given.items():
-        text, found = (other, key) if by_value else (key, other)
-        name = clean_name(description, "a label", text)
-        entries = found if isinstance(found, list) and found else [found]
-        label = label_of(_value(description, name, entry) for entry in entries)
-        if name == IGNORE and isinstance(label, int) and label != BACKGROUND:
-            ignore = label
-        elif label == BACKGROUND:
-            continue
-        elif name == IGNORE or BACKGROUND in values_of(label) or label in names:
-            raise DatasetError(
-                f"{description}: label {name} has the value {shown(found)}; give each label and "
-                "region values of its own, none of them 0, and 'ignore' a single one"
-            )
-        else:
-            names[label] = name
-    if ignore is not None and ignore in {value for label in names for value in values_of(label)}:
-        raise DatasetError(
-            f"{description}: {ignore} is the value of 'ignore' and of a label; give each its own"
-        )
-    return ScoredLabels(names=names, ignore=ignore)
-
-
-def _value(path: Path, name: str, value: Any) -> int:
-    digits = str(value) if type(value) in (int, str) else ""
-    if (
-        not (digits.isascii() and digits.isdecimal())
-        or len(digits) > len(str(MAX_LABEL_VALUE))
-        or int(digits) > MAX_LABEL_VALUE
-    ):
-        raise DatasetError(
-            f"{path}: label {name} has the value {shown(value)}; use whole numbers from 0 to "
-            f"{MAX_LABEL_VALUE}"
-        )
-    return int(digits)
+    labels = read_labels(description, tree, ())
+    return ScoredLabels.of(labels.names, labels.regions, labels.ignore_value)
