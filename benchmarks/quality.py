@@ -7,8 +7,8 @@ Both train on the cases that are not in the fold, for M minutes, with what they 
 ``unet3d train DATASET`` without a configuration, and nnU-Net's planner and trainer, 3d_fullres.
 Only the number of epochs follows from the minutes; a short training before it tells how long one
 takes. Preparing the data is not counted. Then both segment the images of the fold and, if one is
-named, of another data set's folder that nobody trained on, from file to file, and
-``unet3d evaluate`` scores both.
+named, of another data set's folder that nobody trained on, from file to file, with and without
+mirror images, and ``unet3d evaluate`` scores them.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from common import tuning_key
 from nnunet_fit import Fit
 
@@ -34,6 +35,8 @@ from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
 
 NUM_TIMED_EPOCHS = 2
 NUM_FOLDS = 5
+WAYS = {"plain": (), "mirrored": ("--tta",)}
+"""Both predict with and without mirror images: the options of ``unet3d predict``."""
 
 
 def unet3d(*words: object) -> float:
@@ -74,11 +77,14 @@ def ours(arguments: argparse.Namespace, sets: dict[str, Path], folder: Path) -> 
     words += [word for change in arguments.changes for word in ("--set", change)]
     unet3d(*words, "--epochs", NUM_TIMED_EPOCHS, "--output", folder / "timed")
     lines = (folder / "timed" / "metrics.jsonl").read_text().splitlines()
-    seconds = [json.loads(line)["seconds"] for line in lines]
+    epochs = [json.loads(line) for line in lines]
+    seconds = [epoch["seconds"] for epoch in epochs]
+    config = yaml.safe_load((folder / "timed" / "config.yaml").read_text())
+    validation = epochs[-1]["validation_seconds"] / config["training"]["validate_every"]
     # The command again, for what it takes besides: start, planning, compiling, validation.
     whole = unet3d(*words, "--epochs", 1, "--output", folder / "started")
     beside = whole - json.loads((folder / "started" / "metrics.jsonl").read_text())["seconds"]
-    num_epochs = max(1, int((60 * arguments.minutes - beside) / seconds[-1]))
+    num_epochs = max(1, int((60 * arguments.minutes - beside) / (seconds[-1] + validation)))
     run = folder / "run"
     row: dict[str, Any] = {
         "train_seconds": unet3d(*words, "--epochs", num_epochs, "--output", run),
@@ -87,15 +93,16 @@ def ours(arguments: argparse.Namespace, sets: dict[str, Path], folder: Path) -> 
         "summary": json.loads((run / "summary.json").read_text()),
     }
     for name, cases in sets.items():
-        out = folder / name
-        seconds_of_set = unet3d(
-            "predict", cases / "images", "-o", out, "--checkpoint", run,
-            "--devices", arguments.device,
-        )  # fmt: skip
-        row[name] = {
-            **scores(out, cases / "labels", folder),
-            "predict_seconds": seconds_of_set,
-        }
+        for way, options in WAYS.items():
+            out = folder / name / way
+            seconds_of_set = unet3d(
+                "predict", cases / "images", "-o", out, "--checkpoint", run,
+                "--devices", arguments.device, *options,
+            )  # fmt: skip
+            row[f"{name}, {way}"] = {
+                **scores(out, cases / "labels", folder),
+                "predict_seconds": seconds_of_set,
+            }
     return row
 
 
@@ -134,7 +141,7 @@ def nnunet(
     row: dict[str, Any] = json.loads(answer.read_text())
     if "reason" not in row:
         for name, cases in sets.items():
-            for way in ("plain", "mirrored"):
+            for way in WAYS:
                 row[f"{name}, {way}"] = scores(folder / name / way, cases / "labels", folder)
     return row
 

@@ -10,7 +10,8 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.transform import Preprocessing
 
 
 def random_checkpoint(

@@ -20,12 +20,14 @@ from unet3d.volumes.phantom import write_phantom_dataset
 write_phantom_dataset(Path("demo/unseen"), 1, (64, 64, 64), (1.0, 1.0, 1.0), seed=2024)
 '
 unet3d predict demo/unseen/imagesTr/phantom_000.nii.gz --checkpoint demo/run \
-    --parallel model --devices "$devices" -o demo/scan_seg.nii.gz --overwrite
+    --parallel model --devices "$devices" -o demo/scan_seg.nii.gz --preview --overwrite
 unet3d evaluate demo/scan_seg.nii.gz demo/unseen/labelsTr/phantom_000.nii.gz \
     --json demo/evaluation.json
 
 echo "
 Labels: 1 brain, 2 ventricles, 3 lesion.
-Look at  demo/run/progress.png   loss and Dice while it trained
-         demo/run/memory.png     what each device held
-         demo/scan_seg.nii.gz    the segmentation of demo/unseen/imagesTr/phantom_000.nii.gz"
+Look at  demo/run/progress.png           loss and Dice while it trained
+         demo/run/memory.png             what each device held
+         demo/run/validation/worst.png   the validation case with the lowest Dice, and what is true
+         demo/scan_seg.nii.gz            the segmentation of demo/unseen/imagesTr/phantom_000.nii.gz
+         demo/scan_seg.png               the same as a picture"

@@ -21,6 +21,7 @@ from tests.command_line import (
     run,
     scan_array,
 )
+from tests.reports.records import assert_is_picture
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d import __version__
 
@@ -217,6 +218,8 @@ def test_train_predict_and_evaluate_two_channels(
     assert run_folder.name.startswith("raw data-fold0-")
     assert "Memory in training" in output and "decoder.0.skip" in output
     assert f"Checkpoints, metrics and pictures: {run_folder}" in output
+    assert f"One of them, drawn: {run_folder}/validation/worst.png." in output
+    assert_is_picture(run_folder / "validation/worst.png")
     epochs = [record.message for record in caplog.records if record.message.startswith("epoch ")]
     assert len(epochs) == 60 and epochs[0].startswith("epoch 1/60: loss ")
     assert "Dice " in epochs[-1] and "(left 0." in epochs[-1] and " 0 s left" in epochs[-1]

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+import matplotlib.image
 import nibabel as nib
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from tests.command_line import refusal, run, scan_array
 from tests.networks import write_checkpoint
+from tests.volumes.dicom_series import write_series
 from tests.volumes.samples import write_json, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.errors import DoesNotFitError
@@ -351,8 +354,11 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
     earlier = ["unet3d.runs.checkpoint.shortage"]  # what is compared with memory before
     earlier += [f"unet3d.volumes.{name}.refuse_beyond_memory" for name in ("stored", "resample")]
     for available, words in (
-        (200_000, "40x30x20 voxels and 3 classes takes 281.2 KiB"),
-        (10_000, "a window of 8x8x8 voxels takes 18 KiB"),
+        (
+            200_000,
+            "a scan.nii.gz: adding up the logits of 40x30x20 voxels and 3 classes takes 375 KiB",
+        ),
+        (10_000, "a window of 8x8x8 voxels, with the image around it, takes 111.8 KiB"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr("unet3d.memory.host.available_bytes", lambda limit=available: limit)
@@ -387,14 +393,72 @@ def test_a_scan_that_changes_while_it_is_segmented_is_refused(
     assert not scan.with_name("a scan_seg.nii.gz").exists()
 
 
-def test_statistics_of_an_earlier_segmentation_are_pointed_out(
+def test_a_preview_is_drawn_beside_the_segmentation(
+    folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu", "--preview")
+    assert run(*arguments, "-o", "out/s.nii.gz") == 0
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["s.nii.gz", "s.png"]
+    picture = matplotlib.image.imread("out/s.png")
+    assert min(picture.shape[:2]) > 300
+    colours = np.unique((255 * picture[..., :3]).astype(np.uint8).reshape(-1, 3), axis=0)
+    assert (np.ptp(colours.astype(int), axis=1) > 100).any()  # there are outlines on the grey
+
+    assert "s.nii.gz exists; add --overwrite" in refusal(capsys, *arguments, "-o", "out/s.nii.gz")
+    Path("out/s.png").write_bytes(b"old")
+    assert run(*arguments, "-o", "out/s.nii.gz", "--overwrite") == 0
+    np.testing.assert_array_equal(matplotlib.image.imread("out/s.png"), picture)
+    Path("out/s.png").unlink()
+    line = refusal(capsys, *arguments, "-o", "out/s.nii.gz")
+    assert "s.nii.gz exists, but not s.png; add --overwrite to make both" in line
+
+
+def test_a_picture_that_cannot_be_written_leaves_no_segmentation(
+    folder: Path,
+    scan: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(_: Figure, file: Path, **options: Any) -> None:
+        file.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Figure, "savefig", full)
+    (folder / "out").mkdir()
+    arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu", "--preview")
+    line = refusal(capsys, *arguments, "-o", "out")
+    assert "cannot write out/a scan_seg.png: No space left on device; choose another" in line
+    assert not list((folder / "out").iterdir())
+
+
+def test_a_preview_of_a_folder_is_kept_and_drawn(
+    folder: Path, scans: list[Path], checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("predict", "scans", "--checkpoint", checkpoint, "--devices", "cpu", "--preview")
+    assert run(*arguments, "-o", "out") == 0
+    first = {path.name: path.stat().st_mtime_ns for path in (folder / "out").iterdir()}
+    assert len(first) == 2 * len(scans)
+    lost = sorted(path for path in (folder / "out").iterdir() if path.name.startswith("b"))
+    for path in lost:
+        path.unlink()
+    capsys.readouterr()
+    assert run(*arguments, "-o", "out") == 0
+    assert capsys.readouterr().out.count("(kept; --overwrite replaces it)") == len(scans) - 1
+    second = {path.name: path.stat().st_mtime_ns for path in (folder / "out").iterdir()}
+    assert second.keys() == first.keys()
+    assert {name for name in first if first[name] != second[name]} == {path.name for path in lost}
+
+
+def test_files_of_an_earlier_segmentation_are_pointed_out(
     scan: Path, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu", "--overwrite")
-    assert run(*arguments, "--statistics") == 0
-    assert "may describe" not in caplog.text
+    assert run(*arguments, "--statistics", "--preview") == 0
+    assert "was there before" not in caplog.text
     assert run(*arguments) == 0
     assert "a scan_seg.json was there before and may describe another segmentation" in caplog.text
+    assert "a scan_seg.png was there before and may show another segmentation" in caplog.text
 
 
 def test_a_full_disk_leaves_nothing_behind(
@@ -472,6 +536,7 @@ def test_the_first_line_comes_before_the_heavy_work(
         ((), InferenceSettings(window=(8, 8, 8), overlap=0.5)),
         (("--overlap", 0), InferenceSettings(window=(8, 8, 8), overlap=0)),
         (("--overlap", 0.75), InferenceSettings(window=(8, 8, 8), overlap=0.75)),
+        (("--tta",), InferenceSettings(window=(8, 8, 8), tta=True)),
         (("--window", "whole"), InferenceSettings(window="whole")),
         (("--window", "12,10,8"), InferenceSettings(window=(12, 10, 8))),
         (("--parallel", "model", "--devices", "cpu,cpu"), InferenceSettings(window=(8, 8, 8))),
@@ -492,7 +557,7 @@ def test_options_reach_the_windows(
     usual = Predictor(networks, ParallelSettings(devices=("cpu",)), [InferenceSettings()]).segment(
         image
     )
-    differs = expected.overlap != 0.5 or expected.window != (8, 8, 8)
+    differs = expected.overlap != 0.5 or expected.window != (8, 8, 8) or expected.tta
     assert (usual != np.asarray(nib.load("found.nii").dataobj)).any() == differs
 
 
@@ -513,3 +578,35 @@ def test_a_window_that_cannot_be_is_explained(
 ) -> None:
     line = refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "--window", window)
     assert "--window is " in line and "three whole numbers" in line
+
+
+def test_scans_of_every_format_are_segmented_alike(
+    folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+    stored = nib.load(scan)
+    array = np.asanyarray(stored.dataobj).astype(np.int16)
+    write_volume(folder / "all" / "nifti.nii.gz", array)
+    write_series(folder / "all" / "series.1", array, stored.affine)
+    lps = "ObjectType = Image\nNDims = 3\nBinaryData = True\nTransformMatrix = -1 0 0 0 -1 0 0 0 1"
+    shape = " ".join(map(str, array.shape))
+    text = f"{lps}\nElementSpacing = 1 1 1\nDimSize = {shape}\nElementType = MET_SHORT\n"
+    (folder / "all" / "meta.mha").write_bytes(
+        f"{text}ElementDataFile = LOCAL\n".encode() + array.tobytes(order="F")
+    )
+    options = ("--checkpoint", checkpoint, "--devices", "cpu")
+    assert run("predict", "all", *options, "-o", "out", "--statistics") == 0
+    names = ("nifti", "series.1", "meta")
+    maps = [nib.load(folder / "out" / f"{name}_seg.nii.gz") for name in names]
+    assert np.unique(maps[0].get_fdata()).size > 1
+    for found in maps[1:]:
+        np.testing.assert_allclose(found.affine, maps[0].affine, atol=1e-6)
+        np.testing.assert_array_equal(found.get_fdata(), maps[0].get_fdata())
+    capsys.readouterr()
+    assert run("evaluate", "out/meta_seg.nii.gz", "out/nifti_seg.nii.gz") == 0
+    assert run("predict", "all/series.1/", *options) == 0
+    assert (folder / "all" / "series.1_seg.nii.gz").exists()
+    slices = sorted((folder / "all" / "series.1").iterdir())
+    slices[4].unlink()
+    line = refusal(capsys, "predict", "all/series.1", *options, "--overwrite")
+    assert "all/series.1 lacks slices between" in line

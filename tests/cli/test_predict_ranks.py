@@ -49,8 +49,8 @@ def scans(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "precision"),
     [
-        (("--overlap", "0.4", "--window", "12,16,8"), "float32"),
-        (("--window", "whole", "--statistics", "--no-postprocessing"), "float64"),
+        (("--overlap", "0.4", "--window", "12,16,8", "--tta"), "float32"),
+        (("--window", "whole", "--statistics", "--preview", "--no-postprocessing"), "float64"),
     ],
 )
 def test_ranks_write_the_files_of_one_process(
@@ -64,17 +64,24 @@ def test_ranks_write_the_files_of_one_process(
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
     done = in_a_process(*arguments, "--devices", "cpu,cpu,cpu", "-o", "ranks")
     assert done.returncode == 1
-    computing, *kept, skipped, error = done.stderr.splitlines()
-    assert len(kept) == ("--no-postprocessing" not in options)
-    assert all("only the largest component is kept of all labels" in line for line in kept)
+    computing, *said, skipped, error = done.stderr.splitlines()
+    words = {
+        "each window is predicted 4 times, mirrored along Y, Z": "--tta" in options,
+        "post-processing: only the largest component is kept of all labels together": (
+            "--no-postprocessing" not in options
+        ),
+    }
+    assert said == [line for line, is_said in words.items() if is_said]
     assert computing == f"computing on cpu in {precision}, each window in 3 slabs"
     assert skipped.startswith("Skipped: scans/b.nii.gz ") or "b.nii.gz" in skipped
     assert error.startswith("Error: 1 of 3 scans could not be segmented: ")
     lines = done.stdout.splitlines()
     assert lines[0] == "using network.pt"
     assert [line.split(" -> ")[0][-8:] for line in lines[1:]] == ["a.nii.gz", "c.nii.gz"]
-    for path in (folder / "alone").glob("*.json"):
-        assert path.read_text() == (folder / "ranks" / path.name).read_text()
+    beside = [path for path in (folder / "alone").iterdir() if path.suffix in (".json", ".png")]
+    assert len(beside) == (4 if "--preview" in options else 0)
+    for path in beside:
+        assert path.read_bytes() == (folder / "ranks" / path.name).read_bytes()
         path.unlink()
         (folder / "ranks" / path.name).unlink()
     assert_same(folder / "ranks", folder / "alone", "ac")

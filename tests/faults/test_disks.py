@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.image
 import nibabel as nib
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ COMMANDS = {
     ),
     "predict": (
         *("predict", "scans", "-o", "out", "--checkpoint", "network.pt"),
-        *("--devices", "cpu", "--statistics"),
+        *("--devices", "cpu", "--statistics", "--preview"),
     ),
     "evaluate": ("evaluate", "data/labelsTr", "data/labelsTr", "--json", "scores.json"),
     "plan": (
@@ -54,7 +55,7 @@ COMMANDS = {
         *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
     ),
 }
-NEEDED_KIB = {"train": 900, "predict": 400, "evaluate": 16, "plan": 16}
+NEEDED_KIB = {"train": 900, "predict": 600, "evaluate": 16, "plan": 16}
 """About how much each writes."""
 
 
@@ -114,6 +115,8 @@ def assert_whole(folder: Path) -> None:
             json.loads(path.read_text())
         elif path.suffix == ".npy":
             np.load(path)
+        elif path.suffix == ".png":
+            matplotlib.image.imread(path)
         elif path.name.endswith(".nii.gz"):
             np.asanyarray(nib.load(path).dataobj)
 

@@ -15,7 +15,7 @@ from unet3d.errors import CheckpointError
 from unet3d.inference import networks
 from unet3d.inference.networks import Networks
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
-from unet3d.volumes.transform import ChannelNormalization
+from unet3d.volumes.normalization import ChannelNormalization
 
 ALONE = Group(Ranks())
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=70.0)

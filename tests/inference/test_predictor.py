@@ -14,10 +14,9 @@ import torch
 
 from tests.networks import place, random_checkpoint
 from tests.volumes.samples import SPACING_MM, noise, write_volume
-from unet3d.config import InferenceSettings, Shape, Spacing
+from unet3d.config import AugmentationSettings, InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
-from unet3d.inference import predictor as prediction
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
 from unet3d.inference.predictor import Predictor
@@ -25,9 +24,10 @@ from unet3d.memory import host
 from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.scan_search import find_scans
 from unet3d.volumes.scans import Scan, read_scan, write_segmentation
-from unet3d.volumes.transform import ChannelNormalization, kept_box
+from unet3d.volumes.transform import kept_box
 
 ORIENTATIONS = [
     "".join(codes)
@@ -192,7 +192,7 @@ def test_only_what_is_kept_of_a_scan_takes_memory(
     around[4:20, 4:20, 4:20] = noise((16, 16, 16))
     volume = volume_of(around, tmp_path)
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host, "available_bytes", lambda: 40**3 * 3 * 4 - 1)
+    monkeypatch.setattr(host, "available_bytes", lambda: 40**3 * 8)
     with pytest.raises(VolumeError, match="40x40x40 voxels"):
         place(checkpoint).segment(volume)
     assert place(replace(checkpoint, preprocessing=preprocessing)).segment(volume).any()
@@ -297,14 +297,16 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     np.testing.assert_array_equal(*again)
     shares = [done / total for done, total in shown[: len(shown) // 2]]
     assert shares == sorted(shares) and shares[0] == 0 and shares[-1] == 1
-    assert len({total for _, total in shown}) == 2  # windows of 16^3 and of 12x8x8
+    # Windows of 16^3, and those of 12x8x8 whose steps are half of that.
+    assert {total for _, total in shown} == {2 * 2 * 1 + 3 * 4 * 3}
     assert [done for done, _ in shown].count(0) == 2  # a scan begins once
     # The same by hand, from the logits of each.
     mean = torch.zeros(3, 24, 20, 16, dtype=torch.float64)
     for member in members:
         alone = place(member)
-        tensor = alone._prepared(image, kept_box(image.array, alone.preprocessing))
-        mean += alone._logits(tensor, lambda done, total: None).softmax(0) / 2
+        prepared = alone._prepared(image, kept_box(image.array, alone.preprocessing))
+        slabs = alone._logits.slabs(prepared, [member.patch_size], lambda done, total: None)
+        mean += torch.cat(list(slabs), 1).softmax(0) / 2
     np.testing.assert_array_equal(again[0], mean.argmax(0))
 
 
@@ -324,16 +326,31 @@ def test_one_network_of_several_that_has_diverged_is_named(
         found.segment(volume_of(noise(), tmp_path))
 
 
-def test_the_memory_of_the_mean_is_counted(
-    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needed: list[int] = []
-    monkeypatch.setattr(prediction, "refuse_beyond_memory", lambda n, *words: needed.append(n))
-    image = volume_of(noise((16, 16, 8)), tmp_path)
-    for networks in ((checkpoint,), (checkpoint, checkpoint), (checkpoint,) * 3):
-        place(Networks.of(*networks)).segment(image)
-    logits = 3 * 16 * 16 * 8 * 4
-    assert needed == [logits, 2 * logits, 2 * logits]
+def test_tta_averages_over_the_axes_of_training(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64)
+    augmentation = AugmentationSettings(mirror_axes=("x", "z"))
+    patches = checkpoint.config.patches.model_copy(update={"augmentation": augmentation})
+    config = checkpoint.config.model_copy(update={"patches": patches})
+    checkpoint = replace(checkpoint, config=config)
+    array = noise((12, 16, 8))
+    image = volume_of(array, tmp_path)
+    model = checkpoint.build_model().double().eval()
+    tensor = torch.from_numpy((array - array.mean()) / array.std()).double()[None, None]
+    with torch.no_grad():
+        mean = sum(model(tensor.flip(dims)).flip(dims) for dims in ([], [2], [4], [2, 4]))[0]
+    found = place(checkpoint, inference=InferenceSettings(tta=True)).segment(image)
+    assert (found == mean.argmax(0).numpy()).mean() > 0.999  # normalised in float32
+    assert (found != place(checkpoint).segment(image)).mean() > 0.02
+
+
+def test_a_network_that_saw_no_mirror_images_gets_none(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint()
+    off = AugmentationSettings(enabled=False, mirror_axes=("x",))
+    patches = checkpoint.config.patches.model_copy(update={"augmentation": off})
+    config = checkpoint.config.model_copy(update={"patches": patches})
+    image = volume_of(noise(), tmp_path)
+    found = place(replace(checkpoint, config=config), inference=InferenceSettings(tta=True))
+    np.testing.assert_array_equal(found.segment(image), place(checkpoint).segment(image))
 
 
 @pytest.mark.gpu
@@ -536,7 +553,7 @@ def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(
     strided = replace(small, topology=topology, model=UNet3d(topology).state_dict())
     monkeypatch.setattr(host, "available_bytes", lambda: 2**29)
     for checkpoint in (random_checkpoint(patch_size=(512, 512, 512)), strided):
-        with pytest.raises(DoesNotFitError, match=r"window of 512x512x512 voxels takes "):
+        with pytest.raises(DoesNotFitError, match=r"window of 512x512x512 voxels, with .* takes "):
             place(checkpoint).segment(image)
 
 
@@ -547,22 +564,3 @@ def test_whole_volumes_that_were_asked_for_are_not_cut_up(
     limit_memory(monkeypatch, predictor, 16**3)
     with pytest.raises(DoesNotFitError, match="20x18x14"):
         predictor.segment(volume_of(noise(), tmp_path))
-
-
-def test_logits_on_a_fine_grid_leave_a_full_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    image = volume_of(noise(), tmp_path)
-    predictor = place(random_checkpoint(spacing_mm=(2.0, 2.0, 2.0)))
-    expected = predictor.segment(image)
-    restore, calls = prediction.restore_logits, []
-
-    def full_at_first(logits: torch.Tensor, shape: Any) -> torch.Tensor:
-        calls.append(logits.device.type)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return restore(logits, shape)
-
-    monkeypatch.setattr(prediction, "restore_logits", full_at_first)
-    np.testing.assert_array_equal(predictor.segment(image), expected)
-    assert calls == ["cpu", "cpu"]

@@ -1,28 +1,51 @@
-import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from monai.data.utils import compute_importance_map
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
 from unet3d.config import ModelSettings, Shape
-from unet3d.errors import DoesNotFitError
-from unet3d.inference.sliding_window import (
-    NonFiniteLogitsError,
-    gaussian_weight,
-    predict_logits,
-    window_starts,
-    windows_at_a_time,
-)
+from unet3d.errors import DoesNotFitError, VolumeError
+from unet3d.inference import sliding_window
+from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone, logit_slabs
+from unet3d.inference.windows import Windows, gaussian_weight
+from unet3d.memory import host
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
 
 CPU = torch.device("cpu")
 STRIDES = ((1, 1, 1), (2, 2, 1), (2, 2, 2))  # in all 4, 4, 2
+
+
+def slab_of(image: Tensor, windows: Windows) -> ImageSlab:
+    return ImageSlab(WholeImage(image), windows, image.dtype)
+
+
+def all_slabs(
+    executor: Any,
+    image: Tensor,
+    window: Any,
+    overlap: float,
+    batch_size: Any,
+    windows_done: WindowsDone = lambda done, total: None,
+) -> list[Tensor]:
+    """Return the slabs of a volume."""
+    topology = executor.module.topology
+    devices = [slot.device for slot in executor.slots]
+    windows = Windows.of(image.shape[1:], topology, window, overlap, batch_size, devices)
+    slab = slab_of(image, windows)
+    return list(logit_slabs(executor, slab, windows, topology.num_classes, windows_done))
+
+
+def predict_logits(executor: Any, image: Tensor, *request: Any, **more: Any) -> Tensor:
+    """Return the logits of the whole volume."""
+    longest = max(range(3), key=lambda axis: image.shape[1 + axis])
+    return torch.cat(all_slabs(executor, image, *request, **more), 1 + longest)
 
 
 class Voxelwise:
@@ -70,9 +93,7 @@ def test_a_voxelwise_network_gives_the_same_with_windows(
     """No voxel is left out, tails included, and none of the last batch is left at zero."""
     image = make_image(size)
     executor = Voxelwise(lambda x: 2 * x - 1)
-    logits = predict_logits(
-        executor, image, executor.module.topology, (16, 16, 8), overlap, batch_size
-    )
+    logits = predict_logits(executor, image, (16, 16, 8), overlap, batch_size)
     torch.testing.assert_close(logits, 2 * image - 1, rtol=1e-5, atol=1e-5)
     assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
     assert all(shape[0] == batch_size for shape in executor.batches[:-1])
@@ -81,7 +102,7 @@ def test_a_voxelwise_network_gives_the_same_with_windows(
 def test_the_last_batch_is_a_partial_one_and_counts() -> None:
     executor = Voxelwise()
     image = make_image((40, 16, 8)).abs() + 1
-    logits = predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 3)
+    logits = predict_logits(executor, image, (16, 16, 8), 0.5, 3)
     assert [shape[0] for shape in executor.batches] == [3, 1]
     assert logits.min() >= 1 - 1e-5
     torch.testing.assert_close(logits[:, -8:], image[:, -8:])  # seen by the last window alone
@@ -91,7 +112,7 @@ def test_the_last_batch_is_a_partial_one_and_counts() -> None:
 def test_volumes_smaller_than_the_window(size: Shape) -> None:
     image = make_image(size)
     executor = Voxelwise()
-    logits = predict_logits(executor, image, executor.module.topology, (16, 32, 32), 0.5, 2)
+    logits = predict_logits(executor, image, (16, 32, 32), 0.5, 2)
     torch.testing.assert_close(logits, image, rtol=1e-5, atol=1e-5)
 
 
@@ -99,7 +120,7 @@ def test_padding_is_zero_and_even_on_both_sides() -> None:
     seen = []
     executor = Voxelwise(lambda x: seen.append(x) or x)
     image = make_image((9, 16, 8)) + 10
-    predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 1)
+    predict_logits(executor, image, (16, 16, 8), 0.5, 1)
     (padded,) = seen
     assert torch.equal(padded[0, :, 3:12], image)
     assert not padded[0, :, :3].any() and not padded[0, :, 12:].any()
@@ -108,16 +129,14 @@ def test_padding_is_zero_and_even_on_both_sides() -> None:
 def test_whole_is_one_pass_over_all() -> None:
     image = make_image((21, 18, 11))
     executor = Voxelwise()
-    logits = predict_logits(executor, image, executor.module.topology, "whole", 0.5, 4)
+    logits = predict_logits(executor, image, "whole", 0.5, 4)
     assert executor.batches == [(1, 2, 24, 20, 12)]  # up to multiples of 4, 4, 2
     assert torch.equal(logits, image)
 
 
 def test_a_window_is_rounded_up_to_the_strides() -> None:
     executor = Voxelwise()
-    predict_logits(
-        executor, make_image((30, 30, 30)), executor.module.topology, (13, 16, 7), 0.5, 1
-    )
+    predict_logits(executor, make_image((30, 30, 30)), (13, 16, 7), 0.5, 1)
     assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
 
 
@@ -127,53 +146,9 @@ def test_a_tiny_volume_is_padded_until_the_lowest_level_can_be_normalised(
     window: object, size: Shape
 ) -> None:
     _, executor = small_network()
-    logits = predict_logits(executor, make_image(size, 1), executor.module.topology, window, 0.5, 1)
+    logits = predict_logits(executor, make_image(size, 1), window, 0.5, 1)
     assert logits.shape == (3, *size)
     assert logits.isfinite().all()
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
-@pytest.mark.parametrize("window", [1, 2, 10, 20, 31])
-def test_starts_cover_an_axis_with_the_overlap_asked_for(window: int, overlap: float) -> None:
-    for size in range(window, 4 * window + 3):
-        starts = window_starts(size, window, overlap)
-        assert starts[0] == 0
-        assert starts[-1] == size - window
-        steps = [b - a for a, b in itertools.pairwise(starts)]
-        assert all(step >= 1 for step in steps)
-        # The overlap, but at least one voxel of progress.
-        assert all(step <= max(1.0, window * (1 - overlap) + 1e-9) for step in steps)
-        if steps:
-            assert max(steps) - min(steps) <= 1  # evenly spread
-
-
-def test_no_more_windows_than_needed() -> None:
-    assert window_starts(100, 100, 0.5) == [0]
-    assert window_starts(101, 100, 0.5) == [0, 1]
-    assert window_starts(150, 100, 0.5) == [0, 50]
-    assert window_starts(151, 100, 0.5) == [0, 26, 51]
-    assert window_starts(300, 100, 0.0) == [0, 100, 200]
-    # 20 * (1 - 0.9) is 1.9999999999999996 in floating point, yet two voxels are meant.
-    assert window_starts(40, 20, 0.9) == list(range(0, 21, 2))
-
-
-@pytest.mark.parametrize("window", [(16, 16, 16), (16, 9, 4), (5, 1, 8)])
-def test_weights_are_monais_gaussian(window: Shape) -> None:
-    weight = gaussian_weight(window)
-    theirs = compute_importance_map(window, mode="gaussian", sigma_scale=0.125)
-    theirs = theirs / theirs.max()
-    seen = theirs > 2e-3  # below, MONAI's floor is another
-    assert seen.sum() > 4
-    torch.testing.assert_close(weight[seen], theirs[seen], rtol=1e-5, atol=0)
-    assert weight.max() == 1
-    assert weight.min() >= 1e-4
-
-
-def test_weights_are_the_closed_form() -> None:
-    weight = gaussian_weight((9, 1, 1))[:, 0, 0]
-    expected = [math.exp(-0.5 * ((i - 4) / (9 / 8)) ** 2) for i in range(9)]
-    assert weight.tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(weight, weight.flip(0))
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -181,7 +156,7 @@ def test_weights_are_the_closed_form() -> None:
 def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> None:
     model, executor = small_network()
     image = make_image(size, 1)
-    ours = predict_logits(executor, image, executor.module.topology, (16, 16, 16), 0.5, batch_size)
+    ours = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
     with torch.no_grad():
         theirs = sliding_window_inference(
             image[None],
@@ -198,10 +173,8 @@ def test_windows_of_a_network_agree_with_monai(size: Shape, batch_size: int) -> 
 def test_the_batch_size_does_not_matter(batch_size: int) -> None:
     _, executor = small_network()
     image = make_image((30, 21, 18), 1)
-    one_by_one = predict_logits(executor, image, executor.module.topology, (16, 16, 16), 0.5, 1)
-    together = predict_logits(
-        executor, image, executor.module.topology, (16, 16, 16), 0.5, batch_size
-    )
+    one_by_one = predict_logits(executor, image, (16, 16, 16), 0.5, 1)
+    together = predict_logits(executor, image, (16, 16, 16), 0.5, batch_size)
     torch.testing.assert_close(together, one_by_one, rtol=1e-4, atol=1e-5)
 
 
@@ -209,9 +182,7 @@ def test_blending_by_hand_on_one_axis() -> None:
     """Two windows that answer 0 and 1 are mixed by their weights."""
     answers = iter([0.0, 1.0])
     executor = Voxelwise(lambda x: torch.full_like(x, next(answers)))
-    logits = predict_logits(
-        executor, make_image((24, 16, 8)), executor.module.topology, (16, 16, 8), 0.5, 1
-    )
+    logits = predict_logits(executor, make_image((24, 16, 8)), (16, 16, 8), 0.5, 1)
     weight = gaussian_weight((16, 16, 8))
     middle = weight[:8, 3, 3] / (weight[:8, 3, 3] + weight[8:, 3, 3])
     expected = torch.cat([torch.zeros(8), middle, torch.ones(8)])
@@ -233,7 +204,7 @@ def test_logits_are_added_up_in_float32_at_least(
 ) -> None:
     image = make_image((20, 20, 10)).to(torch.float64)
     executor = Voxelwise(lambda x: x.to(dtype))
-    logits = predict_logits(executor, image, executor.module.topology, window, 0.5, 2)
+    logits = predict_logits(executor, image, window, 0.5, 2)
     assert logits.dtype == result
     torch.testing.assert_close(logits, image.to(dtype).to(result), rtol=1e-5, atol=1e-5)
 
@@ -241,7 +212,7 @@ def test_logits_are_added_up_in_float32_at_least(
 def test_deep_supervision_gives_the_full_resolution() -> None:
     model, executor = small_network(deep_supervision=True)
     image = make_image((16, 16, 16), 1)
-    logits = predict_logits(executor, image, executor.module.topology, "whole", 0.5, 1)
+    logits = predict_logits(executor, image, "whole", 0.5, 1)
     with torch.no_grad():
         torch.testing.assert_close(logits, model(image[None])[0])
 
@@ -251,37 +222,19 @@ def test_too_little_memory_says_what_to_do() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
 
     executor = Voxelwise(fail)
-    topology = executor.module.topology
     with pytest.raises(DoesNotFitError) as caught:
-        predict_logits(executor, make_image((20, 20, 10)), topology, (13, 16, 8), 0.5, 2)
+        predict_logits(executor, make_image((20, 20, 10)), (13, 16, 8), 0.5, 2)
     assert str(caught.value) == (
         "windows of 16x16x8 voxels do not fit on cpu (CUDA out of memory); "
         "use a smaller inference.window or more devices"
     )
 
 
-@pytest.mark.parametrize(
-    ("window", "devices", "expected"),
-    [
-        ((16, 16, 16), ("cpu",), 256),
-        ((40, 40, 40), ("cpu", "cpu"), 16),
-        ((96, 96, 96), ("cpu",), 1),
-        ((256, 256, 256), ("cpu",), 1),
-        ((16, 16, 16), ("cuda:0",), 1),
-        ((16, 16, 16), ("cpu", "cuda:0"), 1),
-    ],
-)
-def test_a_cpu_takes_small_windows_together(
-    window: Shape, devices: tuple[str, ...], expected: int
-) -> None:
-    assert windows_at_a_time(window, [torch.device(name) for name in devices]) == expected
-
-
 def test_auto_takes_as_many_windows_as_are_best() -> None:
     executor = Voxelwise()
     image = make_image((128, 64, 64))
-    predict_logits(executor, image, executor.module.topology, (64, 64, 64), 0.5, "auto")
-    predict_logits(executor, image, executor.module.topology, (128, 64, 64), 0.5, "auto")
+    predict_logits(executor, image, (64, 64, 64), 0.5, "auto")
+    predict_logits(executor, image, (128, 64, 64), 0.5, "auto")
     assert [shape[0] for shape in executor.batches] == [3, 1]
 
 
@@ -310,22 +263,20 @@ def test_one_logit_that_is_no_number_is_refused(
         answers = Answers(value)
     executor = Voxelwise(lambda image: answers(image.to(dtype)))
     with pytest.raises(NonFiniteLogitsError, match="output is NaN or infinite"):
-        predict_logits(executor, make_image((20, 20, 10)), executor.module.topology, window, 0.5, 1)
+        predict_logits(executor, make_image((20, 20, 10)), window, 0.5, 1)
 
 
 def test_a_bad_network_is_refused_at_its_first_window() -> None:
     executor = Voxelwise(lambda image: image * math.nan)
     with pytest.raises(NonFiniteLogitsError):
-        predict_logits(
-            executor, make_image((64, 64, 32)), executor.module.topology, (16, 16, 8), 0.5, 2
-        )
+        predict_logits(executor, make_image((64, 64, 32)), (16, 16, 8), 0.5, 2)
     assert len(executor.batches) == 1
 
 
 def test_large_logits_are_none_of_these() -> None:
     executor = Voxelwise(lambda image: 1e30 * image)
     image = make_image((20, 20, 10))
-    logits = predict_logits(executor, image, executor.module.topology, (16, 16, 8), 0.5, 1)
+    logits = predict_logits(executor, image, (16, 16, 8), 0.5, 1)
     torch.testing.assert_close(logits, 1e30 * image, rtol=1e-5, atol=1e25)
 
 
@@ -345,7 +296,6 @@ def test_it_says_how_many_windows_are_done(
     predict_logits(
         executor,
         make_image((20, 20, 8)),
-        executor.module.topology,
         window,
         0.5,
         batch_size,
@@ -371,9 +321,7 @@ def test_too_little_host_memory_is_explained_too(error: Exception) -> None:
 
     executor = Voxelwise(fail)
     with pytest.raises(DoesNotFitError, match=r"do not fit on cpu \((can't|Unable to) allocate"):
-        predict_logits(
-            executor, make_image((20, 20, 10)), executor.module.topology, (16, 16, 8), 0.5, 2
-        )
+        predict_logits(executor, make_image((20, 20, 10)), (16, 16, 8), 0.5, 2)
 
 
 def test_an_error_that_has_nothing_to_do_with_memory_is_raised_as_it_is() -> None:
@@ -382,6 +330,62 @@ def test_an_error_that_has_nothing_to_do_with_memory_is_raised_as_it_is() -> Non
 
     executor = Voxelwise(fail)
     with pytest.raises(RuntimeError, match="sizes differ"):
-        predict_logits(
-            executor, make_image((20, 20, 10)), executor.module.topology, (16, 16, 8), 0.5, 2
-        )
+        predict_logits(executor, make_image((20, 20, 10)), (16, 16, 8), 0.5, 2)
+
+
+@pytest.mark.parametrize("size", [(50, 20, 10), (20, 41, 9), (17, 16, 30), (9, 40, 5)])
+@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 1), (0.5, 5), (0.8, 2)])
+def test_slabs_are_the_volume_blended_at_once(size: Shape, overlap: float, batch_size: int) -> None:
+    """The reference keeps the logits of the whole volume, in float64."""
+    _, executor = small_network()
+    image = make_image(size, 1)
+    topology = executor.module.topology
+    slabs = all_slabs(executor, image, (16, 16, 16), overlap, batch_size)
+    windows = Windows.of(image.shape[1:], topology, (16, 16, 16), overlap, 1, [CPU])
+    weight = gaussian_weight(windows.shape).double()
+    total = torch.zeros(3, *windows.size, dtype=torch.float64)
+    weights = torch.zeros(windows.size, dtype=torch.float64)
+    padded = torch.zeros(1, *windows.size)
+    padded[(slice(None), *windows.inside)] = image
+    for start in windows.starts:
+        place = windows.place(start)
+        window = padded[(slice(None), *place)]
+        total[(slice(None), *place)] += weight * executor.predict(window[None])[0]
+        weights[place] += weight
+    expected = (total / weights)[(slice(None), *windows.inside)]
+    found = torch.cat(slabs, 1 + windows.axis)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size: int) -> None:
+    executor = Voxelwise()
+    image = make_image((160, 20, 8))
+    topology = executor.module.topology
+    windows = Windows.of(image.shape[1:], topology, (16, 16, 8), 0.5, batch_size, [CPU])
+    end = 0
+    for slab in logit_slabs(executor, slab_of(image, windows), windows, 2):
+        assert slab.shape[1] <= windows.slab[0] < 40
+        end += slab.shape[1]
+        computed = sum(shape[0] for shape in executor.batches)
+        if computed < len(windows.starts):  # the next window begins where the slab ends
+            assert windows.starts[computed][0] == end
+    assert end == 160 and computed == len(windows.starts)
+
+
+def test_the_memory_of_a_slab_does_not_depend_on_the_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(sliding_window, "refuse_beyond_memory", lambda n, *_: needed.append(n))
+    for length in (48, 480):
+        all_slabs(Voxelwise(), make_image((length, 20, 8)), (16, 16, 8), 0.5, 1)
+    # Two classes in float32 and a weight, of as many planes as a window has.
+    assert needed == [16 * 20 * 8 * 3 * 4] * 2
+
+
+def test_logits_that_the_host_cannot_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 16 * 20 * 8 * 3 * 4 - 1)
+    with pytest.raises(VolumeError, match="logits of 16x20x8 voxels and 2 classes"):
+        all_slabs(Voxelwise(), make_image((48, 20, 8)), (16, 16, 8), 0.5, 1)

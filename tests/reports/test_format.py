@@ -1,6 +1,6 @@
 import pytest
 
-from unet3d.reports.format import GIB, MIB, amount, size_text, unit_for
+from unet3d.reports.format import GIB, MIB, amount, drawable, millilitres, size_text, unit_for
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,26 @@ def test_the_unit_suits_the_largest_number() -> None:
 
 def test_sizes_are_written_along_x_y_z() -> None:
     assert size_text((192, 192, 160)) == "192x192x160"
+
+
+@pytest.mark.parametrize(
+    ("volume_ml", "text"),
+    [
+        (0, "0 mL"),
+        (1e-9, "1.00e-09 mL"),
+        (0.01234, "0.0123 mL"),
+        (1.5, "1.50 mL"),
+        (99.94, "99.9 mL"),
+        (99.96, "100 mL"),
+        (100.4, "100 mL"),
+        (1234.5, "1,234 mL"),
+    ],
+)
+def test_volumes_have_three_digits(volume_ml: float, text: str) -> None:
+    assert millilitres(volume_ml) == text
+
+
+def test_names_are_drawn_as_they_are() -> None:
+    assert drawable("$x$ \ud800") == r"\$x\$ ?"
+    assert drawable("a" * 20, 20) == "a" * 20
+    assert drawable("abc def", 5) == "abc…"

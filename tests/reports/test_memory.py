@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tests.reports.records import (
     MIB,
@@ -112,6 +113,22 @@ def test_the_picture_has_a_bar_for_each_slot_divided_into_its_parts() -> None:
     assert "activations 180" in first and "peak 201 of 81,920 MiB" in first
     low, high = axes.get_xlim()
     assert low == 0 and high >= 281
+
+
+def test_the_legend_is_below_the_title_and_names_what_is_there() -> None:
+    record = record_of(["cpu"], [memory_of(180)])
+    record["slots"][0]["measured"]["optimizer_bytes"] = 0
+    figure = memory_figure(record)
+    FigureCanvasAgg(figure).draw()  # which lays it out
+    axes = figure.axes[0]
+    legend, title = axes.get_legend(), figure.texts[0]
+    assert legend is not None and title.get_text() == "Memory in training, parallel mode model"
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["parameters", "gradients", "activations", "rest of the peak", "peak"]
+    box = legend.get_window_extent()
+    assert axes.get_window_extent().y1 <= box.y0 and box.y1 <= title.get_window_extent().y0
+    (numbers,) = (text.get_text() for text in axes.texts)
+    assert "optimizer" not in numbers and "parameters 7.00" in numbers
 
 
 def test_the_rest_of_a_peak_is_counted_once_where_slots_share_a_gpu() -> None:

@@ -235,7 +235,11 @@ def test_the_prediction_at_the_end_has_a_line_of_its_own(
         assert not terminal.shown()
         terminal.seconds += 1
         line.predicting(1, 2, 2, 4)
-        assert "case 2/2 window 2/4" in terminal.shown()[-1]
+        assert "case 2/2 window 2/4  0 s left" in terminal.shown()[-1]
+        line.predicting(0, 4, 0, 4)
+        terminal.seconds += 30
+        line.predicting(1, 4, 2, 4)  # 1.5 of 4 cases took 30 s
+        assert "case 2/4 window 2/4  50 s left" in terminal.shown()[-1]
 
     caplog.set_level(logging.INFO)
     log = line_on(Console(file=io.StringIO()))

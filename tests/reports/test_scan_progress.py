@@ -27,6 +27,8 @@ def test_a_terminal_shows_scan_stage_and_windows() -> None:
         assert "scan [a].nii.gz (3/12): predicting window 0/40" in shown(progress, text)
         progress.windows_done(10, 40)
         assert "predicting window 10/40" in shown(progress, text)
+        progress.windows_done(20, 40)
+        assert shown(progress, text).split("window 20/40 ")[1].split()[0].endswith("/s")
         progress.windows_done(0, 90)  # the first ones did not fit
         assert "predicting window 0/90" in shown(progress, text)
         progress.windows_done(90, 90)

@@ -39,7 +39,13 @@ def test_actions_of_other_slots_are_told_apart_and_not_numbered() -> None:
     colours = [bar.get_facecolor() for bar in bars]
     assert colours[0] == colours[3] != colours[1] == colours[4]  # forward is of slot 0
     numbers = [(text.get_text(), text.xy[0]) for text in axes.texts]  # type: ignore[attr-defined]
-    assert numbers == [("0", 1), ("0", 2), ("1", 4), ("1", 5)]
+    assert numbers == [("1", 1), ("1", 2), ("2", 4), ("2", 5)]
+
+
+def test_a_single_micro_batch_has_no_number() -> None:
+    axes = drawn(timeline(1, slots=(0, 1)))
+    assert not axes.texts and "numbers" not in axes.get_xlabel()
+    assert "with the numbers of their micro-batches" in drawn(timeline(2)).get_xlabel()
 
 
 def test_numbers_that_could_not_be_read_are_left_out() -> None:

@@ -62,7 +62,7 @@ def lines(figure: Figure) -> dict[str, tuple[list[float], list[float]]]:
 def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record: dict[str, Any]) -> None:
     figure = tuning_figure(record)
     assert lines(figure) == {
-        "no cut, cuda:0 (no point: out of memory)": ([2, 4], [400.0, 430.0]),
+        "no cut, cuda:0\n(no point: out of memory)": ([2, 4], [400.0, 430.0]),
         "block.10 (10)": ([1, 2, 4], [450.0, 350.0, 300.0]),
         "block.17 (17)": ([1, 2, 4], [460.0, 340.0, 250.0]),
     }
@@ -74,7 +74,7 @@ def test_the_picture_has_a_line_for_each_cut_and_one_for_one_device(record: dict
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(lines(figure))
-    assert [text.get_text() for text in axes.texts] == ["250.0 ms"]
+    assert [text.get_text() for text in axes.texts] == ["fastest: 250.0 ms"]
     looks = {(line.get_color(), line.get_marker()) for line in axes.get_lines()}
     assert len(looks) == 3  # no two lines look alike
 
@@ -121,7 +121,11 @@ def test_one_device_that_is_faster_is_marked_and_said(record: dict[str, Any]) ->
     assert line.startswith("One device is faster here: 200.0 ms a step on cuda:0 against 250.0 on")
     assert "Leave out --parallel model" in line
     (axes,) = tuning_figure(record).axes
-    assert [text.get_text() for text in axes.texts] == ["200.0 ms", "250.0 ms"]
+    ((label, place),) = ((text.get_text(), text.xy) for text in axes.texts)
+    assert (label, place) == ("fastest: 200.0 ms", (4, 200.0))
+    assert place[1] == min(min(times) for _, times in lines(tuning_figure(record)).values())
+    _, *notes = axes.get_xlabel().splitlines()
+    assert " ".join(notes) == line and len(notes) > 1
 
 
 def test_what_there_was_no_time_or_no_memory_for_is_said(record: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from unet3d.errors import CheckpointError
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.transform import Preprocessing
 
 PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),

@@ -12,7 +12,8 @@ from torch import Tensor
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
 from unet3d.training.validation import Validation, Validator
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.transform import Preprocessing
 
 NAMES = ("background", "liver", "tumour", "absent")
 
@@ -101,6 +102,16 @@ def expected(cases: list[Case]) -> dict[str, float | None]:
     return means
 
 
+def expected_loss(case: Case) -> float:
+    """Return cross-entropy plus soft Dice loss, of the voxels that count, by PyTorch and hand."""
+    logits = F.one_hot(torch.from_numpy(case.answer).long(), len(NAMES)).double().flatten(0, 2)
+    truth = torch.from_numpy(case.truth).long().flatten()
+    logits, truth = logits[truth < len(NAMES)], truth[truth < len(NAMES)]
+    chance, is_truth = logits.softmax(1)[:, 1:], F.one_hot(truth, len(NAMES))[:, 1:]
+    overlap = (2 * (chance * is_truth).sum(0) + 1e-5) / (chance + is_truth).sum(0).add(1e-5)
+    return float(F.cross_entropy(logits, truth) + 1 - overlap.mean())
+
+
 def assert_right(found: Validation, cases: list[Case]) -> None:
     wanted = expected(cases)
     assert found.stop == 0
@@ -109,3 +120,5 @@ def assert_right(found: Validation, cases: list[Case]) -> None:
         assert found.dice[name] == (None if value is None else pytest.approx(value, rel=1e-6))
     known = [value for value in wanted.values() if value is not None]
     assert found.mean_dice == pytest.approx(sum(known) / 2, rel=1e-6)
+    losses = [expected_loss(case) for case in cases]
+    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)

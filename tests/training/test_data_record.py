@@ -7,7 +7,8 @@ import pytest
 from unet3d.config import load_config
 from unet3d.runs.case_split import CaseSplit
 from unet3d.training.data_record import data_lines, data_record
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.transform import Preprocessing
 
 
 def experiment(training: list[str], validation: list[str], *changes: str) -> Any:

@@ -17,6 +17,7 @@ import pytest
 from tests.command_line import run as run_command
 from tests.networks import random_checkpoint
 from tests.rank_threads import in_threads
+from tests.reports.records import assert_is_picture
 from tests.training.known_answers import NAMES, Reader
 from tests.trainings import assert_same_weights, run, settings, weights
 from tests.volumes.samples import write_volume
@@ -35,8 +36,9 @@ from unet3d.training.final_result import FinalResult, scored_labels
 from unet3d.training.final_validation import FinalValidation
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.nifti import read_label
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.scored_labels import ScoredLabels
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.transform import Preprocessing
 
 
 def of_two_folds(cache: Path, *overrides: str) -> Config:
@@ -104,6 +106,8 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
         assert case["mean_dice"] == pytest.approx(sum(known) / len(known))
         means.append(case["mean_dice"])
     assert means == sorted(means) and means[0] < means[-1]
+    for name in ("worst.png", "best.png"):
+        assert_is_picture(finished / "validation" / name)
     assert record["mean_dice"] == pytest.approx(expected["mean_dice"])
     summary = json.loads((finished / "summary.json").read_text())["final"]
     assert summary["mean_dice"] == record["mean_dice"]

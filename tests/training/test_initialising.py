@@ -20,7 +20,8 @@ from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
 from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.classes import Region
-from unet3d.volumes.transform import ChannelNormalization, Preprocessing
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.transform import Preprocessing
 
 DEEP = Topology(
     in_channels=2,

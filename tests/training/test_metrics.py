@@ -32,7 +32,9 @@ def test_an_epoch_without_validation_has_no_dice() -> None:
 
 
 def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
-    validation = Validation(dice={"mean": 0.25, "absent": None}, mean_dice=0.5, seconds=1.5)
+    validation = Validation(
+        dice={"mean": 0.25, "absent": None}, mean_dice=0.5, loss=0.75, seconds=1.5
+    )
     metrics = epoch_metrics(STATE, num_steps=3, learning_rate=0.25, validation=validation)
     assert metrics["dice"] == {"mean": 0.25, "absent": None} and metrics["mean_dice"] == 0.5
     assert metrics["seconds"] == 2.5 and metrics["validation_seconds"] == 1.5
@@ -49,6 +51,7 @@ def test_tensorboard_gets_what_is_known(tmp_path: Path) -> None:
         "learning_rate": [(5, 0.25)],
         "dice/mean": [(5, 0.25)],
         "mean_dice": [(5, 0.5)],
+        "validation_loss": [(5, 0.75)],
         "waited_share": [(5, 0.25)],
     }
 

@@ -63,7 +63,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
         one = recorder(group, folder)
         one.begin()
         one.write_epoch(METRICS)
-        one.draw_progress()
+        one.draw_progress(is_due=False)
         one.write_summary(TrainingState(), FinalResult(evaluation=None))
 
     in_threads(2, record)
@@ -89,3 +89,25 @@ def test_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp_path: Path) -> Non
     assert len(RunFolder(tmp_path).read_metrics()) == 3  # nothing was written yet
     again.begin()
     assert [line["epoch"] for line in RunFolder(tmp_path).read_metrics()] == [1, 2]
+
+
+def test_the_first_epoch_is_drawn_and_then_no_more_than_one_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    drawn: list[tuple[float, str]] = []
+    monkeypatch.setattr(recording.time, "monotonic", lambda: now)
+    monkeypatch.setattr(
+        recording, "write_progress_picture", lambda _, title, path: drawn.append((now, title))
+    )
+    one = recorder(Group(Ranks()), tmp_path / "mine" / "fold0")
+    (tmp_path / "mine" / "fold0").mkdir(parents=True)
+    one.begin()
+    one.write_epoch(METRICS)
+    for _ in range(8):
+        one.draw_progress(is_due=False)
+        now += 20
+    assert [when for when, _ in drawn] == [1000, 1060, 1120]
+    one.draw_progress(is_due=True)
+    one.draw_progress(is_due=False)
+    assert drawn[3:] == [(1160, "mine/fold0: fold 0 of phantom")]

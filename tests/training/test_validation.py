@@ -8,7 +8,14 @@ import pytest
 
 from tests.rank_threads import in_threads
 from tests.ranks import environment
-from tests.training.known_answers import NAMES, Case, assert_right, made_cases, validator
+from tests.training.known_answers import (
+    NAMES,
+    Case,
+    assert_right,
+    expected_loss,
+    made_cases,
+    validator,
+)
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
@@ -37,9 +44,21 @@ def test_ignored_voxels_are_in_no_score(cases: list[Case]) -> None:
         partly.append(case)
     assert any((case.answer[case.truth == len(NAMES)] == 3).any() for case in partly)
     found = validator(partly, Group(Ranks()), ignore_value=9).validate(1, 10, InterruptionRequest())
+    losses = [expected_loss(case) for case in partly]
+    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     for case in partly:  # as if these voxels had never been
         case.answer[case.truth == len(NAMES)] = 0
     assert_right(found, partly)
+
+
+def test_the_loss_of_a_volume_is_that_of_its_slabs(
+    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unet3d.training.validation.MAX_LOGITS", 1000)
+    wide = [Case(case.name, case.answer, case.truth.astype(np.uint16)) for case in cases]
+    found = validator(wide, Group(Ranks())).validate(1, 10, InterruptionRequest())
+    losses = [expected_loss(case) for case in cases]
+    assert found.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_every_case_and_window_is_told_of(cases: list[Case]) -> None:

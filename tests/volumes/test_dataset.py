@@ -9,9 +9,10 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.volumes.itk_headers import meta_bytes, nrrd_bytes
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d.errors import DatasetError
-from unet3d.volumes.check import check_headers
+from unet3d.volumes.check import check_dataset, check_headers
 from unet3d.volumes.classes import Region
 from unet3d.volumes.dataset import fold_cases, load_dataset
 from unet3d.volumes.folds import folds_from_numbers
@@ -51,6 +52,44 @@ def nnunet(root: Path, **changes: Any) -> Path:
     }
     write_json(root / "dataset.json", {**tree, **changes})
     return root
+
+
+@pytest.mark.parametrize("ending", [".nrrd", ".mha", ".mhd"])
+def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path: Path, ending: str) -> None:
+    for name in ("a", "b"):
+        for path, dtype in (
+            (tmp_path / f"imagesTr/{name}_0000{ending}", np.int16),
+            (tmp_path / f"labelsTr/{name}{ending}", np.uint8),
+        ):
+            path.parent.mkdir(exist_ok=True)
+            array = blob_label((4, 4, 4)).astype(dtype)
+            if ending == ".nrrd":
+                path.write_bytes(
+                    nrrd_bytes(
+                        array.tobytes(),
+                        sizes="4 4 4",
+                        type="short" if dtype is np.int16 else "uchar",
+                    )
+                )
+                continue
+            content = meta_bytes(
+                array.tobytes() if ending == ".mha" else b"",
+                DimSize="4 4 4",
+                ElementType="MET_SHORT" if dtype is np.int16 else "MET_UCHAR",
+                ElementDataFile="LOCAL" if ending == ".mha" else f"{path.stem}.raw",
+            )
+            path.write_bytes(content)
+            if ending == ".mhd":
+                path.with_suffix(".raw").write_bytes(array.tobytes())
+    labels = {"background": 0, "left": 1, "right": 2}
+    tree = {"channel_names": {"0": "MR"}, "labels": labels, "file_ending": ending}
+    write_json(tmp_path / "dataset.json", tree)
+    dataset = load_dataset(tmp_path)
+    assert [case.name for case in dataset.cases] == ["a", "b"]
+    assert check_dataset(dataset) == []
+    (tmp_path / f"imagesTr/c_0000{ending}").write_bytes(b"")
+    (finding,) = check_headers(dataset)
+    assert f"c_0000{ending} belongs to no case" in finding.message
 
 
 def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:

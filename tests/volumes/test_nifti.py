@@ -578,7 +578,7 @@ def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):
 
     assert "No such file" in refusal(tmp_path / "missing.nii.gz")
     assert "No such file" in refusal(tmp_path / "missing.hdr")
-    assert "Is a directory" in refusal(folder)
+    assert "is a folder without DICOM slices" in refusal(folder)
     assert "it does not begin with a NIfTI header" in refusal(noise)
     assert "not named like a volume" in refusal(text)
     assert "is gzip-compressed, though" in refusal(hidden)

@@ -22,13 +22,14 @@ from unet3d.volumes import case_boxes, preprocess, workers
 from unet3d.volumes import foreground as foreground_module
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
+from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.preprocess import (
     ct_normalization,
     plan_preprocessing,
     prepare_cases,
     stored_image,
 )
-from unet3d.volumes.transform import ChannelNormalization, Kind, prepare_image, prepare_label
+from unet3d.volumes.transform import prepare_image, prepare_label
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes.resample import (
+    Resampling,
     _matrix,
     _resampling_bytes,
     affordable_shape,
     median_spacing,
     resample_classes,
-    resample_image,
     resampled_shape,
     target_spacing,
     thick_axes,
@@ -24,6 +24,14 @@ from unet3d.volumes.resample import (
 
 RNG = np.random.default_rng(0)
 CUBES = (False, False, False)
+
+
+def resample_image(image: np.ndarray, shape: Shape, thick: tuple[bool, bool, bool]) -> np.ndarray:
+    """Return all planes at once."""
+    x, y, z = image.shape[1:]
+    resampling = Resampling((x, y, z), shape, thick)
+    needed = image[:, resampling.needed(0, 0, shape[0])]
+    return resampling.planes(needed, 0, 0, shape[0])
 
 
 def test_shapes_follow_the_spacing() -> None:
@@ -59,7 +67,7 @@ def test_long_axes_leave_no_weights_that_slow_everything_down() -> None:
 
 def test_nothing_happens_at_the_same_shape() -> None:
     image = RNG.normal(size=(1, 4, 5, 6)).astype(np.float32)
-    assert resample_image(image, (4, 5, 6), CUBES) is image
+    assert Resampling((4, 5, 6), (4, 5, 6), CUBES).planes(image, 0, 0, 4) is image
     classes = np.zeros((4, 5, 6), np.uint8)
     assert resample_classes(classes, (4, 5, 6)) is classes
 
@@ -209,3 +217,28 @@ def test_target_spacings_are_those_of_nnunet() -> None:
         assert target_mm == pytest.approx(nnunet_target_spacing(spacings_mm, shapes), rel=1e-5)
         changed += target_mm != median_spacing(spacings_mm)
     assert 50 < changed < 250
+
+
+@pytest.mark.parametrize("shape", [(90, 31, 44), (60, 50, 22), (25, 50, 90), (120, 50, 44)])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("thick", [CUBES, (True, False, True)])
+def test_planes_by_themselves_are_those_of_the_whole(
+    shape: Shape, axis: int, thick: tuple[bool, bool, bool]
+) -> None:
+    image = RNG.normal(size=(2, 60, 50, 44)).astype(np.float32)
+    whole = resample_image(image, shape, thick)
+    resampling = Resampling((60, 50, 44), shape, thick)
+    along = (slice(None),) * (1 + axis)
+    for begin in range(0, shape[axis], 7):
+        end = min(begin + 7, shape[axis])
+        source = resampling.needed(axis, begin, end)
+        part = resampling.planes(image[(*along, source)], axis, begin, end)
+        np.testing.assert_allclose(part, whole[(*along, slice(begin, end))], rtol=0, atol=2e-6)
+
+
+def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image() -> None:
+    spline = Resampling((500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
+    assert spline.start < 250 < spline.stop and spline.stop - spline.start < 50
+    linear = Resampling((500, 8, 8), (1000, 8, 8), (True, False, False)).needed(0, 500, 501)
+    assert linear.stop - linear.start == 2
+    assert Resampling((500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)

@@ -47,6 +47,57 @@ def test_a_folder_is_every_volume_in_it_but_earlier_segmentations(tmp_path: Path
     }
 
 
+def dicom_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "IM0001").write_bytes(bytes(128) + b"DICM")
+    return folder
+
+
+def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    series = dicom_folder(tmp_path / "CT 1.2.840")
+    touch(series, "IM0002", "notes.txt")
+    expected = tmp_path / "CT 1.2.840_seg.nii.gz"
+    for name in (series, tmp_path / "CT 1.2.840" / ".." / "CT 1.2.840"):
+        (scan,) = find_scans([name], None, 1, False).to_segment
+        assert scan.images == (name,) and scan.output.resolve() == expected
+    monkeypatch.chdir(series)
+    (scan,) = find_scans([Path(".")], None, 1, False).to_segment
+    assert scan.images == (series,) and scan.output == expected
+    (scan,) = find_scans([series], tmp_path / "out", 1, False).to_segment
+    assert scan.output == tmp_path / "out" / "CT 1.2.840_seg.nii.gz"
+
+
+def test_a_folder_may_hold_scans_of_every_kind(tmp_path: Path) -> None:
+    touch(tmp_path, "a.nii.gz", "b.nrrd", "c.mha", "d.mhd", "d.raw", "deeper/e.nii")
+    dicom_folder(tmp_path / "series")
+    dicom_folder(tmp_path / "s.2")
+    dicom_folder(tmp_path / ".hidden")
+    dicom_folder(tmp_path / "study" / "too deep")
+    assert outputs(find_scans([tmp_path], None, 1, overwrite=True)) == {
+        ("a.nii.gz",): "a_seg.nii.gz",
+        ("b.nrrd",): "b_seg.nii.gz",
+        ("c.mha",): "c_seg.nii.gz",
+        ("d.mhd",): "d_seg.nii.gz",
+        ("s.2",): "s.2_seg.nii.gz",
+        ("series",): "series_seg.nii.gz",
+    }
+
+
+def test_slices_beside_volumes_are_refused(tmp_path: Path) -> None:
+    series = dicom_folder(tmp_path / "series")
+    touch(series, "mask.nrrd", "old_seg.nii.gz")
+    with pytest.raises(VolumeError, match="holds DICOM slices and volumes, such as mask.nrrd"):
+        find_scans([series], None, 1, False)
+
+
+def test_segmentations_are_nifti(tmp_path: Path) -> None:
+    (scan,) = touch(tmp_path, "a.nrrd")
+    with pytest.raises(ConfigError, match=r"b\.nrrd: segmentations are written as NIfTI; name"):
+        find_scans([scan], tmp_path / "b.nrrd", 1, False)
+
+
 def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path: Path) -> None:
     files_of = ["x_0001.nii.gz", "x_0000.nii.gz", "y_0000.nii.gz", "y_0001.nii.gz", "z.nii.gz"]
     files = touch(tmp_path, *files_of)
@@ -206,8 +257,25 @@ def test_half_a_result_is_neither_replaced_nor_taken_for_whole(
     assert names(find_scans([a, b], None, 1, False, statistics=True).kept) == ["a.nii.gz"]
 
 
-def test_statistics_that_nobody_asks_for_do_not_matter(tmp_path: Path) -> None:
-    a, _ = touch(tmp_path, "a.nii.gz", "a_seg.json")
+def test_pictures_are_results_as_statistics_are(tmp_path: Path) -> None:
+    a, there = touch(tmp_path, "a.nii.gz", "a_seg.nii.gz")
+    words = f"{there} exists, but not a_seg.png; add --overwrite to make both"
+    with pytest.raises(ConfigError, match=words):
+        find_scans([a], None, 1, False, preview=True)
+    words = "exists, but not a_seg.json and a_seg.png; add --overwrite to make all"
+    with pytest.raises(ConfigError, match=words):
+        find_scans([a], None, 1, False, statistics=True, preview=True)
+    touch(tmp_path, "a_seg.png")
+    with pytest.raises(ResultExistsError):
+        find_scans([a], None, 1, False, preview=True)
+    (tmp_path / "a_seg.png").unlink()
+    (tmp_path / "a_seg.png").mkdir()
+    with pytest.raises(ConfigError, match="a_seg.png is a folder; choose another --output"):
+        find_scans([a], None, 1, True, preview=True)
+
+
+def test_files_that_nobody_asks_for_do_not_matter(tmp_path: Path) -> None:
+    a, *_ = touch(tmp_path, "a.nii.gz", "a_seg.json", "a_seg.png")
     assert names(find_scans([a], None, 1, overwrite=False).to_segment) == ["a.nii.gz"]
 
 

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from pathlib import Path
 
 import nibabel as nib
@@ -13,6 +15,7 @@ from unet3d.volumes.scans import (
     Scan,
     label_statistics,
     read_scan,
+    result_file,
     write_segmentation,
     write_statistics,
 )
@@ -44,7 +47,7 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     header = read_header(path)
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         write_segmentation(scan, np.zeros((4, 4, 4), np.uint8), header)
-    with pytest.raises(VolumeError, match="cannot write .*scan_seg.json: Not a directory"):
+    with pytest.raises(VolumeError, match="cannot write to .*file: "):
         write_statistics(scan, {}, [])
 
 
@@ -68,6 +71,25 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path: Path) 
         "scan_seg.json",
         "scan_seg.nii.gz",
     ]
+
+
+def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "scan_seg.png"
+    with pytest.raises(VolumeError, match="cannot write .*png: No space left on device; choose"):
+        with result_file(path, overwrite=False) as unfinished:
+            unfinished.write_text("half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.iterdir())
+    with result_file(path, overwrite=False) as unfinished:
+        unfinished.write_text("whole")
+        assert not path.exists()
+    with pytest.raises(ResultExistsError, match="scan_seg.png was made by somebody else in the"):
+        with result_file(path, overwrite=False) as unfinished:
+            unfinished.write_text("other")
+    assert path.read_text() == "whole"
+    with result_file(path, overwrite=True) as unfinished:
+        unfinished.write_text("other")
+    assert path.read_text() == "other" and list(tmp_path.iterdir()) == [path]
 
 
 # Statistics

@@ -6,20 +6,21 @@ import pytest
 import torch
 from scipy import ndimage
 
-from unet3d.config import Shape, Spacing
+from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
 from unet3d.volumes.classes import Region
 from unet3d.volumes.cropping import whole_box
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.restoring import restored_slabs
 from unet3d.volumes.transform import (
-    ChannelNormalization,
+    PreparedImage,
     Preprocessing,
     classes_of,
     kept_box,
     prepare_image,
     prepare_label,
-    restore_logits,
 )
 
 RNG = np.random.default_rng(0)
@@ -233,29 +234,14 @@ def test_image_and_label_land_on_one_grid() -> None:
     np.testing.assert_allclose(in_label, expected, atol=0.5)
 
 
-def test_logits_return_to_the_original_grid() -> None:
-    # A field that is linear in space is the same field on any grid of the same box.
-    def field(shape: Shape) -> torch.Tensor:
-        x, y, z = ((torch.arange(size, dtype=torch.float64) + 0.5) / size - 0.5 for size in shape)
-        plane = x[:, None, None] + 2 * y[None, :, None] - z[None, None, :]
-        return torch.stack([plane, -3 * plane])
-
-    small, large = (20, 16, 12), (33, 25, 40)
-    restored = restore_logits(field(small), large)
-    assert restored.shape == (2, *large) and restored.dtype == torch.float64
-    inside = (slice(None), slice(2, -2), slice(2, -2), slice(2, -2))
-    torch.testing.assert_close(restored[inside], field(large)[inside])
-    same = field(small)
-    assert restore_logits(same, small) is same
-
-
 def test_a_label_map_survives_the_way_there_and_back() -> None:
     label = np.zeros((30, 30, 15), np.uint8)
     label[8:20, 5:25, 3:12] = 1
     label[20:26, 5:25, 3:12] = 2
     classes = prepare_label(label, (1, 1, 2), plan(spacing_mm=(1, 1, 1)))
     logits = torch.nn.functional.one_hot(torch.from_numpy(classes).long(), 3).movedim(-1, 0)
-    back = restore_logits(logits.float(), (30, 30, 15)).argmax(0).numpy()
+    (restored,) = restored_slabs([logits.float()], 0, classes.shape, (30, 30, 15))
+    back = restored.argmax(0).numpy()
     np.testing.assert_array_equal(back, label)
 
 
@@ -328,19 +314,9 @@ def test_an_allocation_that_fails_all_the_same_is_explained(
         def exhausted(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("unet3d.volumes.transform.resample_image", exhausted)
+        monkeypatch.setattr("unet3d.volumes.transform.Resampling.planes", exhausted)
         with pytest.raises(VolumeError, match="too little memory, .* available"):
             prepare_image(image, (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
-
-
-def test_logits_that_the_memory_cannot_hold_are_not_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host, "available_bytes", lambda: 2**20)
-    logits = torch.zeros(3, 4, 4, 4)
-    assert restore_logits(logits, (8, 8, 8)).shape == (3, 8, 8, 8)
-    with pytest.raises(VolumeError, match="200x200x200 voxels and 3 classes takes 122.1 MiB"):
-        restore_logits(logits, (200, 200, 200))
 
 
 @pytest.mark.parametrize(
@@ -356,3 +332,32 @@ def test_what_becomes_infinite_is_refused(how: ChannelNormalization) -> None:
     image[:, ::2] = 3.3e38
     with pytest.raises(VolumeError, match=r"up to 3.3e\+38 become infinite when they are prepared"):
         prepare_image(image, (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
+
+
+@pytest.mark.parametrize("target_mm", [None, (1, 1, 1), (0.6, 1.7, 2)], ids=str)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("masks_outside", [False, True])
+def test_planes_are_prepared_as_in_the_whole(
+    target_mm: Spacing | None, axis: int, masks_outside: bool
+) -> None:
+    image = RNG.normal(5, 2, size=(2, 22, 18, 15)).astype(np.float32)
+    image[:, :4] = 0
+    how = ChannelNormalization(kind="z-score")
+    preprocessing = replace(plan(how, how, spacing_mm=target_mm), masks_outside=masks_outside)
+    whole = prepare_image(image, (1, 1.2, 2.5), preprocessing)
+    prepared = PreparedImage(image, (1, 1.2, 2.5), preprocessing)
+    assert prepared.shape == whole.shape[1:]
+    along = (slice(None),) * (1 + axis)
+    for begin in range(0, prepared.shape[axis], 4):
+        end = min(begin + 4, prepared.shape[axis])
+        np.testing.assert_allclose(
+            prepared.planes(axis, begin, end), whole[(*along, slice(begin, end))], atol=1e-5
+        )
+
+
+def test_the_largest_intensity_is_that_of_the_normalised_image() -> None:
+    image = RNG.normal(5, 2, size=(2, 12, 11, 10)).astype(np.float32)
+    image[1, 3, 4, 5] = -900
+    how = ChannelNormalization(kind="z-score")
+    prepared = PreparedImage(image, (1, 1, 1), plan(how, how))
+    assert prepared.largest == pytest.approx(np.abs(prepared.planes(0, 0, 12)).max(), rel=1e-6)

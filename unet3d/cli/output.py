@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -129,20 +128,11 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.text import Text
 
-    handlers = [
-        handler
-        for handler in logging.getLogger().handlers
-        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr
-    ]
-    stream = sys.stderr
-    with Console(stderr=True).status(Text(text)) as status:
-        for handler in handlers:  # so that what is logged stands above the live line
-            handler.setStream(sys.stderr)
-        try:
-            yield lambda now: status.update(Text(now))
-        finally:
-            for handler in handlers:
-                handler.setStream(stream)
+    from unet3d.terminal import live
+
+    status = Console(stderr=True).status(Text(text))
+    with live(status):
+        yield lambda now: status.update(Text(now))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -24,7 +24,9 @@ class _Request:
     output: Path | None
     window: str | None
     overlap: float | None
+    tta: bool
     statistics: bool
+    preview: bool
     no_postprocessing: bool
     overwrite: bool
 
@@ -32,7 +34,9 @@ class _Request:
         """Return the same as a command line."""
         options = {"--output": self.output, "--window": self.window, "--overlap": self.overlap}
         flags = {
+            "--tta": self.tta,
             "--statistics": self.statistics,
+            "--preview": self.preview,
             "--no-postprocessing": self.no_postprocessing,
             "--overwrite": self.overwrite,
         }
@@ -65,7 +69,17 @@ class _Request:
 @click.option(
     "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
 )
+@click.option(
+    "--tta",
+    is_flag=True,
+    help="Average over mirror images, as far as training had them: up to 8 times the work.",
+)
 @click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
+@click.option(
+    "--preview",
+    is_flag=True,
+    help="Also draw three planes through the largest structure, with outlines and mL, as PNG.",
+)
 @click.option(
     "--no-postprocessing",
     is_flag=True,
@@ -81,7 +95,9 @@ def predict(
     devices: str | None,
     overlap: float | None,
     window: str | None,
+    tta: bool,
     statistics: bool,
+    preview: bool,
     no_postprocessing: bool,
     overwrite: bool,
 ) -> None:
@@ -109,7 +125,9 @@ def predict(
         output=output,
         window=window,
         overlap=overlap,
+        tta=tta,
         statistics=statistics,
+        preview=preview,
         no_postprocessing=no_postprocessing,
         overwrite=overwrite,
     )
@@ -125,6 +143,7 @@ def predict(
             {
                 "inference.window": window,
                 "inference.overlap": overlap,
+                "inference.tta": True if tta else None,
                 "inference.postprocessing": False if no_postprocessing else None,
             }
         )
@@ -140,8 +159,10 @@ def predict(
         job = None
         if group.is_first:
             num_channels = len(networks.preprocessing.channels)
-            scans = find_scans(images, output, num_channels, overwrite, statistics)
-            job = Segmentation(scans, checkpoints, statistics=statistics, overwrite=overwrite)
+            scans = find_scans(images, output, num_channels, overwrite, statistics, preview)
+            job = Segmentation(
+                scans, checkpoints, statistics=statistics, preview=preview, overwrite=overwrite
+            )
         if group.from_first(lambda: job is not None and job.has_work):
             predictor = Predictor(networks, spread, inference, group)
             if job is None:
@@ -161,6 +182,7 @@ def _trained_inference(network: "Checkpoint") -> list[str]:
             "inference.window": trained.window,
             "inference.overlap": trained.overlap,
             "inference.batch_size": trained.batch_size,
+            "inference.tta": trained.tta,
             "inference.postprocessing": trained.postprocessing,
         }
     )

@@ -3,9 +3,10 @@
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,8 +23,12 @@ from unet3d.errors import (
 )
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+    from matplotlib.figure import Figure
+
     from unet3d.inference.predictor import Predictor
     from unet3d.reports.scan_progress import ScanProgress
+    from unet3d.volumes.nifti import Volume
     from unet3d.volumes.scan_search import FoundScans
     from unet3d.volumes.scans import Scan
 
@@ -39,6 +44,7 @@ class Segmentation:
         checkpoints: Sequence[Path],
         *,
         statistics: bool,
+        preview: bool,
         overwrite: bool,
     ) -> None:
         """Say which scans need nothing, and which cannot be segmented.
@@ -47,6 +53,7 @@ class Segmentation:
             scans: What was asked for.
             checkpoints: Files of the networks, which the statistics name.
             statistics: Whether to describe each label, too.
+            preview: Whether to draw each segmentation.
             overwrite: Whether to replace results.
         """
         self._scans = scans.to_segment
@@ -55,6 +62,7 @@ class Segmentation:
         self._failures = [scan for scan, _ in scans.faults]
         self._error: Unet3dError | OSError | None = None
         self._statistics = statistics
+        self._preview = preview
         self._overwrite = overwrite
         for scan in scans.kept:
             _show_kept(scan)
@@ -140,7 +148,7 @@ class Segmentation:
 
         if not self._overwrite:
             # Another process may be at work in the same folder.
-            refuse_existing(scan, self._statistics)
+            refuse_existing(scan, self._statistics, self._preview)
         before = stamps(scan)
         with explaining_memory(str(scan.images[0])):
             progress.stage("reading")
@@ -150,20 +158,66 @@ class Segmentation:
             found = (
                 label_statistics(labels, image, predictor.label_names) if self._statistics else None
             )
+            figure = _figure(scan, image, labels, predictor.label_names) if self._preview else None
             progress.stage("writing")
             if stamps(scan) != before:
                 raise VolumeError(
                     f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
                     "segment it again"
                 )
-            write_segmentation(scan, labels, image.header, self._overwrite)
+            with _picture(figure, scan.preview, self._overwrite):
+                write_segmentation(scan, labels, image.header, self._overwrite)
             if found is not None:
                 write_statistics(scan, found, self._checkpoints, self._overwrite)
-        if not self._statistics and os.path.lexists(scan.statistics):
-            logger.warning(
-                "%s was there before and may describe another segmentation; --statistics writes it",
-                scan.statistics,
-            )
+        for path, is_written, verb, option in (
+            (scan.statistics, self._statistics, "describe", "--statistics"),
+            (scan.preview, self._preview, "show", "--preview"),
+        ):
+            if not is_written and os.path.lexists(path):
+                logger.warning(
+                    "%s was there before and may %s another segmentation; %s writes it",
+                    path,
+                    verb,
+                    option,
+                )
+
+
+def _figure(
+    scan: "Scan", image: "Volume", labels: "npt.NDArray[Any]", label_names: dict[int, str]
+) -> "Figure":
+    from unet3d.reports.planes import Structure
+    from unet3d.reports.preview import Preview, preview_figure
+    from unet3d.volumes.grids import voxel_mm3
+
+    return preview_figure(
+        Preview(
+            title=scan.images[0].name,
+            image=image.array[0],
+            labels=labels,
+            structures=[
+                Structure(name=name, values=(value,)) for value, name in label_names.items()
+            ],
+            spacing_mm=image.header.spacing_mm,
+            voxel_ml=voxel_mm3(image.header.affine) / 1000,
+        )
+    )
+
+
+@contextmanager
+def _picture(figure: "Figure | None", path: Path, overwrite: bool) -> Iterator[None]:
+    """Save a figure, which gets its name after what is written in the meantime.
+
+    A disk that is full leaves neither then: a segmentation alone would have to be replaced.
+    """
+    if figure is None:
+        yield
+        return
+    from unet3d.reports.format import save_figure
+    from unet3d.volumes.scans import result_file
+
+    with result_file(path, overwrite) as unfinished:
+        save_figure(figure, unfinished)
+        yield
 
 
 def _show_kept(scan: "Scan") -> None:

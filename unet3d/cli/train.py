@@ -20,6 +20,7 @@ from unet3d.cli.output import begin_as_rank
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from unet3d.runs.validation_folder import ValidationFolder
     from unet3d.training.cross_validation import FoldsResult
     from unet3d.training.loop import TrainingResult
     from unet3d.training.state import TrainingState
@@ -155,7 +156,7 @@ def _show(result: "TrainingResult", console: "Console") -> None:
     if result.final_dice is not None:
         final = (
             f" The validation cases as predict segments them: mean Dice {result.final_dice:.3f}, "
-            f"{result.folder.validation.path}."
+            f"{result.folder.validation.path}.{_pictures_line(result.folder.validation)}"
         )
     console.print(
         f"{_dice_line(result.state)}{final} Checkpoints, metrics and pictures: "
@@ -164,6 +165,15 @@ def _show(result: "TrainingResult", console: "Console") -> None:
         markup=False,
         soft_wrap=True,
     )
+
+
+def _pictures_line(validation: "ValidationFolder") -> str:
+    """Return where the pictures of the cases are, after a space; nothing where there are none."""
+    names = validation.pictures()
+    if not names:
+        return ""
+    whose = "The worst and the best of them" if len(names) > 1 else "One of them"
+    return f" {whose}, drawn: {' and '.join(str(validation.path / name) for name in names)}."
 
 
 def _dice_line(state: "TrainingState") -> str:

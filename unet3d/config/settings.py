@@ -316,6 +316,9 @@ class InferenceSettings(Section):
     """Share of a window that its neighbour covers again."""
     batch_size: Few | Literal["auto"] = "auto"
     """Windows in one forward pass; auto: one on a GPU, as many as 2^20 voxels hold on a CPU."""
+    tta: bool = False
+    """Whether each window is also predicted mirrored, over all combinations of the axes along which
+    patches were mirrored in training, and the logits are averaged: up to 8 times the work."""
     postprocessing: bool = True
     """Whether a training ends with the choice of labels of which only the largest component is kept
     (those where that raises Dice in validation), and predictions keep only these."""

@@ -1,6 +1,7 @@
-"""The mean of the probabilities of several networks, in the memory of one set of logits."""
+"""The mean of the probabilities of several networks, slab after slab."""
 
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -64,6 +65,38 @@ class ProbabilityMean:
         if self._of_regions:
             return mean.clamp_(number.tiny, 1 - number.eps).logit_()
         return mean.clamp_min_(number.tiny).log_()
+
+
+def mean_slabs(
+    networks: Sequence[Iterator[Tensor]], axis: int, *, of_regions: bool
+) -> Iterator[Tensor]:
+    """Yield the mean of networks, as far as all of them have come.
+
+    Args:
+        networks: The logits of each, in consecutive slabs that may end at different planes.
+        axis: The axis along which they follow each other.
+        of_regions: Whether logits are those of regions, and not of classes.
+
+    Yields:
+        Consecutive slabs: :meth:`ProbabilityMean.logits`.
+    """
+    dim = 1 + axis
+    waiting: list[Tensor | None] = [None] * len(networks)
+    while True:
+        slabs = [
+            slab if slab is not None else next(network, None)
+            for slab, network in zip(waiting, networks, strict=True)
+        ]
+        known = [slab for slab in slabs if slab is not None]
+        if not known:  # all of them cover the same volume
+            return
+        num_planes = min(slab.shape[dim] for slab in known)
+        mean = ProbabilityMean(of_regions=of_regions)
+        for slab in known:
+            mean.add(slab.narrow(dim, 0, num_planes))
+        left = [slab.narrow(dim, num_planes, slab.shape[dim] - num_planes) for slab in known]
+        waiting = [slab if slab.shape[dim] else None for slab in left]
+        yield mean.logits()
 
 
 def _to_probabilities(logits: Tensor) -> None:

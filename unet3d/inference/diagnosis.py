@@ -35,29 +35,27 @@ def refuse_diverged(model: BlockNetwork, name: str) -> None:
         raise CheckpointError(_weights(name, largest))
 
 
-def excess_of(image: torch.Tensor) -> str | None:
+def excess_of(intensity: float) -> str | None:
     """Return which intensities of an image are too large, or None.
 
     Args:
-        image: Normalised, of any shape.
+        intensity: The largest magnitude of its normalised intensities.
     """
-    intensity = _largest(image)
     return None if intensity <= MAX_INTENSITY else f"its normalised intensities {_reach(intensity)}"
 
 
-def cause_of_non_finite(model: BlockNetwork, name: str, image: torch.Tensor, precision: str) -> str:
+def cause_of_non_finite(model: BlockNetwork, name: str, intensity: float, precision: str) -> str:
     """Return the likely cause of an output that is not finite, and what to do about it.
 
     Args:
         model: On any devices.
         name: Words for it.
-        image: Normalised, of any shape.
+        intensity: The largest magnitude of the image's normalised intensities.
         precision: What the network computes in.
     """
     weight = _largest_weight(model)
     if not weight <= LARGEST_USUAL:
         return _weights(name, weight)
-    intensity = _largest(image)
     if not intensity <= LARGEST_USUAL:
         return (
             f"its normalised intensities {_reach(intensity)}; look for single voxels that are "

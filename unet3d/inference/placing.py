@@ -13,7 +13,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.inference.networks import Networks
 from unet3d.inference.shared_executor import SharedExecutor
-from unet3d.inference.sliding_window import computed_window
+from unet3d.inference.windows import computed_window
 from unet3d.model import BlockNetwork, Topology
 from unet3d.parallel import (
     Executor,

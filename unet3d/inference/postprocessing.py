@@ -69,7 +69,8 @@ def small_components(
         f"the search for components in {times(mask.shape)} voxels",
         "use a machine with more, or predict with --no-postprocessing",
     )
-    components = cc3d.connected_components(mask, connectivity=CONNECTIVITY)
+    # As numbers: of booleans cc3d 4.1.1 fails where they are a single line with gaps.
+    components = cc3d.connected_components(mask.view(np.uint8), connectivity=CONNECTIVITY)
     counts = cc3d.statistics(components, no_slice_conversion=True)["voxel_counts"]
     counts[0] = 0  # the background of the mask
     is_small = counts < counts.max()

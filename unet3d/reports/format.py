@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -51,6 +52,30 @@ def size_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
+def millilitres(volume_ml: float) -> str:
+    """Return a volume with three digits or more, such as ``1,234 mL`` or ``0.0120 mL``.
+
+    Args:
+        volume_ml: The volume.
+    """
+    if volume_ml >= 99.95:
+        return f"{volume_ml:,.0f} mL"
+    return f"{volume_ml:#.3g} mL" if volume_ml else "0 mL"
+
+
+def drawable(text: str, most: int | None = None) -> str:
+    """Return a name as matplotlib draws it letter by letter.
+
+    Args:
+        text: From a file; it may hold anything.
+        most: Letters that there is room for; None: any number.
+    """
+    if most is not None and len(text) > most:
+        text = text[: most - 1].rstrip() + "…"
+    text = text.encode(errors="replace").decode()  # no halves of characters
+    return text.replace("$", r"\$")  # matplotlib would read a formula
+
+
 def write_figure(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG file.
 
@@ -58,8 +83,21 @@ def write_figure(figure: Figure, path: Path) -> None:
         figure: The drawn figure.
         path: The file; one of that name is replaced.
     """
+    write_atomically(path, lambda file: save_figure(figure, file))
+
+
+def save_figure(figure: Figure, file: IO[bytes] | Path) -> None:
+    """Save a figure as PNG to a file that somebody else gives its name.
+
+    Args:
+        figure: The drawn figure.
+        file: The file.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     FigureCanvasAgg(figure)
     with warnings.catch_warnings():
         # Labels are named in any script; a letter that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=DOTS_PER_INCH))
+        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.container import BarContainer
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
@@ -73,17 +75,15 @@ def memory_figure(record: Mapping[str, Any]) -> Figure:
     slots = record["slots"]
     unit, unit_bytes = unit_of(slots)
     timelines = record.get("timeline", [])
-    heights = [1.9 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
+    heights = [2.3 + 0.85 * len(slots), *[PANEL_HEIGHT_INCHES] * len(timelines)]
     figure = Figure(figsize=(PICTURE_WIDTH_INCHES, sum(heights)), layout="constrained")
     axes, *panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _draw_bars(axes, slots, unit, unit_bytes)
-    axes.set_title(f"Memory in training, parallel mode {record['parallel']}")
+    title = f"Memory in training, parallel mode {record['parallel']}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
     for panel, timeline in zip(panels, timelines, strict=True):
         totals = [slot["device_bytes"] for slot in slots if slot["slot"] in timeline["slots"]]
         draw_timeline(panel, timeline, min(totals), unit, unit_bytes)
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=6, frameon=False
-    )
     return figure
 
 
@@ -100,23 +100,36 @@ def write_memory_picture(record: Mapping[str, Any], path: Path) -> None:
 def _draw_bars(axes: Axes, slots: Sequence[Mapping[str, Any]], unit: str, unit_bytes: int) -> None:
     rows = [bar_parts(slot, slots) for slot in slots]
     left = [0.0] * len(slots)
+    shown: list[Artist | BarContainer] = []
     for part, colour in COLOURS.items():
         widths = [row[part] / unit_bytes for row in rows]
-        axes.barh(range(len(slots)), widths, 0.5, left, color=colour, label=part)
+        bars = axes.barh(range(len(slots)), widths, 0.5, left, color=colour, label=part)
+        if any(widths):
+            shown.append(bars)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     peaks = [slot["measured"]["peak_bytes"] / unit_bytes for slot in slots]
-    axes.scatter(peaks, range(len(slots)), s=420, marker="|", color="black", label="peak")
+    mark = axes.scatter(peaks, range(len(slots)), s=420, marker="|", color="black", label="peak")
+    axes.legend(
+        handles=[*shown, mark],
+        loc="lower left",
+        bbox_to_anchor=(0.0, 1.0),
+        borderaxespad=0.2,
+        ncols=3,
+        markerscale=0.6,
+        frameon=False,
+        fontsize=10,
+    )
     for index, (slot, row) in enumerate(zip(slots, rows, strict=True)):
-        numbers = [f"{part} {amount(row[part], unit_bytes)}" for part in PARTS]
+        numbers = [f"{part} {amount(row[part], unit_bytes)}" for part in PARTS if row[part]]
         peak = amount(slot["measured"]["peak_bytes"], unit_bytes)
         total = amount(slot["device_bytes"], unit_bytes)
         axes.annotate(
-            f"{',  '.join(numbers)};  peak {peak} of {total} {unit}",
+            ",  ".join([*numbers, f"peak {peak} of {total} {unit}"]),
             (0, index + 0.29),
             xytext=(4, 0),
             textcoords="offset points",
             va="top",
-            fontsize=8,
+            fontsize=9,
         )
     names = [f"slot {s['slot']} on {s['device']}\n{_range(s['blocks'])}" for s in slots]
     axes.set_yticks(range(len(slots)), names)

@@ -4,4 +4,4 @@ The palette of Okabe and Ito (Color Universal Design, 2008), told apart by colou
 """
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, PURPLE, GREY = "#56B4E9", "#CC79A7", "#C8C8C8"
+SKY, PURPLE, YELLOW, GREY = "#56B4E9", "#CC79A7", "#F0E442", "#C8C8C8"

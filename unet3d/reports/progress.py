@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from unet3d.terminal import live
+
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 0.5
@@ -78,7 +80,7 @@ class ProgressLine:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show the line while in the context."""
-        with self._progress:
+        with live(self._progress):
             self._task = self._progress.add_task("starting", total=None, status="")
             yield
 
@@ -155,7 +157,10 @@ class ProgressLine:
         now = time.monotonic()
         text = f"case {min(case + 1, num_cases)}/{num_cases}"
         if case == window == 0:
+            self._began = now  # of no step any more
             self._next_line = now + LOG_SECONDS
+        part = (case + window / num_windows) / max(num_cases, 1)
+        left = f"  {duration((1 / part - 1) * (now - self._began))} left" if part else ""
         if self._progress.disable:
             if now >= self._next_line and not self._quiet:
                 self._next_line = now + LOG_SECONDS
@@ -164,10 +169,10 @@ class ProgressLine:
             self._next_refresh = now + REFRESH_SECONDS
             self._progress.update(
                 self._task,
-                completed=case + window / num_windows,
-                total=num_cases,
+                completed=part,
+                total=1.0,
                 description="predicting the validation",
-                status=f"{text} window {window}/{num_windows}",
+                status=f"{text} window {window}/{num_windows}{left}",
                 refresh=True,
             )
 

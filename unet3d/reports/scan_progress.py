@@ -4,7 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from unet3d.terminal import live
+
+
+class _Speed(ProgressColumn):
+    """Windows a second, once there are some."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.3g}/s" if speed else "")
 
 
 class ScanProgress:
@@ -22,6 +33,7 @@ class ScanProgress:
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[windows]}", markup=False),
+            _Speed(),
             TimeRemainingColumn(compact=True),
             console=console,
             transient=True,
@@ -41,7 +53,7 @@ class ScanProgress:
         self._scan = f"{name} ({number}/{self._num_scans})" if self._num_scans > 1 else name
         self._task = self._progress.add_task(self._scan, total=None, windows="")
         try:
-            with self._progress:
+            with live(self._progress):
                 yield
         finally:
             self._progress.remove_task(self._task)

@@ -49,10 +49,13 @@ def draw_timeline(
         total.set_label("device total")
         lines.append(total)
         top = max(top, device_bytes / unit_bytes * 1.05)
-    for index, mark in enumerate(marks):
-        if own[index] and mark["micro_batch"] is not None and len(marks) <= MAX_NAMED_ACTIONS:
+    numbers = [mark["micro_batch"] for mark in marks]
+    # The only micro-batch needs no number.
+    is_numbered = len(marks) <= MAX_NAMED_ACTIONS and len(set(numbers) - {None}) > 1
+    for index, number in enumerate(numbers):
+        if is_numbered and own[index] and number is not None:
             axes.annotate(
-                str(mark["micro_batch"]),
+                str(number + 1),
                 (index, 0),
                 xytext=(0, 2),
                 textcoords="offset points",
@@ -69,10 +72,11 @@ def draw_timeline(
     axes.set_ylim(0, top or 1)
     axes.set_xlim(-0.5, max(len(marks) - 0.5, 0.5))
     axes.set_xticks([])
+    numbering = ", with the numbers of their micro-batches" if is_numbered else ""
     axes.set_xlabel(
-        "actions in the order in which they are queued, numbers of micro-batches in them;\n"
+        f"actions in the order in which they are queued{numbering};\n"
         "bars: the most in use during an action",
-        fontsize=8,
+        fontsize=9,
     )
     patches = [Patch(color=colour, label=kind) for kind, colour in colours.items() if kind in kinds]
     axes.legend(
@@ -80,6 +84,6 @@ def draw_timeline(
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),
         frameon=False,
-        fontsize=8,
+        fontsize=10,
     )
     axes.spines[["top", "right"]].set_visible(False)

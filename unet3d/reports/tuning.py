@@ -1,5 +1,6 @@
 """Measured steps for people: a table, and a picture of time against micro-batches."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,8 @@ from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION)
 MARKERS = "osD^vP"
+NOTE_LETTERS = 80
+"""Letters of a line below the picture."""
 
 
 def tuning_table(record: Mapping[str, Any]) -> Table:
@@ -86,30 +89,30 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
                 "marker": MARKERS[cut_number % len(MARKERS)],
             }
             cut_number += 1
-        out = "" if len(timed) == len(rows) else " (no point: out of memory)"
+        out = "" if len(timed) == len(rows) else "\n(no point: out of memory)"
         axes.plot(
             [row["num_micro_batches"] for row in timed],
             [1000 * row["seconds"] for row in timed],
             label=name + out,
             **style,
         )
-    for row in record["rows"]:
-        if row["chosen"] or row["fastest"]:
-            axes.annotate(
-                f"{1000 * row['seconds']:.1f} ms",
-                (row["num_micro_batches"], 1000 * row["seconds"]),
-                xytext=(0, -14),
-                textcoords="offset points",
-                ha="center",
-                fontsize=9,
-                fontweight="bold",
-            )
+    for row in (row for row in record["rows"] if row["fastest"]):
+        axes.annotate(
+            f"fastest: {1000 * row['seconds']:.1f} ms",
+            (row["num_micro_batches"], 1000 * row["seconds"]),
+            xytext=(0, -16),
+            textcoords="offset points",
+            ha="center",
+            fontsize=10,
+            fontweight="bold",
+        )
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"micro-batches of a batch of {record['batch_size']}")
+    notes = [part for line in tuning_lines(record) for part in textwrap.wrap(line, NOTE_LETTERS)]
+    axes.set_xlabel("\n".join([f"micro-batches of a batch of {record['batch_size']}", *notes]))
     axes.set_ylabel("time of a training step (ms)")
-    axes.margins(y=0.1)
+    axes.margins(y=0.15)
     axes.set_title(
         f"{record['batch_size']} patches of {size_text(record['size'])} voxels, "
         f"{record['precision']}, on {_hardware(record['devices'])}"
@@ -123,7 +126,7 @@ def tuning_figure(record: Mapping[str, Any]) -> Figure:
         loc="center left",
         bbox_to_anchor=(1.0, 0.5),
         frameon=False,
-        fontsize=9,
+        fontsize=10,
     )
     return figure
 

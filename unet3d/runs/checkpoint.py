@@ -63,6 +63,13 @@ class Checkpoint:
         is_double = any(value.dtype == torch.float64 for value in self.model.values())
         return torch.float64 if is_double else torch.float32
 
+    @property
+    def mirror_axes(self) -> tuple[int, ...]:
+        """Axes, counted from 0, along which patches were mirrored in training."""
+        augmentation = self.config.patches.augmentation
+        known = augmentation.known_mirror_axes if augmentation.enabled else ()
+        return tuple("xyz".index(axis) for axis in known)
+
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU.
 

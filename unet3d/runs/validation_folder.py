@@ -1,4 +1,4 @@
-"""The folder of the validation cases in that of a run: predictions, and ``cases.json``."""
+"""The folder of the validation cases in that of a run: predictions, scores and pictures."""
 
 import json
 import shutil
@@ -11,6 +11,9 @@ from unet3d.inputs.reading import read_json
 
 CASES = "cases.json"
 """The file of the scores; it is in every folder that is whole."""
+
+WORST, BEST = "worst.png", "best.png"
+"""The pictures of two cases; of one case only the first."""
 
 
 class ValidationFolder:
@@ -30,6 +33,10 @@ class ValidationFolder:
             return isinstance(read_json(self.path / CASES), dict)
         except (OSError, ValueError):
             return False
+
+    def pictures(self) -> list[str]:
+        """Return the names of the pictures that are there."""
+        return [name for name in (WORST, BEST) if (self.path / name).is_file()]
 
     def publish(self, unfinished: Path, record: Mapping[str, Any]) -> None:
         """Give a folder of predictions the name of this one, which is deleted first.

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from unet3d.config import Config
 from unet3d.planning.experiment import Experiment
 from unet3d.reports.progress import MAX_COLUMNS, list_within
 
@@ -22,6 +23,18 @@ def data_record(experiment: Experiment) -> dict[str, Any]:
         "preprocessing": experiment.preprocessing.to_dict(),
         **experiment.split.to_dict(),
     }
+
+
+def dataset_name(config: Config) -> str:
+    """Return what the data set of a training is called: its folder, or ``phantom``.
+
+    Args:
+        config: The settings.
+    """
+    source = config.data.dataset
+    if source is None:
+        return "phantom"
+    return source.parent.name if source.is_file() else source.name
 
 
 def data_lines(experiment: Experiment) -> list[str]:

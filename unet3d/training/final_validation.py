@@ -4,7 +4,7 @@ What is in ``validation/`` of a run's folder is what ``unet3d predict`` would wr
 of the validation cases: on their own grids, by the same code, with the network where it was
 trained. From them is decided which components to keep (:mod:`unet3d.training.component_choice`),
 and the others are removed. ``cases.json`` holds the scores that ``unet3d evaluate`` would find, the
-worst case first.
+worst case first; that one and the best one are drawn.
 
 Replicas divide the cases; the shards of a replica compute each of its cases together, and the first
 of them writes. Only the ranks on the first one's machine write, because the run's folder may be on
@@ -35,6 +35,7 @@ from unet3d.parallel import Executor, ParallelDims
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.runs.run_folder import RunFolder, writing
+from unet3d.training.case_pictures import draw_extremes
 from unet3d.training.component_choice import Choice, OwnCase, choose_components
 from unet3d.training.final_result import FinalResult, cases_record, scored_labels
 from unet3d.volumes.dataset import Case
@@ -135,7 +136,9 @@ class FinalValidation:
                 found |= _from_plain(plain)
             evaluation = self._evaluation(found)
             if self._group.is_first:
+                note("the pictures of the validation")
                 with writing(self._folder.validation.path):
+                    draw_extremes(folder, evaluation, cases)
                     record = cases_record(
                         self._experiment, self._folder.latest.name, evaluation, choices
                     )

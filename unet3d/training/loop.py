@@ -172,6 +172,7 @@ class TrainingLoop:
                 self.recorder.write_epoch(metrics)
                 if validation is not None:
                     self._keep(validation)
+                self.recorder.draw_progress(is_due=validation is not None)
                 start_seconds = self._clock.take_start()
                 line.epoch_done(metrics, self._loading.note(metrics, start_seconds))
             self.recorder.begin()
@@ -323,10 +324,9 @@ class TrainingLoop:
         return metrics
 
     def _keep(self, validation: Validation) -> None:
-        """Save and draw the progress, after a validation."""
+        """Save after a validation."""
         improved = self.state.note_dice(validation.mean_dice)
         self.saver.save(self.state, improved)
-        self.recorder.draw_progress()
 
     def _stop(self, signal_number: int) -> NoReturn:
         """End here, all ranks together: one that ended earlier would have the others killed."""

@@ -47,6 +47,7 @@ def epoch_metrics(
         metrics |= {
             "dice": validation.dice,
             "mean_dice": validation.mean_dice,
+            "validation_loss": validation.loss,
             "validation_seconds": validation.seconds,
         }
     return metrics
@@ -86,6 +87,7 @@ class ScalarFile:
         for name, dice in metrics.get("dice", {}).items():
             values[f"dice/{name}"] = dice
         values["mean_dice"] = metrics.get("mean_dice")  # a label may be called mean
+        values["validation_loss"] = metrics.get("validation_loss")
         if metrics["seconds"]:
             values["waited_share"] = metrics["waited_seconds"] / metrics["seconds"]
         known = [

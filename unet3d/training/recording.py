@@ -1,5 +1,6 @@
 """What a run's folder tells of a training beside its checkpoints; the first rank writes it."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,13 @@ from unet3d.parallel import Executor, ParallelDims
 from unet3d.planning.experiment import Experiment
 from unet3d.reports.curves import write_progress_picture
 from unet3d.runs.run_folder import RunFolder, writing
-from unet3d.training.data_record import data_record
+from unet3d.training.data_record import data_record, dataset_name
 from unet3d.training.final_result import FinalResult
 from unet3d.training.metrics import ScalarFile, device_name, run_summary
 from unet3d.training.state import TrainingState
+
+DRAWING_SECONDS = 60.0
+"""Age at which a picture of the progress is old; to draw one takes about a second."""
 
 
 class RunRecorder:
@@ -47,6 +51,7 @@ class RunRecorder:
         own_devices = [device_name(slot.device) for slot in executor.slots]
         self._devices = [name for names in group.exchange(own_devices) for name in names]
         self._scalars: ScalarFile | None = None
+        self._next_drawing = 0.0
 
     def begin(self) -> None:
         """Make the folder ready, once.
@@ -74,11 +79,27 @@ class RunRecorder:
             with writing(self._folder.tensorboard):
                 self._scalars.write(metrics)
 
-    def draw_progress(self) -> None:
-        """Draw the numbers of all epochs."""
-        if self._group.is_first:
-            with writing(self._folder.progress_picture):
-                write_progress_picture(self._folder.read_metrics(), self._folder.progress_picture)
+    def draw_progress(self, is_due: bool) -> None:
+        """Draw the numbers of all epochs.
+
+        Args:
+            is_due: Whether to draw in any case. If not, the first epoch is drawn all the same, and
+                any other at the end of which the picture is old.
+        """
+        now = time.monotonic()
+        if not self._group.is_first or not (is_due or now >= self._next_drawing):
+            return
+        self._next_drawing = now + DRAWING_SECONDS
+        path = self._folder.progress_picture
+        with writing(path):
+            write_progress_picture(self._folder.read_metrics(), self._title(), path)
+
+    def _title(self) -> str:
+        config, path = self._experiment.config, self._folder.path.absolute()
+        fold = f"fold {config.data.fold}"
+        is_one_of_several = path.name == fold.replace(" ", "")
+        run = f"{path.parent.name}/{path.name}" if is_one_of_several else path.name
+        return f"{run}: {fold} of {dataset_name(config)}"
 
     def write_summary(self, state: TrainingState, final: FinalResult) -> None:
         """Write what the training has come to.

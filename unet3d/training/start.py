@@ -25,6 +25,7 @@ from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.step_size import within_gpus
 from unet3d.planning.tuning_cache import forgotten_modes, without_stale_cuts
 from unet3d.runs.run_folder import RunFolder, make_run
+from unet3d.training.data_record import dataset_name
 from unet3d.training.earlier_runs import recorded_settings, run_to_resume
 from unet3d.training.initialising import settings_of_init
 from unet3d.training.job import for_ranks, train
@@ -255,9 +256,7 @@ def run_name(config: Config, folds: str | None = None) -> str:
         config: The settings of the run.
         folds: Words for its folds; None: the one of the settings.
     """
-    source = config.data.dataset
-    name = "phantom" if source is None else source.parent.name if source.is_file() else source.name
-    name = name[:MAX_NAME_LETTERS]
+    name = dataset_name(config)[:MAX_NAME_LETTERS]
     folds = folds or f"fold{config.data.fold}"
     return f"{name}-{folds}-{time.strftime('%Y%m%d-%H%M%S')}"
 

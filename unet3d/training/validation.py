@@ -1,4 +1,4 @@
-"""Dice of the validation cases, which the replicas divide among them.
+"""Dice and loss of the validation cases, which the replicas divide among them.
 
 The shards of a replica compute each of its cases together, and the first of them scores it.
 """
@@ -15,15 +15,17 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
+from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.label_scores import dice_per_class
 from unet3d.inference.sliding_window import (
     NonFiniteLogitsError,
     WindowsDone,
-    computed_window,
     join_windows,
-    predict_logits,
+    logit_slabs,
 )
+from unet3d.inference.windows import Windows, computed_window
 from unet3d.interruption import InterruptionRequest
+from unet3d.model import SegmentationLoss
 from unet3d.parallel import Executor
 from unet3d.parallel.precision import image_dtype
 from unet3d.parallel.spatial.division import SlabRule
@@ -31,6 +33,9 @@ from unet3d.planning.experiment import Experiment
 from unet3d.training.divergence import divergence_error, image_fault
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.transform import classes_of
+
+MAX_LOGITS = 2**24
+"""Logits of which the loss is taken at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,8 @@ class Validation:
     has it."""
     mean_dice: float | None
     """Mean over the labels."""
+    loss: float | None = None
+    """Mean over the cases of the training's loss, at full resolution; None where it was stopped."""
     seconds: float = field(default=0.0, compare=False)
     """Time that it took this rank."""
     stop: int = 0
@@ -72,6 +79,8 @@ class Validator:
         self._experiment = experiment
         self._executor = executor
         self._group = group
+        regions = experiment.preprocessing.region_classes
+        self._loss = SegmentationLoss.of(experiment.config.training, regions)
         self._replica, self._shard = divmod(group.ranks.rank, num_shards)
         self._num_replicas = group.size // num_shards
         self._signals = ShardSignals(group, num_shards)
@@ -102,16 +111,16 @@ class Validator:
         began = time.monotonic()
         self._executor.module.eval()
         cases = self._experiment.validation
-        own: dict[int, list[float | None]] = {}
+        own: dict[int, tuple[float, list[float | None]]] = {}
         share = range(self._replica, len(cases), self._num_replicas)
         for number, index in enumerate(share):
             if self._signals.agree(interruption.signal_number or 0):
                 break
             name = cases[index].name
             self._group.note(num_steps, f"validation of epoch {epoch}, case {name}")
-            dice = self._dice(cases[index], partial(progress, number, len(share)))
-            if dice is not None:
-                own[index] = dice
+            scores = self._scores(cases[index], partial(progress, number, len(share)))
+            if scores is not None:
+                own[index] = scores
         progress(len(share), len(share), 0, 1)
         answers = self._group.exchange([interruption.signal_number or 0, list(own.items())])
         stop = max(number for number, _ in answers)
@@ -119,38 +128,69 @@ class Validator:
             return Validation(dice={}, mean_dice=None, stop=stop)
         by_case = {index: values for _, items in answers for index, values in items}
         seconds = time.monotonic() - began
-        return self._mean_over_cases([by_case[index] for index in range(len(cases))], seconds)
+        losses, dice = zip(*(by_case[index] for index in range(len(cases))), strict=True)
+        return self._mean_over_cases(losses, dice, seconds)
 
-    def _dice(self, case: PreparedCase, windows_done: WindowsDone) -> list[float | None] | None:
-        """Return the Dice of each label or region in one case; None in a shard but the first."""
+    def _scores(
+        self, case: PreparedCase, windows_done: WindowsDone
+    ) -> tuple[float, list[float | None]] | None:
+        """Return loss and Dice of each label or region of a case; None in a shard but the first."""
         experiment, executor = self._experiment, self._executor
         settings, window = experiment.config.inference, self._window
-        image = torch.from_numpy(case.image().copy()).to(image_dtype(executor.module))
-        windows = (image, experiment.topology, window, settings.overlap, settings.batch_size)
+        image = WholeImage(torch.from_numpy(case.image().copy()))
+        windows = Windows.of(
+            image.shape,
+            experiment.topology,
+            window,
+            settings.overlap,
+            settings.batch_size,
+            [slot.device for slot in executor.slots],
+        )
+        slab = ImageSlab(image, windows, image_dtype(executor.module))
         if self._shard != 0:
-            join_windows(executor, *windows)
+            join_windows(executor, slab, windows)
             return None
+        preprocessing, axis = experiment.preprocessing, windows.axis
+        classes = case.label()[...]
+        done, sums, parts = 0, [], []
         try:
-            logits = predict_logits(executor, *windows, windows_done=windows_done)
+            num_classes = experiment.topology.num_classes
+            for logits in logit_slabs(executor, slab, windows, num_classes, windows_done):
+                planes = slice(done, done + logits.shape[1 + axis])
+                truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
+                sums += self._sums(logits, truth)
+                parts.append(classes_of(logits, preprocessing))
+                done = planes.stop
         except NonFiniteLogitsError as error:
             raise divergence_error(
                 f"the network's output for validation case {case.name} is not finite",
                 image_fault([case]),
                 experiment.config.training.learning_rate,
             ) from error
-        preprocessing = experiment.preprocessing
-        found, classes = classes_of(logits, preprocessing), case.label()[...]
+        found = torch.cat(parts, axis)
+        loss = self._loss.from_sums(torch.stack(sums).sum(0)).total.item()
         if preprocessing.ignore_value is not None:
             # Background in both, which has no part in the Dice of any label.
             is_counted = classes < len(preprocessing.label_values)
             found *= torch.from_numpy(is_counted).to(found.device)
             classes = classes * is_counted
-        label = torch.from_numpy(classes).to(logits.device)
+        label = torch.from_numpy(classes).to(found.device)
         if not preprocessing.regions:
-            return dice_per_class(found, label, len(preprocessing.label_values))[1:]
-        return [
+            return loss, dice_per_class(found, label, len(preprocessing.label_values))[1:]
+        return loss, [
             dice_per_class(_is_any_of(found, region), _is_any_of(label, region), 2)[1]
             for region in preprocessing.region_classes
+        ]
+
+    def _sums(self, logits: Tensor, classes: Tensor) -> list[Tensor]:
+        """Return the sums of the loss of a slab, of a few planes each, to take little memory."""
+        num_planes = max(1, MAX_LOGITS // logits[:, 0].numel())
+        return [
+            self._loss.sums(
+                logits[None, :, start : start + num_planes],
+                classes[None, start : start + num_planes].to(logits.device, torch.int64),
+            )
+            for start in range(0, len(classes), num_planes)
         ]
 
     @property
@@ -166,10 +206,17 @@ class Validator:
         cases = self._experiment.validation
         return {computed_window(case.label().shape, stride) for case in cases}
 
-    def _mean_over_cases(self, scores: list[list[float | None]], seconds: float) -> Validation:
+    def _mean_over_cases(
+        self, losses: Sequence[float], dice: Sequence[list[float | None]], seconds: float
+    ) -> Validation:
         names = self._experiment.preprocessing.scored
-        means = {name: _mean([of[index] for of in scores]) for index, name in enumerate(names)}
-        return Validation(dice=means, mean_dice=_mean(list(means.values())), seconds=seconds)
+        means = {name: _mean([of[index] for of in dice]) for index, name in enumerate(names)}
+        return Validation(
+            dice=means,
+            mean_dice=_mean(list(means.values())),
+            loss=_mean(losses),
+            seconds=seconds,
+        )
 
 
 def _is_any_of(classes: Tensor, some: Sequence[int]) -> Tensor:
@@ -177,6 +224,6 @@ def _is_any_of(classes: Tensor, some: Sequence[int]) -> Tensor:
     return torch.stack([classes == index for index in some]).any(0).to(torch.uint8)
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

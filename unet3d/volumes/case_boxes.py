@@ -65,7 +65,8 @@ def boxes_of(cases: Sequence[Case], shapes: Sequence[Shape], cache: Path | None)
         counts = len(missing), len(boxes)
         logger.info("reading %d of %d cases to crop them, into %s", *counts, store.folder)
     tasks = [(cases[index], shapes[index]) for index in missing]
-    rest = iter(_in_threads(found, tasks, counting("reading", len(missing))))
+    with counting("reading", len(missing)) as watch:
+        rest = iter(_in_threads(found, tasks, watch))
     return [next(rest) if box is None else box for box in boxes]
 
 

@@ -1,27 +1,44 @@
 """The files of volumes: their names, and writing them.
 
-This is the only module that knows file endings, and that a NIfTI volume can be a pair of files,
-``scan.hdr`` and ``scan.img``. Endings count in any case of their letters: ``SCAN.NII.GZ``,
-``scan.Hdr`` with ``scan.IMG``.
+This is the only module that knows file endings, and that a volume can be several files: a NIfTI
+volume ``scan.hdr`` and ``scan.img``, a MetaImage ``scan.mhd`` and what it names, a DICOM series a
+folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, ``scan.Hdr`` with
+``scan.IMG``.
 """
 
 import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 
 from unet3d.atomic import creating, replacing
+from unet3d.errors import VolumeError
+from unet3d.inputs.reading import open_regular
+from unet3d.volumes.text_headers import meta_data_file
 
 # nibabel writes each oddity of a header to stderr without naming the file. What it does not repair
 # it also raises, and that is reported from here.
 logging.getLogger("nibabel.global").setLevel(logging.CRITICAL)
 
-SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh")
+NRRD_SUFFIX = ".nrrd"
+
+META_SUFFIXES = (".mha", ".mhd")
+"""File endings of a MetaImage in one file, and in two."""
+
+SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh", NRRD_SUFFIX, *META_SUFFIXES)
 """File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
+
+DICOM_MARK = b"DICM"
+DICOM_MARK_AT = 128
+"""What every DICOM file has after its preamble, whatever it is called."""
+
+DICOM_INDEX = "DICOMDIR"
+"""A table of contents, in DICOM's own form."""
 
 
 def volume_suffix(path: Path) -> str:
@@ -40,27 +57,68 @@ def is_nifti_file(path: Path) -> bool:
     return volume_suffix(path) in (".nii", ".nii.gz")
 
 
+def is_nrrd_file(path: Path) -> bool:
+    """Tell by its name whether a file is an NRRD volume."""
+    return volume_suffix(path) == NRRD_SUFFIX
+
+
+def is_meta_file(path: Path) -> bool:
+    """Tell by its name whether a file is a MetaImage."""
+    return volume_suffix(path) in META_SUFFIXES
+
+
+def is_dicom_file(path: Path) -> bool:
+    """Tell by its content whether a file is a DICOM object, such as one slice of a scan."""
+    try:
+        with open_regular(path) as file:
+            file.seek(DICOM_MARK_AT)
+            return file.read(len(DICOM_MARK)) == DICOM_MARK
+    except OSError:
+        return False
+
+
+def is_dicom_folder(path: Path) -> bool:
+    """Tell whether a path is a folder with DICOM files in it, not in folders below.
+
+    Raises:
+        OSError: The folder cannot be listed.
+    """
+    return next(_dicom_files(path), None) is not None
+
+
 def is_gzip_file(path: Path) -> bool:
     """Tell by its name whether a volume file is compressed."""
     return volume_suffix(path) in (".nii.gz", ".mgz")
 
 
 def volume_stem(path: Path) -> str:
-    """Return the name of a volume file without its ending: ``scan`` for ``scan.nii.gz``."""
+    """Return the name of a volume file without its ending: ``scan`` for ``scan.nii.gz``.
+
+    A folder, as of DICOM slices, has no ending: ``1.2.840`` is its whole name.
+    """
     suffix = volume_suffix(path)
-    return path.name[: -len(suffix)] if suffix else path.stem
+    if suffix:
+        return path.name[: -len(suffix)]
+    return path.name if path.is_dir() else path.stem
 
 
 def members(path: Path) -> tuple[Path, ...]:
     """Return all files of the volume that a file belongs to.
 
     Args:
-        path: A volume file, whether it exists or not.
+        path: A volume file, whether it exists or not, or a folder.
 
     Returns:
-        The header and the voxels of a pair, in this order, if the partner of ``path`` exists; else
-        ``path`` alone.
+        The header and the voxels of a pair, in this order, if the partner of ``path`` exists; the
+        DICOM files of a folder; else ``path`` alone.
+
+    Raises:
+        OSError: The folder cannot be listed.
     """
+    if path.is_dir():
+        return tuple(_dicom_files(path)) or (path,)
+    if is_meta_file(path):
+        return _meta_members(path)
     partner_suffix = PARTNERS.get(volume_suffix(path))
     if partner_suffix is None:
         return (path,)
@@ -78,6 +136,24 @@ def members(path: Path) -> tuple[Path, ...]:
 def stands_for_volume(path: Path) -> bool:
     """Tell whether a file counts where volumes are listed: each pair counts once, as its header."""
     return is_volume_file(path) and members(path)[0] == path
+
+
+def _meta_members(path: Path) -> tuple[Path, ...]:
+    try:
+        voxels = meta_data_file(path)
+    except VolumeError:  # reading it will say so
+        return (path,)
+    return (path, voxels) if voxels is not None and voxels.is_file() else (path,)
+
+
+def _dicom_files(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name.upper() == DICOM_INDEX:
+            continue
+        if not path.is_dir() and is_dicom_file(path):
+            yield path
 
 
 def find_spelling(path: Path) -> Path:

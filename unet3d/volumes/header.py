@@ -12,6 +12,7 @@ import numpy.typing as npt
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes.files import times
+from unet3d.volumes.formats import open_volume
 from unet3d.volumes.grids import (
     MAX_SPACING_MM,
     MIN_SPACING_MM,
@@ -24,7 +25,7 @@ from unet3d.volumes.grids import (
     rounded_mm,
     shear_degrees,
 )
-from unet3d.volumes.stored import StoredVolume, open_volume, stored_axes
+from unet3d.volumes.stored import StoredVolume, stored_axes
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ def header_of(path: Path, stored: StoredVolume) -> VolumeHeader:
 
     Args:
         path: The volume, for messages.
-        stored: From :func:`unet3d.volumes.stored.open_volume`.
+        stored: From :func:`unet3d.volumes.formats.open_volume`.
 
     Raises:
         VolumeError: Its header does not say where its voxels lie.

@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import is_nifti_file, times, write_nifti
+from unet3d.volumes.formats import open_volume
 from unet3d.volumes.grids import axes_between
 from unet3d.volumes.header import RAS, VolumeHeader, header_of, read_header, same_grid
 from unet3d.volumes.intensities import refuse_huge, refuse_non_finite
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
-from unet3d.volumes.stored import open_volume, stored_voxels
+from unet3d.volumes.stored import stored_voxels
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 

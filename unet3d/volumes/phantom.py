@@ -15,6 +15,7 @@ from unet3d.errors import DatasetError, reason_of
 from unet3d.inputs.reading import read_json
 from unet3d.volumes.files import write_nifti
 from unet3d.volumes.phantom_anatomy import LABEL_NAMES, head_phantom
+from unet3d.volumes.workers import counting
 
 logger = logging.getLogger(__name__)
 
@@ -92,15 +93,17 @@ def write_phantom_dataset(
             for name in ("imagesTr", "labelsTr"):
                 (unfinished / name).mkdir()
             logger.info("making %d phantom cases of shape %s in %s", num_cases, shape, folder)
-            for index, name in enumerate(names):
-                case_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
-                write_phantom_case(
-                    unfinished / "imagesTr" / name,
-                    unfinished / "labelsTr" / name,
-                    case_seed,
-                    shape,
-                    spacing_mm,
-                )
+            with counting("making", num_cases) as watch:
+                for index, name in enumerate(names):
+                    case_seed = int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+                    write_phantom_case(
+                        unfinished / "imagesTr" / name,
+                        unfinished / "labelsTr" / name,
+                        case_seed,
+                        shape,
+                        spacing_mm,
+                    )
+                    watch(index + 1)
             (unfinished / "dataset.json").write_text(json.dumps(description, indent=1))
     except OSError as error:
         if _holds(folder, description):  # another process was faster

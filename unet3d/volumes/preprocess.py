@@ -24,15 +24,9 @@ from unet3d.volumes.cropping import nonzero_box, takes_much
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.header import read_header, same_grid
 from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
+from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
-from unet3d.volumes.transform import (
-    ChannelNormalization,
-    Kind,
-    Preprocessing,
-    kept_box,
-    prepare_image,
-    prepare_label,
-)
+from unet3d.volumes.transform import Preprocessing, kept_box, prepare_image, prepare_label
 from unet3d.volumes.workers import counting, map_items
 
 logger = logging.getLogger(__name__)
@@ -322,7 +316,8 @@ def _from_cache(
     if missing:
         logger.info("%s %d of %d cases into %s", doing, len(missing), len(tasks), store.folder)
         lacking = [tasks[index] for index in missing]
-        map_items(make, lacking, num_workers, counting(doing, len(lacking)))
+        with counting(doing, len(lacking)) as watch:
+            map_items(make, lacking, num_workers, watch)
         for index, entry in zip(missing, _opened(load, lacking, num_workers), strict=True):
             found[index] = entry
     entries = [entry for entry in found if entry is not None]

@@ -42,6 +42,8 @@ MAX_AXIS = 2**60
 MAX_LOST_VOXELS = 8
 """Voxels along an axis of which a whole volume may become a single voxel."""
 
+REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
+
 FLOAT32_BYTES = 4
 WEIGHT_BYTES = 16
 """An interpolation's weight while it is made: twice in float64."""
@@ -108,10 +110,28 @@ def resampled_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None
     return (x, y, z)
 
 
+def visible_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None) -> Shape:
+    """Return :func:`resampled_shape` if there is something left to see.
+
+    Args:
+        shape: Voxels along X, Y, Z.
+        spacing_mm: Their spacing.
+        target_mm: The spacing to reach; None: keep the shape.
+
+    Raises:
+        VolumeError: Nothing but a single voxel would be left.
+    """
+    new_shape = resampled_shape(shape, spacing_mm, target_mm)
+    if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
+        change = _change(shape, spacing_mm, new_shape, target_mm)
+        raise VolumeError(f"{change}, and nothing would be left to see; {REMEDY}")
+    return new_shape
+
+
 def affordable_shape(
     shape: Shape, spacing_mm: Spacing, target_mm: Spacing | None, num_arrays: int
 ) -> Shape:
-    """Return :func:`resampled_shape` once it is known that the memory suffices to get there.
+    """Return :func:`visible_shape` once it is known that the memory suffices to get there.
 
     Args:
         shape: Voxels along X, Y, Z.
@@ -122,21 +142,22 @@ def affordable_shape(
     Raises:
         VolumeError: It does not, or nothing but a single voxel would be left.
     """
-    new_shape = resampled_shape(shape, spacing_mm, target_mm)
-    change = (
-        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
-        f"{times(target_mm or spacing_mm)} mm"
-    )
-    remedy = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
-    if max(new_shape) == 1 and max(shape) > MAX_LOST_VOXELS:
-        raise VolumeError(f"{change}, and nothing would be left to see; {remedy}")
+    new_shape = visible_shape(shape, spacing_mm, target_mm)
+    change = _change(shape, spacing_mm, new_shape, target_mm)
     needed = _resampling_bytes(shape, new_shape, num_arrays)
-    refuse_beyond_memory(needed, f"{change}, which", remedy)
+    refuse_beyond_memory(needed, f"{change}, which", REMEDY)
     return new_shape
 
 
+def _change(shape: Shape, spacing_mm: Spacing, new_shape: Shape, target_mm: Spacing | None) -> str:
+    return (
+        f"{times(shape)} voxels of {times(spacing_mm)} mm would become {times(new_shape)} of "
+        f"{times(target_mm or spacing_mm)} mm"
+    )
+
+
 def _resampling_bytes(shape: Shape, new_shape: Shape, num_arrays: int) -> int:
-    """Count what :func:`resample_image` and the preparation before it hold at the same time."""
+    """Count what :class:`Resampling` and the preparation before it hold at the same time."""
     voxels = [math.prod((*new_shape[:axis], *shape[axis:])) for axis in range(4)]
     # Each multiplication copies its input so that the axis comes last.
     step = max(2 * have + want for have, want in zip(voxels, voxels[1:], strict=False))
@@ -154,32 +175,81 @@ def thick_axes(*spacings_mm: Spacing) -> tuple[bool, bool, bool]:
     return (x, y, z)
 
 
-def resample_image(
-    image: npt.NDArray[np.float32], shape: Shape, thick: tuple[bool, bool, bool]
-) -> npt.NDArray[np.float32]:
-    """Resample an image with cubic splines, and linearly across thick slices.
+class Resampling:
+    """Cubic splines from one grid to another, and linear interpolation across thick slices.
 
     A spline through slices that lie far apart swings above and below what either of them holds;
-    nnU-Net treats that axis with a lower order for the same reason.
-
-    Args:
-        image: Shape (C, X, Y, Z).
-        shape: Voxels along X, Y, Z of the result.
-        thick: Which axes have thick slices.
-
-    Returns:
-        Shape (C, *shape); the image itself where that is its shape already.
+    nnU-Net treats that axis with a lower order for the same reason. A spline depends on all voxels
+    of a line, but on those far away by less than :data:`NEGLIGIBLE_WEIGHT`.
     """
-    if image.shape[1:] == shape:
-        return image
-    matrices = [
-        _matrix(size, new_size, order=1 if is_thick else 3)
-        for size, new_size, is_thick in zip(image.shape[1:], shape, thick, strict=True)
-    ]
-    result = np.empty((len(image), *shape), np.float32)
-    for channel, array in enumerate(image):
-        result[channel] = _apply(torch.from_numpy(np.ascontiguousarray(array)), matrices).numpy()
-    return result
+
+    def __init__(self, shape: Shape, new_shape: Shape, thick: tuple[bool, bool, bool]) -> None:
+        """Set it up.
+
+        Args:
+            shape: Voxels along X, Y, Z of images.
+            new_shape: Voxels along X, Y, Z of the results.
+            thick: Which axes have thick slices.
+        """
+        self._shape = shape
+        self._new_shape = new_shape
+        self._thick = thick
+
+    def needed(self, axis: int, begin: int, end: int) -> slice:
+        """Return the planes of the image that some planes of the result depend on.
+
+        Args:
+            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
+            begin: The first of the result.
+            end: The one after the last.
+        """
+        if self._shape == self._new_shape:
+            return slice(begin, end)
+        planes = torch.nonzero(self._matrix(axis)[begin:end].any(dim=0)).flatten().tolist()
+        return slice(planes[0], planes[-1] + 1)
+
+    def planes(
+        self, image: npt.NDArray[np.float32], axis: int, begin: int, end: int
+    ) -> npt.NDArray[np.float32]:
+        """Return some planes of the result.
+
+        Args:
+            image: The planes that are needed for them, shape (C, X, Y, Z).
+            axis: As in :meth:`needed`.
+            begin: As there.
+            end: As there.
+
+        Returns:
+            Shape (C, X', Y', Z'); the image itself where the grids are one.
+
+        Raises:
+            VolumeError: The memory does not suffice.
+        """
+        if self._shape == self._new_shape:
+            return image
+        shape = _with(self._new_shape, axis, end - begin)
+        refuse_beyond_memory(
+            _resampling_bytes(grid_shape(image), shape, 0)
+            + FLOAT32_BYTES * len(image) * math.prod(shape),
+            f"resampling {times(grid_shape(image))} voxels to {times(shape)}",
+            REMEDY,
+        )
+        matrices = [self._matrix(one) for one in range(3)]
+        matrices[axis] = matrices[axis][begin:end, self.needed(axis, begin, end)]
+        result = np.empty((len(image), *shape), np.float32)
+        for channel, array in enumerate(image):
+            planes = torch.from_numpy(np.ascontiguousarray(array))
+            result[channel] = _apply(planes, matrices).numpy()
+        return result
+
+    def _matrix(self, axis: int) -> torch.Tensor:
+        order: Literal[1, 3] = 1 if self._thick[axis] else 3
+        return _matrix(self._shape[axis], self._new_shape[axis], order=order)
+
+
+def _with(shape: Shape, axis: int, voxels: int) -> Shape:
+    x, y, z = (voxels if one == axis else size for one, size in enumerate(shape))
+    return (x, y, z)
 
 
 def resample_classes(

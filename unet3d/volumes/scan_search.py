@@ -10,6 +10,7 @@ from pathlib import Path
 from unet3d.errors import ConfigError, ResultExistsError, Unet3dError, VolumeError, reason_of
 from unet3d.volumes.files import (
     SUFFIXES,
+    is_dicom_folder,
     is_nifti_file,
     is_volume_file,
     members,
@@ -43,6 +44,7 @@ def find_scans(
     num_channels: int,
     overwrite: bool,
     statistics: bool = False,
+    preview: bool = False,
 ) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.
 
@@ -50,13 +52,15 @@ def find_scans(
     refused.
 
     Args:
-        inputs: Files and folders; a folder's own earlier segmentations are left out. Files named
+        inputs: Files and folders, of volumes or of DICOM slices; a folder's own earlier
+            segmentations are left out. Files named
             ``case_0000``, ``case_0001``, ... are the channels of one scan where the network takes
             several.
         output: A file for one scan, a folder for any number, None: beside each scan.
         num_channels: Channels that the network takes.
         overwrite: Whether existing files may be replaced.
         statistics: Whether statistics will be written too.
+        preview: Whether pictures will be.
 
     Raises:
         VolumeError: There is nothing to segment, or the only scan lacks a channel.
@@ -78,8 +82,8 @@ def find_scans(
         try:
             _refuse_other_channels(case, scan.images, num_channels)
             if not overwrite:
-                refuse_existing(scan, statistics)
-            for path in scan.results(statistics):
+                refuse_existing(scan, statistics, preview)
+            for path in scan.results(statistics, preview):
                 _refuse_unwritable(path)
             to_segment.append(scan)
         except ResultExistsError:
@@ -93,25 +97,28 @@ def find_scans(
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
-def refuse_existing(scan: Scan, statistics: bool) -> None:
+def refuse_existing(scan: Scan, statistics: bool, preview: bool = False) -> None:
     """Raise an error if a result of a scan exists.
 
     Args:
         scan: Says where the results are.
         statistics: Whether the statistics are among them.
+        preview: Whether the picture is.
 
     Raises:
         ResultExistsError: All results exist.
-        ConfigError: One exists and the other does not.
+        ConfigError: Some exist and others do not.
     """
-    results = scan.results(statistics)
+    results = scan.results(statistics, preview)
     existing = [path for path in results if os.path.lexists(path)]
     if existing == results:
         raise ResultExistsError(f"{scan.output} exists; add --overwrite to replace it")
     if existing:
-        (missing,) = set(results) - set(existing)
+        missing = [path.name for path in results if path not in existing]
+        together = "both" if len(results) == 2 else "all"
         raise ConfigError(
-            f"{existing[0]} exists, but not {missing.name}; add --overwrite to make both"
+            f"{existing[0]} exists, but not {' and '.join(missing)}; add --overwrite to make "
+            f"{together}"
         )
 
 
@@ -120,7 +127,10 @@ def _refuse_collisions(scans: Sequence[Scan]) -> None:
     by_output: dict[str, Scan] = {}
     for scan in scans:
         if not is_nifti_file(scan.output):
-            raise ConfigError(f"{scan.output}: name a .nii or .nii.gz file, or a folder")
+            raise ConfigError(
+                f"{scan.output}: segmentations are written as NIfTI; name a .nii or .nii.gz file, "
+                "or a folder"
+            )
         place = os.path.realpath(scan.output)
         if place in sources:
             raise ConfigError(f"{scan.output} is itself to be segmented; choose another --output")
@@ -183,19 +193,31 @@ def _groups(inputs: Iterable[Path], num_channels: int) -> dict[Path, tuple[Path,
 
 
 def _volumes_in(folder: Path) -> list[Path]:
+    """Return the volumes in a folder, or the folder itself where it has the slices of a scan."""
     try:
-        files = sorted(
-            file
-            for file in folder.iterdir()
-            if stands_for_volume(file)
-            and not file.name.startswith(".")
-            and not file.name.lower().endswith(SUFFIX)
-        )
+        listed = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        files = [
+            path
+            for path in listed
+            if stands_for_volume(path) and not path.name.lower().endswith(SUFFIX)
+        ]
+        if is_dicom_folder(folder):
+            if files:
+                raise VolumeError(
+                    f"{folder} holds DICOM slices and volumes, such as {files[0].name}; move one "
+                    "of them to a folder of its own"
+                )
+            # A scan needs a name of its own, which "." is not.
+            return [Path(os.path.abspath(folder))] if folder.name in ("", "..") else [folder]
+        files += [path for path in listed if path not in files and is_dicom_folder(path)]
     except OSError as error:
         raise VolumeError(f"cannot list {folder}: {reason_of(error)}") from error
     if not files:
-        raise VolumeError(f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}")
-    return files
+        raise VolumeError(
+            f"{folder} holds no volumes to segment; known: {', '.join(SUFFIXES)}, and folders of "
+            "DICOM slices"
+        )
+    return sorted(files)
 
 
 def _output_of(images: tuple[Path, ...], output: Path | None) -> Path:

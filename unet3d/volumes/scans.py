@@ -3,7 +3,8 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,19 @@ class Scan:
         """The file of its statistics, beside the segmentation."""
         return self.output.with_name(f"{volume_stem(self.output)}.json")
 
-    def results(self, statistics: bool) -> list[Path]:
+    @property
+    def preview(self) -> Path:
+        """The picture of it, beside the segmentation."""
+        return self.output.with_name(f"{volume_stem(self.output)}.png")
+
+    def results(self, statistics: bool, preview: bool = False) -> list[Path]:
         """Return the files to be written.
 
         Args:
             statistics: Whether the statistics are among them.
+            preview: Whether the picture is.
         """
-        return [self.output, self.statistics] if statistics else [self.output]
+        return [self.output, *[self.statistics] * statistics, *[self.preview] * preview]
 
 
 def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
@@ -92,12 +99,7 @@ def write_segmentation(
         ResultExistsError: A file of that name has appeared.
         VolumeError: The file cannot be written.
     """
-    try:
-        make_folder(scan.output.parent)
-    except OSError as error:
-        raise VolumeError(
-            f"cannot write to {scan.output.parent}: {reason_of(error)}; choose another --output"
-        ) from error
+    _make_folder_of(scan.output)
     try:
         write_label(scan.output, labels, header, overwrite)
     except FileExistsError as error:
@@ -163,17 +165,46 @@ def write_statistics(
         "labels": statistics,
     }
     text = json.dumps(content, indent=2) + "\n"
+    with result_file(scan.statistics, overwrite) as unfinished:
+        unfinished.write_bytes(text.encode())
+    return scan.statistics
+
+
+@contextmanager
+def result_file(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Make a file beside a segmentation from the one that is written in the meantime.
+
+    Args:
+        path: The file; the folders above it are made where they are missing.
+        overwrite: Whether an existing file may be replaced.
+
+    Yields:
+        The name to write to.
+
+    Raises:
+        ResultExistsError: A file of that name has appeared.
+        VolumeError: The file cannot be written.
+    """
+    _make_folder_of(path)
     publishing = replacing if overwrite else creating
     try:
-        with publishing(scan.statistics) as unfinished:
-            unfinished.write_bytes(text.encode())
+        with publishing(path) as unfinished:
+            yield unfinished
     except FileExistsError as error:
-        raise _appeared(scan.statistics) from error
+        raise _appeared(path) from error
     except OSError as error:
         raise VolumeError(
-            f"cannot write {scan.statistics}: {reason_of(error)}; choose another --output"
+            f"cannot write {path}: {reason_of(error)}; choose another --output"
         ) from error
-    return scan.statistics
+
+
+def _make_folder_of(path: Path) -> None:
+    try:
+        make_folder(path.parent)
+    except OSError as error:
+        raise VolumeError(
+            f"cannot write to {path.parent}: {reason_of(error)}; choose another --output"
+        ) from error
 
 
 def _appeared(path: Path) -> ResultExistsError:

@@ -1,4 +1,4 @@
-"""Opening volumes, once they look sound, and reading their voxels as they are stored.
+"""Opening NIfTI and MGH volumes, once they look sound, and reading voxels as they are stored.
 
 A file may be damaged, or made to do harm. So nothing is read but regular files; the header is taken
 from a few bytes, without what follows it; its claims are compared with the size of the file before
@@ -22,9 +22,7 @@ from nibabel.arrayproxy import ArrayProxy
 from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import (
     PARTNERS,
-    SUFFIXES,
     is_gzip_file,
-    is_volume_file,
     members,
     times,
     volume_suffix,
@@ -66,23 +64,21 @@ class StoredVolume:
     """A volume whose header has been read and whose voxels have not."""
 
     header: Any
-    """nibabel's, of the format of the file."""
+    """nibabel's, of the format of the file; of other formats one of NIfTI with the geometry."""
     proxy: Any
-    """nibabel's, which reads the voxels."""
+    """nibabel's, which reads the voxels, or something with its attributes."""
     affine: npt.NDArray[np.float64]
     """(4, 4): from the indices of a stored voxel to the header's unit of length."""
     pixdim: tuple[float, ...]
     """The spacing as the header has it, where nibabel replaces 0 by 1; empty in an MGH file."""
 
 
-def open_volume(path: Path) -> StoredVolume:
-    """Read the header of a volume, and not its voxels, once the file looks sound.
+def open_nifti(path: Path) -> StoredVolume:
+    """Read the header of a NIfTI or MGH volume, not its voxels, once the file looks sound.
 
     Raises:
         VolumeError: The file is missing, damaged, or of a kind that cannot be used.
     """
-    if not is_volume_file(path):
-        raise VolumeError(f"{path} is not named like a volume; known: {', '.join(SUFFIXES)}")
     files = members(path)
     if volume_suffix(path) in PARTNERS and len(files) == 1 and path.is_file():
         partner = f"{path.stem}{PARTNERS[volume_suffix(path)]}"
@@ -93,17 +89,15 @@ def open_volume(path: Path) -> StoredVolume:
     try:
         with np.errstate(all="ignore"):  # NaN and infinity are refused by what reads the header
             volume = _load(*files)
-        file_bytes = files[-1].stat().st_size
     except VolumeError:
         raise
     except Exception as error:  # a damaged header can raise anything in nibabel
         raise _unreadable(path, error) from error
-    stored_axes(path, volume)
     dtype = volume.proxy.dtype
     if dtype.kind not in "buif":
         kind = "complex" if dtype.kind == "c" else "colour" if dtype.names else "unknown"
         raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
-    _refuse_false_claims(path, files[-1], volume, file_bytes)
+    refuse_false_claims(path, files[-1], volume, is_gzip_file(files[-1]))
     return volume
 
 
@@ -129,7 +123,7 @@ def stored_axes(path: Path, volume: StoredVolume) -> tuple[int, int, int, int]:
 
     Args:
         path: The file, for messages.
-        volume: From :func:`open_volume`.
+        volume: From ``open_volume``.
 
     Raises:
         VolumeError: There are no voxels, or more axes than these.
@@ -150,7 +144,7 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
 
     Args:
         path: The file.
-        volume: From :func:`open_volume`.
+        volume: From ``open_volume``.
         copied_bytes: What the caller will allocate beside them for each voxel.
 
     Returns:
@@ -177,7 +171,7 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
                 unpacked = ArrayProxy(stream, _spec(proxy), order=proxy.order)
                 voxels = np.asanyarray(unpacked).reshape(axes)
                 # gzip checks its checksum only at the end of the file.
-                _refuse_long_tail(path, len(stream.read(MAX_TAIL_BYTES + 1)))
+                refuse_long_tail(path, len(stream.read(MAX_TAIL_BYTES + 1)))
                 return voxels
     except VolumeError:
         raise
@@ -248,28 +242,49 @@ def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) 
     )
 
 
-def _refuse_false_claims(path: Path, file: Path, volume: StoredVolume, file_bytes: int) -> None:
-    """Refuse a header that does not describe the file with the voxels."""
+def refuse_false_claims(path: Path, file: Path, volume: StoredVolume, is_compressed: bool) -> None:
+    """Refuse a header that does not describe the file with the voxels.
+
+    Args:
+        path: The volume, for messages.
+        file: The file with the voxels.
+        volume: What its header says.
+        is_compressed: Whether the voxels are compressed.
+
+    Raises:
+        VolumeError: There are no voxels, too many axes, or the file is shorter or longer.
+    """
+    stored_axes(path, volume)
+    try:
+        file_bytes = file.stat().st_size
+    except OSError as error:
+        raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
     proxy = volume.proxy
-    offset, voxel_bytes = proxy.offset, math.prod(proxy.shape) * proxy.dtype.itemsize
+    offset, voxel_bytes = proxy.offset, math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
     if not 0 <= offset <= MAX_OFFSET_BYTES:
         raise VolumeError(f"{path} claims that its voxels begin at byte {offset}; it is damaged")
     num_bytes = offset + voxel_bytes
-    if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if is_gzip_file(file) else 1):
+    if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if is_compressed else 1):
         raise VolumeError(
             f"{path} claims the shape {times(volume.proxy.shape)}, {num_bytes} bytes, but "
             f"{file.name} has only {file_bytes}; it is damaged or incomplete"
         )
     # Of a compressed file the tail is known once it is unpacked; but the file may not be so long
     # that it holds more, however little that unpacks to.
-    is_gzip = is_gzip_file(file)
-    largest = (
-        num_bytes + int(num_bytes * GZIP_OVERHEAD) + GZIP_START_BYTES if is_gzip else num_bytes
-    )
-    _refuse_long_tail(path, file_bytes - largest)
+    overhead = int(num_bytes * GZIP_OVERHEAD) + GZIP_START_BYTES if is_compressed else 0
+    refuse_long_tail(path, file_bytes - num_bytes - overhead)
 
 
-def _refuse_long_tail(path: Path, tail_bytes: int) -> None:
+def refuse_long_tail(path: Path, tail_bytes: int) -> None:
+    """Refuse a file that goes on for long after its voxels.
+
+    Args:
+        path: The volume, for messages.
+        tail_bytes: What follows the voxels.
+
+    Raises:
+        VolumeError: That is more than a format puts there.
+    """
     if tail_bytes > MAX_TAIL_BYTES:
         raise VolumeError(
             f"{path} goes on for more than {MAX_TAIL_BYTES} bytes after the voxels that its header "

@@ -4,67 +4,33 @@ A :class:`Preprocessing` says how. Training keeps it with the network, so that p
 an image exactly as training did.
 """
 
-import math
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from pydantic import ConfigDict, Field, model_validator
-from torch.nn import functional
 
-from unet3d.config import Shape, Spacing
+from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
 from unet3d.volumes.classes import LabelValue, Region, class_indices
 from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, whole_box
-from unet3d.volumes.files import times
-from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
 from unet3d.volumes.resample import (
+    Resampling,
     affordable_shape,
     grid_shape,
     resample_classes,
-    resample_image,
     thick_axes,
+    visible_shape,
 )
-
-Kind = Literal["ct", "z-score", "none"]
-
-CONSTANT_DEVIATION = 1e-8
-"""A channel counts as constant below this deviation, as a part of its largest intensity."""
 
 CLASS_ARRAYS = 2
 """What resampling keeps of a label map: the strongest class of each voxel, and how strong it is."""
-
-SAFE_EXPONENT = 60
-"""Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
-
-
-MAX_INTENSITY = 1e38
-"""No image in float32 has a larger one."""
-
-Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChannelNormalization:
-    """How the intensities of one channel get a mean of 0 and a standard deviation of 1.
-
-    ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
-    and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with the image's
-    own mean and deviation over its non-zero voxels, or over all that the image has inside
-    (:attr:`Preprocessing.masks_outside`). ``none``: unchanged.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = PLAIN
-
-    kind: Kind
-    low: Intensity = 0.0
-    high: Intensity = 0.0
-    mean: Intensity = 0.0
-    std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,48 +133,109 @@ def kept_box(array: npt.NDArray[np.float32], preprocessing: Preprocessing) -> Bo
     return whole_box(grid_shape(array))
 
 
+class PreparedImage:
+    """An image that is normalised and resampled where its planes are asked for."""
+
+    def __init__(
+        self, array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
+    ) -> None:
+        """Look at its intensities.
+
+        Args:
+            array: Shape (C, X, Y, Z), cut to its :func:`kept_box`; it is kept and not changed.
+            spacing_mm: Its spacing.
+            preprocessing: The plan.
+
+        Raises:
+            VolumeError: It has another number of channels than the plan, or nothing of it would be
+                left at the target spacing.
+        """
+        num_channels = len(preprocessing.channels)
+        if len(array) != num_channels:
+            raise VolumeError(
+                f"the image has {len(array)} channel(s); {num_channels} are needed: "
+                f"{', '.join(preprocessing.channel_names)}"
+            )
+        target_mm = preprocessing.spacing_mm
+        size = grid_shape(array)
+        self.shape = visible_shape(size, spacing_mm, target_mm)
+        """Voxels along X, Y, Z at the target spacing."""
+        self._array = array
+        with explaining_memory("the image cannot be prepared"):
+            self._inside = inside_mask(array) if preprocessing.masks_outside else None
+            self._scalings = [
+                ChannelScaling.of(channel, how, self._inside)
+                for channel, how in zip(array, preprocessing.channels, strict=True)
+            ]
+        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
+        self._resampling = Resampling(size, self.shape, thick)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of its normalised intensities."""
+        magnitudes = []
+        for channel, scaling in zip(self._array, self._scalings, strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                extremes = scaling.apply(np.array([channel.min(), channel.max()]))
+            magnitudes.append(np.abs(extremes).max())
+        return float(np.max(magnitudes))  # Python's own max overlooks a NaN
+
+    def planes(self, axis: int, begin: int, end: int) -> npt.NDArray[np.float32]:
+        """Return some planes at the target spacing.
+
+        Args:
+            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
+            begin: The first of them.
+            end: The one after the last.
+
+        Returns:
+            Shape (C, X', Y', Z').
+
+        Raises:
+            VolumeError: They do not fit in memory, or are not finite.
+        """
+        source = (slice(None),) * axis + (self._resampling.needed(axis, begin, end),)
+        inside = None if self._inside is None else self._inside[source]
+        with (
+            explaining_memory("the image cannot be prepared"),
+            np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # looked for below
+        ):
+            normalized = np.stack(
+                [
+                    scaling.apply(channel[source], inside)
+                    for channel, scaling in zip(self._array, self._scalings, strict=True)
+                ]
+            )
+            prepared = self._resampling.planes(normalized, axis, begin, end)
+            if not np.isfinite(prepared).all():
+                raise VolumeError(
+                    f"intensities up to {np.abs(self._array).max():.3g} become infinite when they "
+                    "are prepared; scale the image, or train with data.normalization=z-score"
+                )
+        return prepared
+
+
 def prepare_image(
     array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.float32]:
-    """Normalise an image and resample it to the target spacing.
+    """Normalise an image and resample it to the target spacing, all of it at once.
 
     Args:
-        array: Shape (C, X, Y, Z), cut to its :func:`kept_box`; it is not changed.
-        spacing_mm: Its spacing.
-        preprocessing: The plan.
+        array: As for :class:`PreparedImage`.
+        spacing_mm: As there.
+        preprocessing: As there.
 
     Returns:
         Shape (C, X', Y', Z').
 
     Raises:
-        VolumeError: It has another number of channels than the plan, at the target spacing it
-            does not fit in memory, or what comes out is not finite.
+        VolumeError: As there; or at the target spacing it does not fit in memory, or what comes out
+            is not finite.
     """
-    num_channels = len(preprocessing.channels)
-    if len(array) != num_channels:
-        raise VolumeError(
-            f"the image has {len(array)} channel(s); {num_channels} are needed: "
-            f"{', '.join(preprocessing.channel_names)}"
-        )
     target_mm = preprocessing.spacing_mm
-    shape = affordable_shape(grid_shape(array), spacing_mm, target_mm, num_channels)
-    with explaining_memory("the image cannot be prepared"):
-        inside = inside_mask(array) if preprocessing.masks_outside else None
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # looked for below
-            normalized = np.stack(
-                [
-                    _normalized(channel, how, inside)
-                    for channel, how in zip(array, preprocessing.channels, strict=True)
-                ]
-            )
-        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
-        prepared = resample_image(normalized, shape, thick)
-        if not np.isfinite(prepared).all():
-            raise VolumeError(
-                f"intensities up to {np.abs(array).max():.3g} become infinite when they are "
-                "prepared; scale the image, or train with data.normalization=z-score"
-            )
-        return prepared
+    affordable_shape(grid_shape(array), spacing_mm, target_mm, len(preprocessing.channels))
+    image = PreparedImage(array, spacing_mm, preprocessing)
+    return image.planes(0, 0, image.shape[0])
 
 
 def prepare_label(
@@ -236,39 +263,6 @@ def prepare_label(
         return resample_classes(classes, shape)
 
 
-def restore_logits(logits: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Resample logits to the grid of the original image.
-
-    This is done class by class, so that no second set of all logits is in memory.
-
-    Args:
-        logits: Shape (K, X, Y, Z), on any device.
-        shape: Voxels along X, Y, Z of the original image.
-
-    Returns:
-        Shape (K, *shape), same type and device; the logits themselves if that is their shape.
-
-    Raises:
-        VolumeError: They are on the CPU, and its memory does not suffice.
-    """
-    if tuple(logits.shape[1:]) == shape:
-        return logits
-    if logits.device.type == "cpu":
-        refuse_beyond_memory(
-            (len(logits) + 1) * math.prod(shape) * logits.element_size(),
-            f"the segmentation of {times(shape)} voxels and {len(logits)} classes",
-            "use a machine with more, or cut the scan into pieces",
-        )
-    restored = logits.new_empty((len(logits), *shape))
-    for source, target in zip(logits, restored, strict=True):
-        target.copy_(
-            functional.interpolate(
-                source[None, None], size=shape, mode="trilinear", align_corners=False
-            )[0, 0]
-        )
-    return restored
-
-
 def classes_of(logits: torch.Tensor, preprocessing: Preprocessing) -> torch.Tensor:
     """Return the index of the class of each voxel.
 
@@ -283,32 +277,3 @@ def classes_of(logits: torch.Tensor, preprocessing: Preprocessing) -> torch.Tens
         return strongest_class(logits)
     written = [preprocessing.label_values.index(one.written) for one in preprocessing.regions]
     return written_regions(logits, written)
-
-
-def _normalized(
-    array: npt.NDArray[np.float32],
-    how: ChannelNormalization,
-    mask: npt.NDArray[np.bool_] | None,
-) -> npt.NDArray[np.float32]:
-    """Return a channel (X, Y, Z) normalised; z-score only within the mask, if there is one."""
-    if how.kind == "none":
-        return array
-    if how.kind == "ct":
-        return (array.clip(how.low, how.high) - np.float32(how.mean)) / np.float32(how.std)
-    inside = array[array != 0 if mask is None else mask]
-    if not inside.any():
-        return array
-    largest = max(float(inside.max()), -float(inside.min()))
-    exponent = math.frexp(largest)[1]
-    if abs(exponent) > SAFE_EXPONENT:
-        # By a power of two, which changes no digit. Differences of such numbers overflow.
-        array, inside = np.ldexp(array, -exponent), np.ldexp(inside, -exponent)
-        largest = math.ldexp(largest, -exponent)
-    # Sums of 10^8 voxels in float32 lose digits.
-    mean, std = float(inside.mean(dtype=np.float64)), float(inside.std(dtype=np.float64))
-    if std < CONSTANT_DEVIATION * largest:
-        std = largest
-    normal = (array - np.float32(mean)) / np.float32(std)
-    if mask is not None:
-        normal[~mask] = 0
-    return normal

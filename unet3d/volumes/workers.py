@@ -8,14 +8,16 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
 from unet3d.distributed.processes import die_with_parent, end_children, shielded_children
 from unet3d.errors import DatasetError
+from unet3d.terminal import bar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -80,13 +82,25 @@ def map_items(
             raise
 
 
-def counting(doing: str, num_cases: int) -> Callable[[int], None]:
-    """Return what logs, now and then, how many cases are done.
+@contextmanager
+def counting(doing: str, num_cases: int) -> Iterator[Callable[[int], object]]:
+    """Show how many cases are done: in a bar on a terminal, else in a line now and then.
 
     Args:
         doing: What is done with them.
         num_cases: How many there are.
+
+    Yields:
+        Takes how many are done.
     """
+    if num_cases > 1 and logger.isEnabledFor(logging.INFO):
+        with bar(f"{doing} cases", num_cases) as show:
+            yield _logging(doing, num_cases) if show is None else show
+    else:
+        yield lambda num_done: None
+
+
+def _logging(doing: str, num_cases: int) -> Callable[[int], None]:
     next_line = time.monotonic() + LOG_SECONDS
 
     def watch(num_done: int) -> None:

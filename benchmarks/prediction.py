@@ -1,0 +1,142 @@
+"""Time and memory of ``unet3d predict`` from file to file, with a network of random weights.
+
+    python benchmarks/prediction.py --shape 301,370,316 --classes 117 --channels 4,8
+        [--window 64,64,64] [--finer 2] [--devices cpu] [--predict=--tta] [--json FILE]
+
+The scan is a phantom head in int16, compressed, and the command a process of its own. ``--finer 2``
+gives the network half the scan's spacing. Host memory is the most that the process had resident,
+GPU memory what nvidia-smi says of the whole GPU at most.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import torch
+from common import parse_shape, tuning_key
+
+from unet3d.config import load_config
+from unet3d.model import Topology, UNet3d
+from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.phantom_anatomy import head_phantom
+from unet3d.volumes.transform import Preprocessing
+
+SECONDS_BETWEEN_LOOKS = 0.2
+
+
+def write_network(arguments: argparse.Namespace, path: Path) -> None:
+    """Write a checkpoint of random weights, in which no class is favoured."""
+    channels = tuple(int(number) for number in arguments.channels.split(","))
+    topology = Topology(
+        in_channels=1,
+        num_classes=arguments.classes,
+        channels=channels,
+        strides=((1, 1, 1), *[(2, 2, 2)] * (len(channels) - 1)),
+    )
+    torch.manual_seed(0)
+    model = UNet3d(topology)
+    spacing = 1 / arguments.finer
+    labels = range(arguments.classes)
+    checkpoint = Checkpoint(
+        topology=topology,
+        preprocessing=Preprocessing(
+            spacing_mm=(spacing, spacing, spacing),
+            channels=(ChannelNormalization(kind="z-score"),),
+            channel_names=("MRI",),
+            label_names=tuple(f"label {value}" for value in labels),
+            label_values=tuple(labels),
+        ),
+        patch_size=parse_shape(arguments.window),
+        config=load_config(None, []),
+        model=model.state_dict(),
+        training={},
+    )
+    save_checkpoint(checkpoint, path)
+
+
+def write_scan(arguments: argparse.Namespace, path: Path) -> None:
+    """Write a phantom head of 1 mm."""
+    image, _ = head_phantom(0, parse_shape(arguments.shape))
+    voxels = np.round(1000 * image[0]).astype(np.int16)
+    nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
+
+
+def gpu_bytes(stop: threading.Event, peaks: list[int]) -> None:
+    """Note the most that the first GPU holds, until told to stop."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    while not stop.wait(SECONDS_BETWEEN_LOOKS):
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        peaks.append(int(said) * 2**20)
+
+
+def main() -> None:
+    """Predict once and print a line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", default="512,512,824")
+    parser.add_argument("--classes", type=int, default=3)
+    parser.add_argument("--channels", default="32,64,128,256,320,320")
+    parser.add_argument("--window", default="128,128,128")
+    parser.add_argument("--finer", type=float, default=1.0)
+    parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--predict", action="append", default=[], help="an option of predict")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        network, scan = folder / "network.pt", folder / "scan.nii.gz"
+        write_network(arguments, network)
+        write_scan(arguments, scan)
+        words = ["predict", scan, "--checkpoint", network, "--devices", arguments.devices]
+        stop, peaks = threading.Event(), [0]
+        looking = threading.Thread(target=gpu_bytes, args=(stop, peaks))
+        if arguments.devices != "cpu" and shutil.which("nvidia-smi"):
+            looking.start()
+        began = time.perf_counter()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "unet3d", *map(str, words), *arguments.predict],
+            stdout=sys.stderr.fileno(),
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+        seconds = time.perf_counter() - began
+        stop.set()
+        if looking.is_alive():
+            looking.join()
+        if status:
+            sys.exit("unet3d predict failed")
+    host_bytes = usage.ru_maxrss * 1024
+    row = {
+        "seconds": seconds,
+        "host_bytes": host_bytes,
+        "gpu_bytes": max(peaks),
+        "request": {
+            "shape": arguments.shape,
+            "classes": arguments.classes,
+            "channels": arguments.channels,
+            "window": arguments.window,
+            "finer": arguments.finer,
+            "predict": arguments.predict,
+        },
+    }
+    gib = 2**30
+    print(
+        f"{arguments.shape} voxels, {arguments.classes} classes: {seconds:.1f} s, host "
+        f"{host_bytes / gib:.2f} GiB, GPU {max(peaks) / gib:.2f} GiB"
+    )
+    if arguments.json is not None:
+        devices = [torch.device("cpu" if arguments.devices == "cpu" else "cuda:0")]
+        record = {**tuning_key(devices, "as unet3d predict takes it"), **row}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

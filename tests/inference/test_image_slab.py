@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from unet3d.config import Shape
+from unet3d.inference.image_slab import ImageSlab, WholeImage, drop_planes
+from unet3d.inference.windows import Windows
+from unet3d.model import Topology
+
+CPU = torch.device("cpu")
+TOPOLOGY = Topology(
+    in_channels=2, num_classes=2, channels=(4, 4, 4), strides=((1, 1, 1), (2, 2, 1), (2, 2, 2))
+)
+
+
+class Asked(WholeImage):
+    """An image that notes which planes it was asked for."""
+
+    def __init__(self, image: torch.Tensor) -> None:
+        super().__init__(image)
+        self.asked: list[tuple[int, int]] = []
+
+    def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
+        self.asked.append((begin, end))
+        return super().planes(axis, begin, end)
+
+
+@pytest.mark.parametrize("size", [(60, 20, 10), (21, 47, 11), (16, 9, 40), (7, 7, 3), (40, 5, 40)])
+@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 1), (0.5, 3), (0.8, 50)])
+def test_windows_are_those_of_the_padded_image(
+    size: Shape, overlap: float, batch_size: int
+) -> None:
+    image = Asked(torch.randn(2, *size))
+    windows = Windows.of(size, TOPOLOGY, (16, 16, 8), overlap, batch_size, [CPU])
+    padded = torch.zeros(2, *windows.size)
+    padded[(slice(None), *windows.inside)] = image._image
+    slab = ImageSlab(image, windows, torch.float64)
+    for batch in windows.batches():
+        expected = torch.stack([padded[(slice(None), *windows.place(start))] for start in batch])
+        found = slab.cut(batch)
+        assert found.dtype == torch.float64 and found.is_contiguous()
+        assert torch.equal(found.float(), expected)
+    # Each plane is asked for once, in order.
+    assert [begin for begin, _ in image.asked] == [0, *(end for _, end in image.asked[:-1])]
+    assert image.asked[-1][1] == size[windows.axis]
+
+
+def test_no_more_planes_are_asked_for_than_a_batch_reaches() -> None:
+    image = Asked(torch.randn(2, 160, 16, 8))
+    windows = Windows.of((160, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
+    slab = ImageSlab(image, windows, torch.float32)
+    for batch in windows.batches():
+        slab.cut(batch)
+        assert image.asked[-1][1] <= batch[-1][0] + 16
+    assert max(end - begin for begin, end in image.asked) == 16
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 7])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_planes_are_dropped_in_place(number: int, dim: int) -> None:
+    tensor = torch.arange(49.0).reshape(7, 7) + 1
+    expected = torch.zeros(7, 7)
+    expected.narrow(dim, 0, 7 - number).copy_(tensor.narrow(dim, number, 7 - number))
+    drop_planes(tensor, dim, number)
+    assert torch.equal(tensor, expected)

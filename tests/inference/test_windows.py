@@ -1,0 +1,111 @@
+import itertools
+import math
+
+import pytest
+import torch
+from monai.data.utils import compute_importance_map
+
+from unet3d.config import Shape
+from unet3d.inference.windows import (
+    Windows,
+    gaussian_weight,
+    longest_axis,
+    window_starts,
+    windows_at_a_time,
+)
+from unet3d.model import Topology
+
+CPU = torch.device("cpu")
+TOPOLOGY = Topology(
+    in_channels=1, num_classes=2, channels=(4, 4, 4), strides=((1, 1, 1), (2, 2, 1), (2, 2, 2))
+)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("window", [1, 2, 10, 20, 31])
+def test_starts_cover_an_axis_with_the_overlap_asked_for(window: int, overlap: float) -> None:
+    for size in range(window, 4 * window + 3):
+        starts = window_starts(size, window, overlap)
+        assert starts[0] == 0
+        assert starts[-1] == size - window
+        steps = [b - a for a, b in itertools.pairwise(starts)]
+        assert all(step >= 1 for step in steps)
+        # The overlap, but at least one voxel of progress.
+        assert all(step <= max(1.0, window * (1 - overlap) + 1e-9) for step in steps)
+        if steps:
+            assert max(steps) - min(steps) <= 1  # evenly spread
+
+
+def test_no_more_windows_than_needed() -> None:
+    assert window_starts(100, 100, 0.5) == [0]
+    assert window_starts(101, 100, 0.5) == [0, 1]
+    assert window_starts(150, 100, 0.5) == [0, 50]
+    assert window_starts(151, 100, 0.5) == [0, 26, 51]
+    assert window_starts(300, 100, 0.0) == [0, 100, 200]
+    # 20 * (1 - 0.9) is 1.9999999999999996 in floating point, yet two voxels are meant.
+    assert window_starts(40, 20, 0.9) == list(range(0, 21, 2))
+
+
+@pytest.mark.parametrize("window", [(16, 16, 16), (16, 9, 4), (5, 1, 8)])
+def test_weights_are_monais_gaussian(window: Shape) -> None:
+    weight = gaussian_weight(window)
+    theirs = compute_importance_map(window, mode="gaussian", sigma_scale=0.125)
+    theirs = theirs / theirs.max()
+    seen = theirs > 2e-3  # below, MONAI's floor is another
+    assert seen.sum() > 4
+    torch.testing.assert_close(weight[seen], theirs[seen], rtol=1e-5, atol=0)
+    assert weight.max() == 1
+    assert weight.min() >= 1e-4
+
+
+def test_weights_are_the_closed_form() -> None:
+    weight = gaussian_weight((9, 1, 1))[:, 0, 0]
+    expected = [math.exp(-0.5 * ((i - 4) / (9 / 8)) ** 2) for i in range(9)]
+    assert weight.tolist() == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(weight, weight.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("window", "devices", "expected"),
+    [
+        ((16, 16, 16), ("cpu",), 256),
+        ((40, 40, 40), ("cpu", "cpu"), 16),
+        ((96, 96, 96), ("cpu",), 1),
+        ((256, 256, 256), ("cpu",), 1),
+        ((16, 16, 16), ("cuda:0",), 1),
+        ((16, 16, 16), ("cpu", "cuda:0"), 1),
+    ],
+)
+def test_a_cpu_takes_small_windows_together(
+    window: Shape, devices: tuple[str, ...], expected: int
+) -> None:
+    assert windows_at_a_time(window, [torch.device(name) for name in devices]) == expected
+
+
+@pytest.mark.parametrize("size", [(40, 20, 10), (21, 37, 11), (16, 9, 30), (7, 7, 7)])
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize("batch_size", [1, 4, 100])
+def test_windows_advance_along_the_longest_axis_and_reach_no_further(
+    size: Shape, overlap: float, batch_size: int
+) -> None:
+    windows = Windows.of(size, TOPOLOGY, (16, 16, 8), overlap, batch_size, [CPU])
+    axis = longest_axis(size)
+    assert windows.axis == axis and size[axis] == max(size)
+    along = [start[axis] for start in windows.starts]
+    assert along == sorted(along)
+    assert len(windows.starts) == len(set(windows.starts))
+    assert len(windows.starts) == Windows.count(size, TOPOLOGY, (16, 16, 8), overlap)
+    seen = torch.zeros(windows.size)
+    for batch in windows.batches():
+        assert len(batch) <= batch_size
+        ends = [start[axis] + windows.shape[axis] for start in batch]
+        assert max(ends) - min(start[axis] for start in batch) <= windows.slab[axis]
+        for start in batch:
+            seen[windows.place(start)] += 1
+    assert seen.min() >= 1
+    assert tuple(seen[windows.inside].shape) == size
+
+
+def test_the_plane_from_which_a_place_is_counted() -> None:
+    windows = Windows.of((20, 16, 40), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
+    assert windows.place((4, 0, 12), 10) == (slice(4, 20), slice(0, 16), slice(2, 10))

@@ -1,0 +1,211 @@
+"""Where outlines and letters are, which names stand beside them, and what cannot be drawn."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.contour import QuadContourSet
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from tests.reports.records import assert_is_picture
+from unet3d.reports.format import write_figure
+from unet3d.reports.planes import Structure
+from unet3d.reports.preview import COLOURS, MAX_ROWS, Preview, preview_figure
+
+SPACING_MM = (1.0, 2.0, 3.0)
+SHAPE = (20, 16, 12)
+BOX = ((4, 9), (5, 11), (6, 10))
+"""The first voxel of a structure along X, Y and Z, and the one behind the last."""
+SIDES = {"coronal": (0, 2), "sagittal": (1, 2), "axial": (0, 1)}
+"""The axes that run across a view and up."""
+
+
+def box_of(ends: tuple[tuple[int, int], ...] = BOX, value: int = 1) -> np.ndarray:
+    labels = np.zeros(SHAPE, np.uint8)
+    labels[tuple(slice(*pair) for pair in ends)] = value
+    return labels
+
+
+def made(labels: np.ndarray | None = None, **changes: Any) -> Preview:
+    labels = box_of() if labels is None else labels
+    values: dict[str, Any] = {
+        "title": "scan.nii.gz",
+        "image": np.arange(labels.size, dtype=np.float32).reshape(labels.shape),
+        "labels": labels,
+        "structures": [Structure(name="liver", values=(1,)), Structure(name="spleen", values=(2,))],
+        "spacing_mm": SPACING_MM,
+        "voxel_ml": 0.006,
+    }
+    return Preview(**values | changes)
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    return {axes.get_title(loc="left").split(",")[0]: axes for axes in figure.axes[:-1]}
+
+
+def outlines(axes: Axes) -> list[QuadContourSet]:
+    return [one for one in axes.collections if isinstance(one, QuadContourSet) and not one.filled]
+
+
+def extent_mm(contour: QuadContourSet) -> tuple[float, float, float, float]:
+    """Return left, right, bottom and top of an outline in the coordinates of its plane."""
+    (path,) = contour.get_paths()
+    (left, bottom), (right, top) = path.vertices.min(axis=0), path.vertices.max(axis=0)
+    return left, right, bottom, top
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[-1].texts]
+
+
+def letters(axes: Axes) -> dict[str, tuple[float, float]]:
+    return {text.get_text(): text.xy for text in axes.texts}
+
+
+def test_a_structure_is_outlined_where_it_is() -> None:
+    figure = preview_figure(made())
+    assert set(panels(figure)) == set(SIDES)
+    for name, axes in panels(figure).items():
+        (contour,) = outlines(axes)
+        expected = [end * SPACING_MM[axis] for axis in SIDES[name] for end in BOX[axis]]
+        assert extent_mm(contour) == pytest.approx(expected)
+        np.testing.assert_allclose(contour.get_edgecolor()[0][:3], rgb(COLOURS[0]))
+
+
+def rgb(colour: str) -> list[float]:
+    return [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+
+
+def test_the_intensities_under_an_outline_are_those_of_the_plane() -> None:
+    preview = made()
+    middle = {0: 6, 1: 8, 2: 8}  # of equal areas the middle one
+    for name, axes in panels(preview_figure(preview)).items():
+        (across,) = {0, 1, 2} - set(SIDES[name])
+        (image,) = axes.images
+        np.testing.assert_array_equal(
+            image.get_array(), preview.image.take(middle[across], across).T
+        )
+        width, height = (SHAPE[axis] * SPACING_MM[axis] for axis in SIDES[name])
+        assert image.get_extent() == [0, width, 0, height] and image.origin == "lower"
+        title = f"{name}, {middle[across] + 1} of {SHAPE[across]}"
+        assert axes.get_title(loc="left") == title
+
+
+def test_letters_say_which_way_axes_run() -> None:
+    """X grows to the right, Y to the front, Z to the top: where each axis is largest is known."""
+    largest, smallest = "RAS", "LPI"
+    for name, axes in panels(preview_figure(made())).items():
+        places, (across, up) = letters(axes), SIDES[name]
+        assert len(places) == 4
+        for axis, limits, index in ((across, axes.get_xlim(), 0), (up, axes.get_ylim(), 1)):
+            end = 1 if limits[1] > limits[0] else 0  # the edge with the largest coordinate
+            assert places[largest[axis]][index] == end
+            assert places[smallest[axis]][index] == 1 - end
+        assert letters(axes)["R" if name != "sagittal" else "A"] == (0, 0.5)
+        assert letters(axes)["S" if name != "axial" else "A"] == (0.5, 1)
+    assert "Radiological view: the patient's right is on the left." in legend(
+        preview_figure(made())
+    )
+
+
+def test_planes_have_the_shape_that_they_have_in_the_patient() -> None:
+    """One millimetre is as long in every plane, across and up."""
+    labels = box_of(((0, 20), (0, 16), (0, 12)))
+    figure = preview_figure(made(labels))
+    width, height = figure.get_size_inches()
+    scales = []
+    for axes in panels(figure).values():
+        place = axes.get_position()
+        scales.append(place.width * width / abs(np.subtract(*axes.get_xlim())))
+        scales.append(place.height * height / abs(np.subtract(*axes.get_ylim())))
+    np.testing.assert_allclose(scales, scales[0])
+
+
+def test_names_and_volumes_stand_beside_their_colours() -> None:
+    labels = box_of()
+    labels[0, 0, 0] = 2
+    figure = preview_figure(made(labels))
+    assert legend(figure)[:5] == ["volume", "liver", "0.720 mL", "spleen", "0.00600 mL"]
+    swatches = [one for one in figure.axes[-1].patches if isinstance(one, Rectangle)]
+    for swatch, colour in zip(swatches, COLOURS, strict=False):
+        np.testing.assert_allclose(swatch.get_edgecolor()[:3], rgb(colour))
+    assert "Grey names are not in these planes." in legend(figure)
+    assert "Planes: those with the largest area of liver," in legend(figure)
+    assert figure.texts[0].get_text() == "scan.nii.gz"
+
+
+def test_of_many_structures_the_largest_are_named() -> None:
+    structures = [Structure(name=f"s{value}", values=(value,)) for value in range(1, 101)]
+    labels = np.zeros((100, 10, 10), np.uint8)
+    for value in range(1, 51):
+        labels[value, :, :1] = labels[value, 0, : value // 10 + 1] = value
+    labels[50] = 50
+    figure = preview_figure(made(labels, structures=structures, voxel_ml=1.0))
+    shown = legend(figure)
+    assert shown[1:3] == ["s50", "100 mL"]
+    assert shown[1 + 2 * MAX_ROWS] == f"and {50 - MAX_ROWS} more"
+    counts = sorted((int((labels == value).sum()) for value in range(1, 51)), reverse=True)
+    assert shown[2 + 2 * MAX_ROWS] == f"{sum(counts[MAX_ROWS:])} mL"
+
+
+def test_a_truth_is_dashed_and_says_which_planes_are_drawn() -> None:
+    truth = box_of(((4, 14), (5, 11), (6, 10)))
+    figure = preview_figure(made(truth=truth, dice=(2 / 3, None)))
+    for name, axes in panels(figure).items():
+        if name == "sagittal":
+            continue
+        solid, dashed = outlines(axes)
+        assert extent_mm(solid)[:2] == pytest.approx((4, 9))
+        assert extent_mm(dashed)[:2] == pytest.approx((4, 14))
+        assert solid.get_linestyle()[0][1] is None and dashed.get_linestyle()[0][1] is not None
+    assert panels(figure)["sagittal"].get_title(loc="left") == "sagittal, 10 of 20"
+    shown = legend(figure)
+    assert shown[:7] == ["predicted", "true", "Dice", "liver", "0.720 mL", "1.44 mL", "0.667"]
+    assert shown[7:11] == ["spleen", "0 mL", "0 mL", "–"]
+
+
+def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
+    empty = np.zeros(SHAPE, np.uint8)
+    figure = preview_figure(made(empty, image=np.zeros(SHAPE, np.float32)))
+    assert not any(outlines(axes) for axes in panels(figure).values())
+    assert "Nothing was segmented." in legend(figure)
+    write_figure(figure, tmp_path / "empty.png")
+    assert_is_picture(tmp_path / "empty.png")
+    missed = preview_figure(made(empty, truth=box_of(), dice=(0.0, None)))
+    assert "Nothing was segmented." in legend(missed)
+    assert len(outlines(panels(missed)["axial"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((9, 8, 1), {"axial"}),
+        ((9, 1, 8), {"coronal"}),
+        ((1, 9, 8), {"sagittal"}),
+        ((9, 8, 2), {"axial", "coronal", "sagittal"}),
+        ((1, 9, 1), {"sagittal"}),
+        ((1, 1, 1), {"coronal"}),
+    ],
+)
+def test_planes_of_a_single_row_are_left_out(
+    tmp_path: Path, shape: tuple[int, int, int], names: set[str]
+) -> None:
+    figure = preview_figure(made(np.ones(shape, np.uint8)))
+    assert set(panels(figure)) == names
+    for axes in panels(figure).values():
+        assert len(outlines(axes)) == 1
+    write_figure(figure, tmp_path / "flat.png")
+    assert_is_picture(tmp_path / "flat.png")
+
+
+def test_any_name_and_spacing_can_be_drawn(tmp_path: Path) -> None:
+    names = ("$x_1$", "_hidden", "\ud800", "肝臓", "a" * 300)
+    structures = [Structure(name=name, values=(1 + n,)) for n, name in enumerate(names)]
+    for spacing_mm in ((1e-4, 1e-4, 1e-3), (1.0, 1.0, 500.0)):
+        preview = made(structures=structures, spacing_mm=spacing_mm, title="$" * 200, voxel_ml=1e-9)
+        write_figure(preview_figure(preview), tmp_path / "odd.png")
+        assert_is_picture(tmp_path / "odd.png")
+    assert "$x" not in " ".join(legend(preview_figure(preview))).replace(r"\$", "")

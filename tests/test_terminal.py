@@ -1,0 +1,142 @@
+"""Live lines: where they are shown, what stands above them, and that nothing is left of them."""
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from tests.volumes.samples import write_msd
+from unet3d.cli.output import working
+from unet3d.config import DataSettings
+from unet3d.reports.progress import ProgressLine
+from unet3d.terminal import bar, live
+from unet3d.volumes.dataset import load_dataset
+from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    """Have a terminal in the place of stderr, to which the log goes.
+
+    It is no fixture, because pytest puts its own stream there when the test begins.
+    """
+    made = Terminal()
+    for name in ("TERM", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", made)
+    handler = logging.StreamHandler(made)
+    logging.getLogger().addHandler(handler)
+    try:
+        yield made
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert handler.stream is made and sys.stderr is made
+
+
+def left_of(written: str) -> list[str]:
+    """Return the lines that a terminal shows in the end, but those that are empty."""
+    rows, row = [""], 0
+    for piece in re.split(r"(\n|\x1b\[[0-9;?]*[A-Za-z])", written):
+        if piece == "\n":
+            row += 1
+            rows += [""] * (row == len(rows))
+        elif piece.endswith("A") and piece.startswith("\x1b["):
+            row -= int(piece[2:-1])
+        elif piece == "\x1b[2K":
+            rows[row] = ""
+        elif not piece.startswith("\x1b["):
+            rows[row] += piece.replace("\r", "")
+    return [line for line in rows if line]
+
+
+def test_a_bar_counts_and_leaves_what_was_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_terminal(monkeypatch) as terminal, bar("preparing cases", 40) as show:
+        assert show is not None
+        show(3)
+        logging.getLogger("unet3d").warning("a case is odd")
+    written = terminal.getvalue()
+    assert re.search(r"preparing cases .*3/40", written)
+    assert left_of(written) == ["a case is odd"]
+
+
+def test_a_log_in_a_file_stays_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Such as of ``unet3d train 2> log``, whose live line is on stdout."""
+    screen = Terminal()
+    with (tmp_path / "log").open("w") as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        handler = logging.StreamHandler(file)
+        logging.getLogger().addHandler(handler)
+        with live(Progress(console=Console(file=screen))):
+            logging.getLogger("unet3d").warning("a case is odd")
+        logging.getLogger().removeHandler(handler)
+    assert (tmp_path / "log").read_text() == "a case is odd\n"
+    assert "odd" not in screen.getvalue()
+
+
+def test_the_log_of_a_training_stands_above_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_terminal(monkeypatch) as terminal:
+        line = ProgressLine(
+            Console(file=terminal),
+            num_epochs=2,
+            num_steps=4,
+            validate_every=1,
+            validation_seconds=0.0,
+            quiet=False,
+        )
+        with line.shown():
+            line.predicting(0, 2, 0, 4)
+            logging.getLogger("unet3d").warning("a case is odd")
+            line.predicting(2, 2, 0, 1)
+    first, *rest = left_of(terminal.getvalue())
+    assert first == "a case is odd" and len(rest) == 1 and "predicting" in rest[0]
+
+
+def test_there_is_no_bar_in_a_file_or_beside_another_live_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_terminal(monkeypatch), working("planning"), bar("preparing cases", 40) as show:
+        assert show is None
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with bar("preparing cases", 40) as show:
+        assert show is None
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_a_bar_that_is_interrupted_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_terminal(monkeypatch) as terminal:
+        with pytest.raises(KeyboardInterrupt), bar("preparing cases", 40):
+            raise KeyboardInterrupt
+    assert terminal.getvalue() and left_of(terminal.getvalue()) == []
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_cases_are_prepared_under_a_bar_unless_all_is_quiet(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    level: str,
+) -> None:
+    caplog.set_level(level, "unet3d")
+    settings = DataSettings(cache=tmp_path / "cache")
+    dataset = load_dataset(write_msd(tmp_path / "data"))
+    with on_terminal(monkeypatch) as terminal:
+        plan, _ = plan_preprocessing(dataset, settings, 0)
+        prepare_cases(dataset.cases, plan, settings.cache, 0)
+    written = terminal.getvalue()
+    assert ("preparing cases" in written) == ("3/3" in written) == (level == "INFO")
+    assert not any("3/3" in line for line in left_of(written))

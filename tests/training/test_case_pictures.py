@@ -1,0 +1,137 @@
+"""Which cases are drawn after a training, and that predicted and true outlines are in place."""
+
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+from matplotlib.contour import QuadContourSet
+from matplotlib.figure import Figure
+
+from tests.volumes.samples import write_volume
+from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
+from unet3d.inference.label_scores import TOLERANCE_MM, score_maps
+from unet3d.training import case_pictures
+from unet3d.training.case_pictures import draw_extremes
+from unet3d.volumes.dataset import Case
+from unet3d.volumes.scored_labels import ScoredLabels
+
+SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.0, 2.0)
+TRUE = (slice(4, 12), slice(6, 15), slice(3, 9))
+
+
+def made(folder: Path, shifts: list[int], ignore: int | None = None) -> tuple[Evaluation, list]:
+    """Write cases whose prediction is shifted along X by some voxels, and score them."""
+    scored = ScoredLabels.of({0: "background", 1: "liver"}, (), ignore)
+    cases, scores = [], []
+    for number, shift in enumerate(shifts):
+        name = f"sub/case_{number}"
+        label, prediction = np.zeros((2, *SHAPE), np.uint8)
+        label[TRUE] = 1
+        prediction[TRUE[0].start + shift : TRUE[0].stop + shift, *TRUE[1:]] = 1
+        if ignore is not None:
+            label[:2] = ignore
+            prediction[:2] = 1
+        image = np.random.default_rng(number).normal(size=SHAPE).astype(np.float32)
+        case = Case(
+            name=name,
+            images=(write_volume(folder / f"images/{number}.nii.gz", image, SPACING_MM),),
+            label=write_volume(folder / f"labels/{name}.nii.gz", label, SPACING_MM),
+        )
+        path = write_volume(folder / f"run/{name}_seg.nii.gz", prediction, SPACING_MM)
+        maps = read_pair(path, case.label)
+        found = score_maps(maps[0].array, maps[1].array, maps[1].header.affine, scored)
+        cases.append(case)
+        scores.append(
+            CaseScores(
+                name=name, prediction=Path(f"{name}_seg.nii.gz"), label=case.label, scores=found
+            )
+        )
+    evaluation = Evaluation.of(
+        sorted(scores, key=lambda case: case.mean_dice or 0.0), scored, TOLERANCE_MM
+    )
+    return evaluation, cases
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
+    """The figures that are written, by the names of their files."""
+    written: dict[str, Figure] = {}
+    write = case_pictures.write_figure
+
+    def note(figure: Figure, path: Path) -> None:
+        written[path.name] = figure
+        write(figure, path)
+
+    monkeypatch.setattr(case_pictures, "write_figure", note)
+    return written
+
+
+def extents_mm(figure: Figure, view: str) -> list[tuple[float, float]]:
+    """Return from where to where each outline of a view goes across."""
+    (axes,) = (one for one in figure.axes if one.get_title(loc="left").startswith(view))
+    contours = [
+        one for one in axes.collections if isinstance(one, QuadContourSet) and not one.filled
+    ]
+    across = [one.get_paths()[0].vertices[:, 0] for one in contours]
+    return [(float(places.min()), float(places.max())) for places in across]
+
+
+def test_the_worst_and_the_best_case_are_drawn_with_both_outlines(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    evaluation, cases = made(tmp_path, [1, 4, 0, 2])
+    draw_extremes(tmp_path / "run", evaluation, cases)
+    assert {path.name for path in (tmp_path / "run").glob("*.png")} == {"worst.png", "best.png"}
+    titles = [figures[name].texts[0].get_text() for name in ("worst.png", "best.png")]
+    assert titles == [
+        "Worst of 4 cases, mean Dice 0.500: sub/case_1",
+        "Best of 4 cases, mean Dice 1.000: sub/case_2",
+    ]
+    assert extents_mm(figures["worst.png"], "axial") == [(8, 16), (4, 12)]
+    assert extents_mm(figures["best.png"], "axial") == [(4, 12), (4, 12)]
+    texts = [text.get_text() for text in figures["worst.png"].axes[-1].texts]
+    assert texts[3:7] == ["liver", "0.864 mL", "0.864 mL", "0.500"]
+
+
+def test_a_single_case_has_one_picture(tmp_path: Path, figures: dict[str, Figure]) -> None:
+    evaluation, cases = made(tmp_path, [2])
+    draw_extremes(tmp_path / "run", evaluation, cases)
+    assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["worst.png"]
+    (figure,) = figures.values()
+    assert figure.texts[0].get_text() == "The only case, mean Dice 0.750: sub/case_0"
+
+
+def test_cases_without_any_label_are_not_drawn(tmp_path: Path, figures: dict[str, Figure]) -> None:
+    evaluation, cases = made(tmp_path, [0])
+    for path in tmp_path.rglob("*.nii.gz"):
+        write_volume(path, np.zeros(SHAPE, np.uint8), SPACING_MM)
+    (case,) = evaluation.cases
+    nothing = CaseScores(name=case.name, prediction=case.prediction, label=case.label, scores={})
+    draw_extremes(tmp_path, Evaluation.of([nothing], evaluation.scored, TOLERANCE_MM), cases)
+    assert not figures
+
+
+def test_ignored_voxels_are_drawn_of_neither_map(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    evaluation, cases = made(tmp_path, [0], ignore=255)
+    assert evaluation.mean_dice == 1.0
+    draw_extremes(tmp_path / "run", evaluation, cases)
+    assert extents_mm(figures["worst.png"], "axial") == [(4, 12), (4, 12)]
+
+
+def test_files_may_be_stored_in_other_orientations(
+    tmp_path: Path, figures: dict[str, Figure]
+) -> None:
+    evaluation, cases = made(tmp_path, [2])
+    label = nib.load(cases[0].label)
+    data = np.asarray(label.dataobj)
+    turned = nib.as_closest_canonical(label).as_reoriented(
+        nib.orientations.axcodes2ornt(("P", "S", "L"))
+    )
+    assert turned.shape != data.shape
+    nib.save(turned, cases[0].label)
+    draw_extremes(tmp_path / "run", evaluation, cases)
+    assert extents_mm(figures["worst.png"], "axial") == [(6, 14), (4, 12)]
+    assert extents_mm(figures["worst.png"], "sagittal") == [(6, 15), (6, 15)]

@@ -1,0 +1,184 @@
+"""Folders of DICOM slices: a volume is read, and what is none is refused with the reason."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.volumes.dicom_series import change, write_series, write_slice
+from tests.volumes.samples import write_json
+from unet3d.errors import VolumeError
+from unet3d.memory import host
+from unet3d.volumes.check import check_dataset
+from unet3d.volumes.dataset import load_dataset
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import read_image, read_label
+
+pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+
+ARRAY = np.random.default_rng(0).integers(-1000, 3000, (5, 4, 6)).astype(np.int16)
+
+Slices = list[Path]
+
+
+@pytest.fixture
+def series(tmp_path: Path) -> Path:
+    return write_series(tmp_path / "series", ARRAY)
+
+
+def in_order(series: Path) -> Slices:
+    """Return the slices from the feet to the head."""
+    import pydicom
+
+    return sorted(
+        series.iterdir(), key=lambda path: float(pydicom.dcmread(path).ImagePositionPatient[2])
+    )
+
+
+def refusal(path: Path, read: Callable[[Path], Any] = read_header) -> str:
+    with pytest.raises(VolumeError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
+def test_other_files_of_the_folder_are_left_out(series: Path) -> None:
+    whole = read_image(series)
+    (series / "notes.txt").write_text("not DICOM")
+    (series / ".hidden").write_bytes(bytes(128) + b"DICM")
+    (series / "DICOMDIR").write_bytes(bytes(128) + b"DICM")
+    (series / "thumbnails").mkdir()
+    again = read_image(series)
+    np.testing.assert_array_equal(again.array, whole.array)
+    np.testing.assert_array_equal(whole.array[0], ARRAY)
+    assert whole.header.shape == (5, 4, 6) and whole.header.spacing_mm == (0.7, 0.8, 2.5)
+
+
+def test_a_label_map_may_be_slices(tmp_path: Path) -> None:
+    labels = (ARRAY > 0).astype(np.uint8)
+    np.testing.assert_array_equal(read_label(write_series(tmp_path / "a", labels)).array, labels)
+
+
+def test_headers_are_read_without_pixels(series: Path) -> None:
+    import pydicom
+
+    for path in series.iterdir():
+        slice_ = pydicom.dcmread(path)
+        slice_.PixelData = bytes(2)
+        slice_.save_as(path)
+        with path.open("ab") as file:
+            file.write(bytes(100))
+    assert read_header(series).shape == (5, 4, 6)
+    assert "as a slice" in str(pytest.raises(VolumeError, read_image, series).value)
+
+
+def test_slices_that_are_missing_are_named(series: Path) -> None:
+    slices = in_order(series)
+    slices[3].unlink()
+    line = refusal(series)
+    assert f"lacks slices between {slices[2].name} and {slices[4].name} (5 mm)" in line
+    assert "elsewhere they are 2.5 mm apart" in line
+
+
+def test_two_slices_at_one_place_are_named(series: Path) -> None:
+    slices = in_order(series)
+    shutil.copy(slices[1], series / "zcopy")
+    assert f"two slices at one place, {slices[1].name} and zcopy" in refusal(series)
+
+
+def test_a_tilted_gantry_is_refused(series: Path) -> None:
+    for number, path in enumerate(in_order(series)):
+        # The table moves along Z while the slices lean by 12 degrees.
+        lean = [0, float(np.cos(np.radians(12))), float(-np.sin(np.radians(12)))]
+        change(path, ImageOrientationPatient=[1, 0, 0, *lean])
+        change(path, ImagePositionPatient=[0, 0, 2.5 * number])
+    line = refusal(series)
+    assert "tilted gantry" in line and "by 12 degrees" in line and "dcm2niix" in line
+
+
+def test_positions_that_are_rounded_are_no_tilt(tmp_path: Path) -> None:
+    series = write_series(tmp_path / "series", ARRAY[:, :, :3])
+    change(in_order(series)[2], ImagePositionPatient=[0.05, 0, 5])
+    assert read_header(series).shape == (5, 4, 3)
+
+
+def test_slices_that_are_not_evenly_stacked_are_refused(series: Path) -> None:
+    slices = in_order(series)
+    change(slices[2], ImagePositionPatient=[0, 0, 5.8])
+    assert f"{slices[2].name} lies 0.8 mm from its place (1.7 to 3.3 mm apart)" in refusal(series)
+    change(slices[2], ImagePositionPatient=[0.5, 0, 5])
+    assert f"{slices[2].name} lies 0.5 mm from its place" in refusal(series)
+    change(slices[2], ImagePositionPatient=[0.05, 0, 5.05])  # rounding of a scanner
+    assert read_header(series).spacing_mm == (0.7, 0.8, 2.5)
+
+
+def test_several_series_are_named(series: Path) -> None:
+    slices = in_order(series)
+    change(slices[0], SeriesInstanceUID="1.2.3", SeriesDescription="Topo\x1b[2Jgram")
+    line = refusal(series)
+    assert "holds 2 DICOM series" in line and "\x1b" not in line
+    assert '"Abdomen" (5 of the files, such as ' in line and '"Topo\\x1b[2Jgram" (1 of' in line
+    assert "move each to a folder of its own" in line
+    change(slices[1], SeriesInstanceUID="1.2.4", SeriesDescription=None, SeriesNumber=7)
+    assert '"series 7"' in refusal(series)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"Rows": 2, "Columns": 10}, "it has 10x2 pixels instead of 5x4"),
+        ({"PixelSpacing": [0.8, 0.9]}, "pixels of 0.9x0.8 mm instead of 0.7x0.8"),
+        ({"ImageOrientationPatient": [0, 1, 0, 0, 0, -1]}, "another orientation, such as a local"),
+    ],
+)
+def test_a_slice_unlike_the_others_is_named(
+    series: Path, changes: dict[str, Any], reason: str
+) -> None:
+    odd = sorted(series.iterdir())[3]
+    change(odd, **changes)
+    line = refusal(series)
+    assert f"{odd} is unlike" in line and reason in line
+
+
+def test_a_single_slice_is_no_volume(tmp_path: Path) -> None:
+    write_slice(tmp_path / "one" / "IM1", ARRAY[:, :, 0].T.copy())
+    assert "holds one DICOM slice; a volume needs at least two" in refusal(tmp_path / "one")
+
+
+def test_slices_may_be_scaled_each_on_its_own(tmp_path: Path) -> None:
+    series = write_series(tmp_path / "pet", np.abs(ARRAY))
+    expected = np.abs(ARRAY).astype(np.float64)
+    for number, path in enumerate(in_order(series)):
+        change(path, RescaleSlope=0.5 + number / 8, RescaleIntercept=0)
+        expected[:, :, number] *= 0.5 + number / 8
+    np.testing.assert_array_equal(read_image(series).array[0], expected.astype(np.float32))
+
+
+def test_memory_is_counted_before_pixels_are_read(
+    series: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 100)
+    assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series, read_image)
+
+
+def test_a_data_set_may_have_folders_of_slices(tmp_path: Path) -> None:
+    entries = []
+    for number in range(2):
+        name = f"case{number}.1"
+        write_series(tmp_path / "scans" / name, ARRAY + np.int16(number))
+        write_series(tmp_path / "labels" / name, (ARRAY > 500).astype(np.uint8))
+        entries.append({"image": f"scans/{name}", "label": f"labels/{name}"})
+    tree = {"labels": {"0": "background", "1": "bone"}, "modality": {"0": "CT"}}
+    write_json(tmp_path / "dataset.json", {**tree, "training": entries})
+    dataset = load_dataset(tmp_path)
+    assert [case.name for case in dataset.cases] == ["labels/case0.1", "labels/case1.1"]
+    assert check_dataset(dataset) == []
+    first = in_order(tmp_path / "scans" / "case0.1")[2]
+    first.unlink()
+    (finding,) = {finding.message for finding in check_dataset(dataset)}
+    assert "case0.1 lacks slices between" in finding

@@ -1,0 +1,192 @@
+"""Single slices: intensities are those that the header means, and no file ends but in one line."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import property_test
+from tests.volumes.dicom_series import change, write_series, write_slice
+from unet3d.errors import VolumeError
+from unet3d.volumes.dicom_slice import read_pixels, read_slice
+
+pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+
+PIXELS = np.random.default_rng(0).integers(-1000, 3000, (4, 6)).astype(np.int16)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(VolumeError) as caught:
+        read_slice(path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("slope", "intercept", "dtype"),
+    [
+        (None, None, np.int16),
+        (1, 0, np.int16),
+        (1, -1024, np.int32),
+        (2, -1024, np.int32),
+        (-1, 0, np.int32),
+        (0.25, 3.5, np.float32),
+        (1e300, 0, np.float32),
+    ],
+)
+def test_slope_and_intercept_are_applied(
+    tmp_path: Path, slope: float | None, intercept: float | None, dtype: Any
+) -> None:
+    path = write_slice(tmp_path / "a", PIXELS, RescaleSlope=slope, RescaleIntercept=intercept)
+    one = read_slice(path)
+    assert one.dtype == dtype
+    with np.errstate(over="ignore"):
+        expected = (PIXELS.T * float(slope or 1) + float(intercept or 0)).astype(np.float32)
+        np.testing.assert_array_equal(read_pixels(one).astype(np.float32), expected)
+    assert read_pixels(one).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32])
+def test_every_type_is_read(tmp_path: Path, dtype: Any) -> None:
+    info = np.iinfo(dtype)
+    pixels = np.array([[info.min, 0, 1], [2, 3, info.max]], dtype)
+    one = read_slice(write_slice(tmp_path / "a", pixels))
+    assert one.dtype == dtype
+    np.testing.assert_array_equal(read_pixels(one), pixels.T)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"PhotometricInterpretation": "RGB", "SamplesPerPixel": 3}, "is a colour image (RGB)"),
+        ({"PhotometricInterpretation": "PALETTE COLOR"}, "is a colour image (PALETTE COLOR)"),
+        ({"NumberOfFrames": 3}, "holds 3 frames in one file; convert"),
+        ({"ImagePositionPatient": None}, "its ImagePositionPatient is None"),
+        ({"ImagePositionPatient": [1, 2]}, "does not say where it lies"),
+        ({"PixelSpacing": None}, "its PixelSpacing is None"),
+        ({"PixelSpacing": [0, 1]}, "has a PixelSpacing of 0x1 mm"),
+        ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "no pair of directions at right angles"),
+        ({"RescaleSlope": 0}, "scales its pixels by 0 and 0"),
+        ({"BitsAllocated": 1}, "has pixels of 1 bits"),
+        ({"Rows": 4000}, "is shorter than 6x4000 pixels"),
+        ({"Rows": None}, "holds no image, or only the beginning of one (CT Image Storage)"),
+    ],
+)
+def test_what_is_no_slice_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
+    path = write_slice(tmp_path / "a", PIXELS)
+    change(path, **changes)
+    assert reason in refusal(path)
+
+
+def test_a_table_of_intensities_is_refused(tmp_path: Path) -> None:
+    from pydicom.dataset import Dataset
+
+    table = Dataset()
+    table.LUTDescriptor, table.LUTData = [2, 0, 16], bytes(4)
+    path = write_slice(tmp_path / "a", PIXELS, ModalityLUTSequence=[table])
+    assert "ModalityLUTSequence" in refusal(path)
+
+
+def test_run_lengths_are_unpacked(tmp_path: Path) -> None:
+    import pydicom
+    from pydicom.uid import RLELossless
+
+    path = write_slice(tmp_path / "a", PIXELS)
+    packed = pydicom.dcmread(path)
+    packed.compress(RLELossless)
+    packed.save_as(path)
+    np.testing.assert_array_equal(read_pixels(read_slice(path)), PIXELS.T)
+
+
+COMPRESS = """
+import sys
+import SimpleITK as sitk
+image = sitk.ReadImage(sys.argv[1], imageIO="GDCMImageIO")
+writer = sitk.ImageFileWriter()
+writer.SetFileName(sys.argv[2])
+writer.KeepOriginalImageUIDOn()
+writer.SetUseCompression(True)
+writer.SetCompressor("JPEG")
+writer.Execute(image)
+"""
+
+
+def test_lossless_jpeg_is_unpacked(tmp_path: Path) -> None:
+    pytest.importorskip("gdcm", reason="needs python-gdcm, of the extra itk")
+    pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    import pydicom
+
+    plain, packed = write_slice(tmp_path / "a.dcm", PIXELS), tmp_path / "b.dcm"
+    # In a process of its own: its GDCM and that of pydicom do not go together.
+    subprocess.run([sys.executable, "-c", COMPRESS, plain, packed], check=True, timeout=120)
+    syntax = pydicom.dcmread(packed, stop_before_pixels=True).file_meta.TransferSyntaxUID
+    assert syntax == "1.2.840.10008.1.2.4.70"
+    change(packed, ImagePositionPatient=[0, 0, 0], ImageOrientationPatient=[1, 0, 0, 0, 1, 0])
+    np.testing.assert_array_equal(read_pixels(read_slice(packed)), PIXELS.T)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "name"),
+    [
+        ("1.2.840.10008.1.2.4.100", "MPEG2 Main Profile"),
+        ("1.2.840.10008.1.2.4.999", "1.2.840.10008.1.2.4.999"),
+    ],
+)
+def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, name: str) -> None:
+    path = write_slice(tmp_path / "a", PIXELS)
+    content = path.read_bytes()
+    old = b"1.2.840.10008.1.2.1\0"
+    new = syntax.encode() + b"\0" * (len(syntax) % 2)
+    start = content.index(b"\x02\x00\x10\x00UI")
+    assert content[start + 8 : start + 28] == old
+    content = content[: start + 6] + len(new).to_bytes(2, "little") + new + content[start + 28 :]
+    path.write_bytes(content)
+    assert f"is compressed as {name}" in refusal(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    import os
+
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in refusal(tmp_path / "pipe")
+
+
+@pytest.fixture(scope="module")
+def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = write_series(tmp_path_factory.mktemp("series"), PIXELS[:, :, None], RescaleSlope=2)
+    return next(folder.iterdir()).read_bytes()
+
+
+@property_test
+@given(
+    changes=st.lists(st.tuples(st.integers(128, 900), st.integers(0, 255)), max_size=5),
+    taken=st.tuples(st.integers(128, 900), st.integers(0, 8)),
+    end=st.one_of(st.none(), st.integers(0, 900)),
+)
+def test_bytes_of_a_slice_may_be_anything(
+    tmp_path_factory: pytest.TempPathFactory,
+    content: bytes,
+    changes: list[tuple[int, int]],
+    taken: tuple[int, int],
+    end: int | None,
+) -> None:
+    mutated = bytearray(content)
+    for place, value in changes:
+        mutated[min(place, len(mutated) - 1)] = value
+    del mutated[taken[0] : sum(taken)]
+    path = tmp_path_factory.getbasetemp() / "mutated"
+    path.write_bytes(mutated[:end])
+    began = time.monotonic()
+    try:
+        one = read_slice(path)
+        assert read_pixels(one).shape == one.shape
+    except VolumeError as error:
+        assert "\n" not in str(error) and str(path) in str(error)
+    assert time.monotonic() - began < 10

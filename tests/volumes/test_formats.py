@@ -1,0 +1,233 @@
+"""A volume is the same in every format: read by us, and by SimpleITK, in every orientation."""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.volumes.dicom_series import write_series
+from unet3d.errors import VolumeError
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import Volume, read_image, read_label, write_label
+
+ARRAY = np.random.default_rng(0).integers(-1000, 3000, (4, 5, 6)).astype(np.int16)
+SPACING_MM = (0.7, 0.8, 2.5)
+ORIENTATIONS = [
+    (axes, signs)
+    for axes in itertools.permutations(range(3))
+    for signs in itertools.product((1, -1), repeat=3)
+]
+OBLIQUE = ((0.3, -0.2, 0.5), (0.05, 0.02, -0.6), (-1.1, 0.7, 0.2))
+"""Rotations about X, Y and Z in radians."""
+
+
+def affine_along(axes: tuple[int, ...], signs: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    affine = np.eye(4)
+    affine[:3, :3] = 0
+    for stored, (axis, sign) in enumerate(zip(axes, signs, strict=True)):
+        affine[axis, stored] = sign * SPACING_MM[stored]
+    affine[:3, 3] = (12.5, -31.25, 103.5)
+    return affine
+
+
+def rotation(angles: tuple[float, float, float]) -> npt.NDArray[np.float64]:
+    turned = np.eye(4)
+    turned[:3, :3] = nib.eulerangles.euler2mat(*angles)
+    return turned
+
+
+READER_OF = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO", ".mhd": "MetaImageIO"}
+"""SimpleITK's; it would also try GDCM, of which pydicom has another one in this process."""
+
+AFFINES = [
+    *(pytest.param(affine_along(*one), id=f"{one[0]}{one[1]}") for one in ORIENTATIONS),
+    *(
+        pytest.param(rotation(angles) @ affine_along(*one), id=f"oblique{angles}{one[1]}")
+        for angles in OBLIQUE
+        for one in (ORIENTATIONS[0], ORIENTATIONS[13], ORIENTATIONS[34])
+    ),
+]
+
+
+def write_itk(path: Path, array: npt.NDArray[Any], affine: npt.NDArray[np.float64]) -> Path:
+    """Write an array (X, Y, Z) whose affine is that of NIfTI through SimpleITK."""
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    image = sitk.GetImageFromArray(np.ascontiguousarray(array.T))
+    lps = np.diag([-1, -1, 1, 1]) @ affine
+    spacing = np.linalg.norm(lps[:3, :3], axis=0)
+    image.SetSpacing(spacing.tolist())
+    image.SetDirection((lps[:3, :3] / spacing).ravel().tolist())
+    image.SetOrigin(lps[:3, 3].tolist())
+    sitk.WriteImage(image, str(path))
+    return path
+
+
+def canonical(array: npt.NDArray[Any], affine: npt.NDArray[np.float64]) -> Any:
+    return nib.as_closest_canonical(nib.Nifti1Image(array, affine))
+
+
+def compare(volume: Volume, affine: npt.NDArray[np.float64], folder: Path) -> None:
+    """Compare a volume with the one that nibabel makes of the same array, and with its NIfTI."""
+    expected = canonical(ARRAY, affine)
+    np.testing.assert_array_equal(volume.array[0], expected.get_fdata())
+    np.testing.assert_allclose(volume.header.affine, expected.affine, atol=1e-5)
+    nib.save(nib.Nifti1Image(ARRAY, affine), folder / "reference.nii")
+    reference = read_image(folder / "reference.nii")
+    np.testing.assert_array_equal(volume.array, reference.array)
+    assert same_grid(volume.header, reference.header, tolerance_mm=1e-4) is None
+    assert volume.header.spacing_mm == reference.header.spacing_mm
+    # The same place in the patient has the same intensity, whatever the order of the axes.
+    index = np.array([1, 2, 4])
+    place = affine @ [*index, 1]
+    found = np.rint(np.linalg.solve(volume.header.affine, place)[:3]).astype(int)
+    assert volume.array[(0, *found)] == ARRAY[tuple(index)]
+
+
+@pytest.mark.parametrize("affine", AFFINES)
+def test_it_lies_where_nibabel_and_simpleitk_say(
+    tmp_path: Path, affine: npt.NDArray[np.float64]
+) -> None:
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    labels = (ARRAY > 1000).astype(np.uint8)
+    for name in ("scan.nrrd", "scan.mha", "scan.mhd"):
+        path = write_itk(tmp_path / name, ARRAY, affine)
+        volume = read_image(path)
+        compare(volume, affine, tmp_path)
+        # A segmentation lies voxel on voxel on the scan, for SimpleITK too.
+        ras = np.asanyarray(canonical(labels, affine).dataobj)
+        write_label(tmp_path / "seg.nii.gz", ras, volume.header)
+        scan = sitk.ReadImage(str(path), imageIO=READER_OF[path.suffix])
+        written = sitk.ReadImage(str(tmp_path / "seg.nii.gz"), imageIO="NiftiImageIO")
+        np.testing.assert_array_equal(
+            sitk.GetArrayFromImage(written), sitk.GetArrayFromImage(scan) > 1000
+        )
+        np.testing.assert_allclose(written.GetOrigin(), scan.GetOrigin(), atol=1e-4)
+        np.testing.assert_allclose(written.GetSpacing(), scan.GetSpacing(), atol=1e-5)
+        np.testing.assert_allclose(written.GetDirection(), scan.GetDirection(), atol=1e-5)
+        np.testing.assert_array_equal(read_label(tmp_path / "seg.nii.gz").array, ras)
+
+
+@pytest.mark.parametrize("affine", AFFINES)
+def test_slices_lie_where_their_positions_say(
+    tmp_path: Path, affine: npt.NDArray[np.float64]
+) -> None:
+    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+    folder = write_series(tmp_path / "series", ARRAY, affine)
+    volume = read_image(folder)
+    compare(volume, affine, tmp_path)
+    labels = np.asanyarray(canonical((ARRAY > 1000).astype(np.uint8), affine).dataobj)
+    write_label(tmp_path / "seg.nii.gz", labels, volume.header)
+    written = nib.load(tmp_path / "seg.nii.gz")
+    assert int(written.header["qform_code"]) == int(written.header["sform_code"]) == 1
+    place = written.affine @ [2, 1, 3, 1]
+    index = np.rint(np.linalg.solve(affine, place)[:3]).astype(int)
+    assert written.get_fdata()[2, 1, 3] == (ARRAY[tuple(index)] > 1000)
+
+
+READ_BY_SIMPLEITK = """
+import sys
+import numpy as np
+import SimpleITK as sitk
+for folder in sys.argv[1:]:
+    reader = sitk.ImageSeriesReader()
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(folder))
+    image = reader.Execute()
+    sitk.WriteImage(image, folder + ".nii")
+"""
+
+
+def test_gdcm_reads_the_same_of_a_series(tmp_path: Path) -> None:
+    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+    pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    folders = []
+    scalings: list[tuple[Any, Any]] = [(None, None), (1, -1024), (2, -1024), (0.37, 1.5)]
+    for number, (slope, intercept) in enumerate(scalings):
+        for kind, bits in (("<i2", 16), ("<u2", 16), ("<u2", 12)):
+            array = (ARRAY.astype(int) % 2**bits if kind == "<u2" else ARRAY).astype(kind)
+            name = f"{number}{kind[1]}{bits}"
+            more = {"BitsStored": bits, "HighBit": bits - 1}
+            affine = rotation(OBLIQUE[number % 3]) @ affine_along((0, 1, 2), (-1, -1, 1))
+            scaling = {"RescaleSlope": slope, "RescaleIntercept": intercept}
+            folders.append(write_series(tmp_path / name, array, affine, **more, **scaling))
+            expected = array.astype(np.float64)
+            if slope is not None:
+                expected = expected * slope + intercept
+            np.testing.assert_allclose(
+                read_image(folders[-1]).array[0], canonical(expected, affine).get_fdata(), rtol=1e-6
+            )
+    # In a process of its own: its GDCM and that of pydicom do not go together.
+    command = [sys.executable, "-c", READ_BY_SIMPLEITK, *map(str, folders)]
+    subprocess.run(command, check=True, timeout=120)
+    for folder in folders:
+        volume, reference = read_image(folder), read_image(folder.with_name(f"{folder.name}.nii"))
+        assert same_grid(volume.header, reference.header) is None
+        np.testing.assert_allclose(volume.array, reference.array, rtol=1e-6)
+
+
+def test_a_real_scan_is_the_same_in_every_format(tmp_path: Path, test_data: Path) -> None:
+    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+    scan = sorted((test_data / "hippocampus" / "imagesTr").glob("*.nii.gz"))[0]
+    label = test_data / "hippocampus" / "labelsTr" / scan.name
+    reference, labels = read_image(scan), read_label(label)
+    stored = nib.load(scan)
+    array = np.asanyarray(stored.dataobj).astype(np.float32)
+    for path in (
+        write_itk(tmp_path / "a.nrrd", array, stored.affine),
+        write_itk(tmp_path / "a.mha", array, stored.affine),
+        write_series(tmp_path / "a", array.astype(np.int32), stored.affine),
+    ):
+        volume = read_image(path)
+        assert same_grid(volume.header, reference.header) is None
+        np.testing.assert_array_equal(volume.array, reference.array.astype(array.dtype))
+    stored = nib.load(label)
+    path = write_itk(tmp_path / "l.nrrd", np.asanyarray(stored.dataobj), stored.affine)
+    np.testing.assert_array_equal(read_label(path).array, labels.array)
+
+
+def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "scan.txt").write_text("no scan")
+    with pytest.raises(VolumeError, match=r"scan\.txt is not named like a volume.*\.nrrd, \.mha"):
+        read_header(tmp_path / "scan.txt")
+    with pytest.raises(VolumeError, match="is a folder without DICOM slices"):
+        read_header(tmp_path)
+    (tmp_path / "IM1").write_bytes(bytes(128) + b"DICM")
+    with pytest.raises(VolumeError, match="IM1 is one DICOM file; name the folder"):
+        read_header(tmp_path / "IM1")
+
+
+READ_WITHOUT_EXTRAS = """
+import sys
+sys.modules.update(dict.fromkeys(("pydicom", "gdcm", "SimpleITK"), None))
+from unet3d.errors import VolumeError
+from unet3d.volumes.nifti import read_image
+for path in sys.argv[1:]:
+    try:
+        print(read_image(path).array.sum())
+    except VolumeError as error:
+        print(error)
+"""
+
+
+def test_only_dicom_needs_the_extra(tmp_path: Path) -> None:
+    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+    affine = np.diag([1.0, 1, 1, 1])
+    nib.save(nib.Nifti1Image(ARRAY, affine), tmp_path / "scan.nii.gz")
+    write_itk(tmp_path / "scan.nrrd", ARRAY, affine)
+    write_itk(tmp_path / "scan.mha", ARRAY, affine)
+    write_series(tmp_path / "slices", ARRAY)
+    paths = [tmp_path / name for name in ("scan.nii.gz", "scan.nrrd", "scan.mha", "slices")]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", READ_WITHOUT_EXTRAS, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    *sums, refused = done.stdout.splitlines()
+    assert list(map(float, sums)) == [ARRAY.sum()] * 3, done.stderr
+    assert "slices" in refused and "needs pydicom, which is not installed: pip install" in refused

@@ -1,0 +1,103 @@
+"""Headers of text may hold anything: they are read, with numbers that make sense, or refused."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.mutations import property_test
+from tests.volumes.itk_headers import META, NRRD, VOXELS, meta_bytes, nrrd_bytes
+from unet3d.errors import VolumeError
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import read_image, read_label, write_label
+
+TEXTS = st.one_of(
+    st.none(),
+    st.sampled_from(
+        [
+            *("", "0", "1", "-1", "3", "4", "99999999999", "1e300", "nan", "inf", "none", "True"),
+            *("0 0 0", "1 1 1", "1e300 1 1", "1 0 0 0 1 0 0 0 1", "(1e-300,0,0) (0,1,0) (0,0,1)"),
+            *("3 4 5", "5 4 3", "99999999999 1 1", "60 1 1", "gzip", "raw", "big", "um", "RAS"),
+            *("float", "uchar", "MET_UCHAR", "MET_DOUBLE", "LOCAL", "/dev/zero", "a.nrrd", "."),
+        ]
+    ),
+    st.text(max_size=8),
+)
+
+
+def read_or_refuse(path: Path) -> None:
+    began = time.monotonic()
+    for read in (read_header, read_image, read_label):
+        try:
+            volume = read(path)
+        except VolumeError as error:
+            assert "\n" not in str(error) and str(path.parent) in str(error)
+            continue
+        header = getattr(volume, "header", volume)
+        assert np.isfinite(header.affine).all() and min(header.spacing_mm) > 0
+        if read is not read_header:
+            assert volume.array.shape[-3:] == header.shape
+            labels = np.zeros(header.shape, np.uint8)
+            write_label(path.with_name("seg.nii"), labels, header)
+            assert same_grid(read_header(path.with_name("seg.nii")), header) is None
+    assert time.monotonic() - began < 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("headers")
+
+
+@property_test
+@given(
+    fields=st.dictionaries(st.sampled_from([*NRRD, "space units", "data file", "kinds"]), TEXTS),
+    voxels=st.sampled_from([None, VOXELS, VOXELS[:50], b""]),
+)
+def test_fields_of_nrrd_may_be_anything(
+    folder: Path, fields: dict[str, str | None], voxels: bytes | None
+) -> None:
+    changes = {name.replace(" ", "_"): text for name, text in fields.items()}
+    path = folder / "a.nrrd"
+    path.write_bytes(nrrd_bytes(voxels, **changes))
+    read_or_refuse(path)
+
+
+@property_test
+@given(
+    fields=st.dictionaries(
+        st.sampled_from([*META, "ElementDataFile", "HeaderSize", "DistanceUnits"]), TEXTS
+    ),
+    voxels=st.sampled_from([None, VOXELS, VOXELS[:50], b""]),
+    name=st.sampled_from(["a.mha", "a.mhd"]),
+)
+def test_fields_of_metaimages_may_be_anything(
+    folder: Path, fields: dict[str, str | None], voxels: bytes | None, name: str
+) -> None:
+    path = folder / name
+    path.write_bytes(meta_bytes(voxels, **fields))
+    read_or_refuse(path)
+
+
+@property_test
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 500), st.integers(0, 255)), min_size=1, max_size=6),
+    packed=st.booleans(),
+    is_nrrd=st.booleans(),
+    end=st.one_of(st.none(), st.integers(0, 500)),
+)
+def test_bytes_may_be_anything(
+    folder: Path, changes: list[tuple[int, int]], packed: bool, is_nrrd: bool, end: int | None
+) -> None:
+    content = bytearray(
+        nrrd_bytes(encoding="gzip" if packed else "raw")
+        if is_nrrd
+        else meta_bytes(CompressedData=str(packed))
+    )
+    for place, value in changes:
+        content[place % len(content)] = value
+    path = folder / ("b.nrrd" if is_nrrd else "b.mha")
+    path.write_bytes(content[:end])
+    read_or_refuse(path)

@@ -1,0 +1,100 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from unet3d.config import Shape
+from unet3d.volumes import restoring
+from unet3d.volumes.restoring import restored_slabs
+
+GRIDS = [
+    ((20, 16, 12), (33, 25, 40)),
+    ((33, 25, 40), (20, 16, 12)),
+    ((20, 16, 12), (20, 31, 12)),
+    ((20, 16, 12), (41, 16, 12)),
+    ((20, 16, 12), (7, 40, 12)),
+    ((1, 5, 2), (9, 3, 2)),
+    ((9, 3, 2), (1, 5, 2)),
+]
+
+
+def logits_of(shape: Shape, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    return torch.randn(3, *shape, generator=generator, dtype=dtype)
+
+
+@pytest.mark.parametrize(("grid", "shape"), GRIDS, ids=str)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("num_planes", [1, 3, 100])
+@pytest.mark.parametrize("numbers", [1, 2**25])
+def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
+    grid: Shape,
+    shape: Shape,
+    axis: int,
+    num_planes: int,
+    numbers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
+    logits = logits_of(grid)
+    slabs = torch.split(logits, num_planes, dim=1 + axis)
+    found = list(restored_slabs(slabs, axis, grid, shape))
+    expected = functional.interpolate(
+        logits[None], size=shape, mode="trilinear", align_corners=False
+    )[0]
+    torch.testing.assert_close(torch.cat(found, 1 + axis), expected, rtol=1e-10, atol=1e-12)
+    if numbers == 1 and grid != shape:
+        assert {slab.shape[1 + axis] for slab in found} == {1}
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_division_into_slabs_changes_the_rounding_at_most(axis: int) -> None:
+    logits = logits_of((21, 18, 17), torch.float32)
+    whole, *others = (
+        torch.cat(
+            list(
+                restored_slabs(
+                    torch.split(logits, number, dim=1 + axis), axis, (21, 18, 17), (30, 31, 11)
+                )
+            ),
+            1 + axis,
+        )
+        for number in (100, 1, 4, 7)
+    )
+    for other in others:
+        torch.testing.assert_close(other, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_planes_come_as_soon_as_they_are_known() -> None:
+    logits = logits_of((40, 4, 4))
+    given = []
+
+    def slabs():
+        for slab in torch.split(logits, 10, dim=1):
+            given.append(slab.shape[1])
+            yield slab
+
+    seen = [
+        (sum(given), slab.shape[1]) for slab in restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4))
+    ]
+    # The last plane waits for the one after it.
+    assert seen == [(10, 19), (20, 20), (30, 20), (40, 21)]
+
+
+def test_the_same_grid_needs_nothing() -> None:
+    slabs = [logits_of((4, 5, 6)), logits_of((3, 5, 6))]
+    found = list(restored_slabs(slabs, 0, (7, 5, 6), (7, 5, 6)))
+    assert all(one is other for one, other in zip(found, slabs, strict=True))
+
+
+def test_a_field_that_is_linear_in_space_is_the_same_on_any_grid() -> None:
+    def field(shape: Shape) -> torch.Tensor:
+        x, y, z = ((torch.arange(size, dtype=torch.float64) + 0.5) / size - 0.5 for size in shape)
+        plane = x[:, None, None] + 2 * y[None, :, None] - z[None, None, :]
+        return torch.stack([plane, -3 * plane])
+
+    small, large = (20, 16, 12), (33, 25, 40)
+    restored = torch.cat(list(restored_slabs([field(small)], 2, small, large)), 3)
+    inside = (slice(None), slice(2, -2), slice(2, -2), slice(2, -2))
+    torch.testing.assert_close(restored[inside], field(large)[inside])

@@ -1,0 +1,64 @@
+"""Test-time mirroring: the mean of what a network says of a window and of its mirror images.
+
+As in nnU-Net (arXiv 1904.08128) logits are averaged, over all combinations of the axes along which
+patches were mirrored in training; a network that has never seen mirror images gets none.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
+from unet3d.parallel import Slot
+
+
+class MirroredNetwork:
+    """Predicts as the network does that is placed, for a window and its mirror images."""
+
+    def __init__(self, placed: PlacedNetworks | TrainedNetwork, axes: Sequence[int]) -> None:
+        """Set it up.
+
+        Args:
+            placed: The network, or several of which one is placed at a time.
+            axes: Of X, Y, Z, counted from 0, those that are mirrored; none: the window alone.
+        """
+        self._placed = placed
+        self._flips = [
+            tuple(2 + axis for axis in some)
+            for number in range(len(axes) + 1)
+            for some in itertools.combinations(axes, number)
+        ]
+
+    @property
+    def input_device(self) -> torch.device:
+        """The device where images are expected."""
+        return self._placed.executor.input_device
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device where logits are returned."""
+        return self._placed.executor.output_device
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The slots of this process."""
+        return self._placed.executor.slots
+
+    def predict(self, image: Tensor) -> Tensor:
+        """Return the mean of the logits (N, K, X, Y, Z), one forward pass after the other.
+
+        Args:
+            image: The windows (N, C, X, Y, Z), on the input device.
+        """
+        if len(self._flips) == 1:
+            return self._placed.executor.predict(image)
+        total: Tensor | None = None
+        for flip in self._flips:
+            logits = self._placed.executor.predict(image.flip(flip)).flip(flip)
+            # Sums of eight in bfloat16 would lose digits. A flip is a copy, and so may be changed.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            total = logits if total is None else total.add_(logits)
+        assert total is not None  # the window itself is one of them
+        return total.div_(len(self._flips))

@@ -1,0 +1,237 @@
+"""The logits of a prepared image: of one network, or the mean of several."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from unet3d.config import InferenceSettings, Shape
+from unet3d.errors import DoesNotFitError
+from unet3d.inference.averaging import mean_slabs
+from unet3d.inference.diagnosis import refuse_diverged
+from unet3d.inference.image_slab import ImageSlab, Planes
+from unet3d.inference.mirroring import MirroredNetwork
+from unet3d.inference.networks import Networks
+from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
+from unet3d.inference.sliding_window import WindowsDone, join_windows, logit_slabs
+from unet3d.inference.windows import Window, Windows, longest_axis
+from unet3d.memory.host import shortage
+from unet3d.volumes.files import times
+
+logger = logging.getLogger(__name__)
+
+MAPS_OF_FINEST_LEVEL = 3
+"""The skip, what is upsampled to it, and the result of both."""
+
+BFLOAT16_BYTES = 2
+
+
+class VolumeLogits:
+    """Computes the windows of an image with each network, and averages where there are several."""
+
+    def __init__(
+        self,
+        networks: Networks,
+        settings: Sequence[InferenceSettings],
+        placed: PlacedNetworks | TrainedNetwork,
+        num_ranks_here: int,
+    ) -> None:
+        """Set it up.
+
+        Args:
+            networks: The networks.
+            settings: Size and overlap of the windows of each.
+            placed: Where they are, one of them at a time.
+            num_ranks_here: Ranks on this host that compute each window together.
+        """
+        self._networks = networks
+        self._settings = settings
+        self._placed = placed
+        self._num_ranks_here = num_ranks_here
+        self._predicting = [
+            MirroredNetwork(placed, network.mirror_axes if one.tta else ())
+            for network, one in zip(networks.described, settings, strict=True)
+        ]
+
+    @property
+    def name(self) -> str:
+        """Words for the network that is placed."""
+        is_alone = len(self._networks) == 1
+        return "the network" if is_alone else self._networks.names[self._placed.index]
+
+    def check_weights(self) -> None:
+        """Refuse the network that is placed if nothing can be computed with it.
+
+        Raises:
+            CheckpointError: Its weights are not finite, or so large that it has diverged.
+        """
+        refuse_diverged(self._placed.executor.module, self.name)
+
+    def log_mirroring(self) -> None:
+        """Say how many forward passes a window takes, where mirror images are asked for."""
+        described = zip(self._networks.described, self._settings, strict=True)
+        for axes in dict.fromkeys(network.mirror_axes for network, one in described if one.tta):
+            if axes:
+                words = ", ".join("XYZ"[axis] for axis in axes)
+                logger.info(
+                    "each window is predicted %d times, mirrored along %s", 2 ** len(axes), words
+                )
+            else:
+                logger.warning("no mirror images: training had none, so --tta changes nothing")
+
+    def sizes(self, shape: Shape) -> list[Window]:
+        """Return the windows' size for each network; begin with these.
+
+        Args:
+            shape: Voxels along X, Y, Z of the prepared image.
+        """
+        return [self._size(index) or shape for index in range(len(self._networks))]
+
+    def smaller(self, sizes: Sequence[Window]) -> list[Window] | None:
+        """Return what to try next, after a window did not fit; None: nothing.
+
+        A network that was trained on whole volumes takes smaller and smaller windows, where the
+        settings leave their size open.
+
+        Args:
+            sizes: What was tried.
+        """
+        index = self._placed.index
+        window = sizes[index]
+        if self._size(index) is not None or window == "whole":
+            return None
+        longest = longest_axis(window)
+        stride = self._networks.described[index].topology.total_stride[longest]
+        if window[longest] <= 4 * stride:
+            return None
+        halved = [(n + 1) // 2 if axis == longest else n for axis, n in enumerate(window)]
+        logger.warning("the volume does not fit; trying windows of %s", times(halved))
+        x, y, z = halved
+        return [*sizes[:index], (x, y, z), *sizes[index + 1 :]]
+
+    def slabs(
+        self, image: Planes, sizes: Sequence[Window], windows_done: WindowsDone
+    ) -> Iterator[Tensor]:
+        """Yield logits, slab after slab along the image's longest axis.
+
+        Args:
+            image: Prepared; its planes are asked for in their order.
+            sizes: Size of the windows of each network.
+            windows_done: Is told how many windows of all networks are done.
+
+        Yields:
+            Shape (K, X, Y, Z); of several networks, the logarithm of their mean probabilities.
+
+        Raises:
+            CheckpointError: A network cannot be used.
+            DoesNotFitError: A device, or the host, has too little memory for a window.
+            VolumeError: The host has too little memory to add up logits.
+            NonFiniteLogitsError: A logit is NaN or infinite.
+        """
+        done = [0] * len(sizes)
+        total = sum(
+            Windows.count(image.shape, network.topology, size, one.overlap)
+            for network, size, one in zip(
+                self._networks.described, sizes, self._settings, strict=True
+            )
+        )
+
+        def counted(index: int) -> WindowsDone:
+            def windows_of_one(number: int, _: int) -> None:
+                done[index] = number
+                if number or index == 0:  # a volume begins once
+                    windows_done(sum(done), total)
+
+            return windows_of_one
+
+        networks = [
+            self._network_slabs(index, image, size, counted(index))
+            for index, size in enumerate(sizes)
+        ]
+        if len(networks) == 1:
+            return networks[0]
+        of_regions = bool(self._networks.preprocessing.regions)
+        return mean_slabs(networks, longest_axis(image.shape), of_regions=of_regions)
+
+    def join(self, image: Planes) -> None:
+        """Compute with other ranks what :meth:`slabs` yields in one of them; keep nothing.
+
+        Args:
+            image: As there.
+
+        Raises:
+            DoesNotFitError: A device has too little memory.
+            RuntimeError: The settings leave the windows' size open.
+        """
+        size = self._size(self._placed.index)
+        if size is None:
+            raise RuntimeError("ranks that join must know the windows' size")
+        index = self._placed.index
+        windows = self._windows(index, image.shape, size)
+        slab = ImageSlab(image, windows, self._networks.described[index].dtype)
+        join_windows(self._predicting[index], slab, windows)
+
+    def _network_slabs(
+        self, index: int, image: Planes, size: Window, windows_done: WindowsDone
+    ) -> Iterator[Tensor]:
+        """Yield the logits of one network, which is placed whenever another one has been."""
+        self._placed.use(index)
+        self.check_weights()
+        windows = self._windows(index, image.shape, size)
+        self._refuse_beyond_host(index, windows)
+        network = self._networks.described[index]
+        num_classes = network.topology.num_classes
+        slabs = logit_slabs(
+            self._predicting[index],
+            ImageSlab(image, windows, network.dtype),
+            windows,
+            num_classes,
+            windows_done,
+        )
+        while True:
+            self._placed.use(index)
+            slab = next(slabs, None)
+            if slab is None:
+                return
+            yield slab
+
+    def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
+        settings, network = self._settings[index], self._networks.described[index]
+        batch_size = settings.batch_size
+        if batch_size == "auto" and self._size(index) is None:
+            # One at a time: several would need what has just turned out not to be there.
+            batch_size = 1
+        return Windows.of(
+            shape,
+            network.topology,
+            size,
+            settings.overlap,
+            batch_size,
+            [slot.device for slot in self._placed.executor.slots],
+        )
+
+    def _size(self, index: int) -> Window | None:
+        """Return the size of a network's windows; None: the whole volume, or what of it fits."""
+        window = self._settings[index].window
+        return self._networks.described[index].patch_size if window == "auto" else window
+
+    def _refuse_beyond_host(self, index: int, windows: Windows) -> None:
+        """Refuse a window that the host cannot hold: the image around it, and on a CPU the rest.
+
+        Linux would promise the memory, and end this process once it is used.
+        """
+        network = self._networks.described[index]
+        topology, itemsize = network.topology, network.dtype.itemsize
+        needed = topology.in_channels * math.prod(windows.slab) * itemsize
+        if not any(slot.device.type == "cuda" for slot in self._placed.executor.slots):
+            maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+            # Each rank has all of them for a moment, of its maps a slab.
+            logits = topology.num_classes * itemsize * self._num_ranks_here
+            needed += (maps + logits) * math.prod(windows.shape)
+        lacking = shortage(needed)
+        if lacking is not None:
+            raise DoesNotFitError(
+                f"a window of {times(windows.shape)} voxels, with the image around it, {lacking}, "
+                "at least; use a smaller inference.window"
+            )

@@ -1,0 +1,200 @@
+"""The windows of a volume: where they are, in which order they come, and what each voxel weighs.
+
+Windows of one size cover the volume so that neighbours overlap and the last one ends at the
+volume's edge. Their logits are averaged with a Gaussian weight, because a network is least certain
+of the voxels at the edge of its window (nnU-Net, arXiv 1904.08128)::
+
+    |-----window 0-----|
+              |-----window 1-----|
+                        |-----window 2-----|     starts are spread evenly
+    |===============volume=================|
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from unet3d.config import Shape
+from unet3d.memory.fake_devices import is_gpu
+from unet3d.model import Topology
+
+Window = Shape | Literal["whole"]
+"""Voxels along X, Y, Z of a window, or the whole volume at once."""
+
+SIGMA = 1 / 8
+"""Standard deviation of the Gaussian weight, in windows."""
+
+CPU_VOXELS = 2**20
+"""Voxels of the windows that a CPU computes at a time. Small windows alone take longer: of channels
+4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
+with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
+
+
+def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
+    """Return the voxels of a window that a network can halve.
+
+    Args:
+        wanted: Voxels along X, Y, Z.
+        strides: The network's total stride.
+    """
+    x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
+    # If the lowest level were one voxel, instance norm would not be defined.
+    return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
+
+
+def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:
+    """Return how many windows are best computed in one forward pass.
+
+    Args:
+        window: Voxels along X, Y, Z.
+        devices: The devices of the network's stages.
+    """
+    if any(is_gpu(device) for device in devices):
+        return 1
+    return max(1, CPU_VOXELS // math.prod(window))
+
+
+def window_starts(size: int, window: int, overlap: float) -> list[int]:
+    """Return where windows start along one axis: evenly spread, the last ending at the edge.
+
+    Args:
+        size: Voxels of the volume, at least those of the window.
+        window: Voxels of a window.
+        overlap: Least share of a window that its neighbour covers too.
+    """
+    step = max(1, math.floor(window * (1 - overlap) + 1e-6))  # 20 * (1 - 0.9) is just below 2
+    num_windows = math.ceil((size - window) / step) + 1
+    if num_windows == 1:
+        return [0]
+    return [round(i * (size - window) / (num_windows - 1)) for i in range(num_windows)]
+
+
+def gaussian_weight(window: Shape) -> Tensor:
+    """Return the weight of each voxel of a window, 1 at the centre and never 0.
+
+    Args:
+        window: Voxels along X, Y, Z.
+
+    Returns:
+        Shape (X, Y, Z) in float32, on the CPU.
+    """
+    axes = []
+    for voxels in window:
+        distance = torch.arange(voxels, dtype=torch.float32) - (voxels - 1) / 2
+        axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
+    weight = torch.einsum("x,y,z->xyz", *axes)
+    weight /= weight.max()
+    # Even so small a weight is enough in a corner that one window alone covers.
+    return weight.clamp_min(1e-4)
+
+
+def longest_axis(size: Sequence[int]) -> int:
+    """Return the axis along which a volume is finished slab by slab: its slabs are the smallest.
+
+    Args:
+        size: Voxels along X, Y, Z.
+    """
+    return max(range(3), key=lambda axis: size[axis])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """The windows of one volume, in the order in which they are computed."""
+
+    size: Shape
+    """Voxels along X, Y, Z of the volume, padded to at least one window."""
+    inside: tuple[slice, ...]
+    """Where in it the volume is: in the middle."""
+    axis: int
+    """The axis along which windows advance last, the volume's longest."""
+    shape: Shape
+    """Voxels of each window."""
+    starts: list[tuple[int, ...]]
+    """Where they start in the padded volume, along X, Y, Z."""
+    batch_size: int
+    """How many are computed at a time."""
+
+    @classmethod
+    def of(
+        cls,
+        size: Shape,
+        topology: Topology,
+        window: Window,
+        overlap: float,
+        batch_size: int | Literal["auto"],
+        devices: Sequence[torch.device],
+    ) -> Self:
+        """Cover a volume with windows.
+
+        Args:
+            size: Voxels along X, Y, Z of the prepared image.
+            topology: The network's.
+            window: The windows' size.
+            overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
+            batch_size: Windows in one forward pass, or :func:`windows_at_a_time`.
+            devices: The devices of the network's stages.
+        """
+        shape = _computed(size, topology, window)
+        x, y, z = (max(n, w) for n, w in zip(size, shape, strict=True))
+        axis = longest_axis(size)
+        order = (axis, *(other for other in range(3) if other != axis))
+        starts = [window_starts(n, w, overlap) for n, w in zip((x, y, z), shape, strict=True)]
+        before = [(padded - n) // 2 for padded, n in zip((x, y, z), size, strict=True)]
+        return cls(
+            size=(x, y, z),
+            inside=tuple(slice(first, first + n) for first, n in zip(before, size, strict=True)),
+            axis=axis,
+            shape=shape,
+            starts=[
+                tuple(start[order.index(one)] for one in range(3))
+                for start in itertools.product(*(starts[one] for one in order))
+            ],
+            batch_size=windows_at_a_time(shape, devices) if batch_size == "auto" else batch_size,
+        )
+
+    @staticmethod
+    def count(size: Sequence[int], topology: Topology, window: Window, overlap: float) -> int:
+        """Return how many windows cover a volume.
+
+        Args:
+            size: Voxels along X, Y, Z.
+            topology: As in :meth:`of`.
+            window: As there.
+            overlap: As there.
+        """
+        shape = _computed(size, topology, window)
+        each = zip(size, shape, strict=True)
+        return math.prod(len(window_starts(max(n, w), w, overlap)) for n, w in each)
+
+    @property
+    def slab(self) -> Shape:
+        """Voxels along X, Y, Z of the largest slab that one batch of windows reaches."""
+        reach = self.shape[self.axis] + max(
+            batch[-1][self.axis] - batch[0][self.axis] for batch in self.batches()
+        )
+        x, y, z = (reach if axis == self.axis else n for axis, n in enumerate(self.size))
+        return (x, y, z)
+
+    def batches(self) -> Iterator[list[tuple[int, ...]]]:
+        """Yield the starts of the windows that are computed at a time."""
+        for first in range(0, len(self.starts), self.batch_size):
+            yield self.starts[first : first + self.batch_size]
+
+    def place(self, start: tuple[int, ...], first: int = 0) -> tuple[slice, ...]:
+        """Return where a window is.
+
+        Args:
+            start: Where it starts.
+            first: The plane along the axis from which to count.
+        """
+        begins = (begin - first if axis == self.axis else begin for axis, begin in enumerate(start))
+        return tuple(slice(a, a + n) for a, n in zip(begins, self.shape, strict=True))
+
+
+def _computed(size: Sequence[int], topology: Topology, window: Window) -> Shape:
+    return computed_window(size if window == "whole" else window, topology.total_stride)

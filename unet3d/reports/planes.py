@@ -1,0 +1,135 @@
+"""The three planes through the largest structure of a label map, found plane by plane.
+
+Arrays are ``(X, Y, Z)`` in RAS. Only planes of them are taken, so they may be mapped files that
+are larger than the memory.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+MARGIN = 0.15
+"""What is shown around the structures, as a share of their own extent on either side."""
+
+MIN_SHARE = 1 / 3
+"""Share of the volume that is shown along each axis at least, so that the place can be told."""
+
+
+Ends = tuple[int, int]
+"""The first voxel along an axis, and the one behind the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What is outlined in one colour: a label, or a region of several."""
+
+    name: str
+    values: tuple[int, ...]
+    """Values in the label map."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Where the structures of a label map lie."""
+
+    num_voxels: tuple[int, ...]
+    """Of each structure, in their order."""
+    largest: int | None
+    """Place of the structure with the most voxels; None where there is none at all."""
+    position: tuple[int, int, int]
+    """Along X, Y and Z, the plane in which the largest structure has its largest area; without any
+    structure the middle one."""
+    box: tuple[Ends, Ends, Ends] | None
+    """Where any structure is along X, Y and Z; None where there is none."""
+
+
+def survey(labels: npt.NDArray[Any], structures: Sequence[Structure]) -> Survey:
+    """Return where structures lie, from one plane of a label map after the other.
+
+    Args:
+        labels: Label values, shape (X, Y, Z).
+        structures: What to look for.
+    """
+    shape = labels.shape
+    values = np.array(sorted({value for one in structures for value in one.values}), np.int64)
+    counts = np.zeros((shape[0], len(values)), np.int64)
+    filled = [np.zeros(size, bool) for size in shape]
+    for x in range(shape[0]):
+        plane = np.asarray(labels[x])
+        inside = np.isin(plane, values)
+        filled[1][np.flatnonzero(inside.any(axis=1))] = True
+        filled[2][np.flatnonzero(inside.any(axis=0))] = True
+        found = np.searchsorted(values, plane[inside])
+        counts[x] = np.bincount(found, minlength=len(values))
+    filled[0][:] = counts.any(axis=1)
+    areas_x = [
+        counts[:, np.searchsorted(values, one.values)].sum(axis=1) for one in structures
+    ]  # of each structure, voxels in each plane across X
+    num_voxels = tuple(int(areas.sum()) for areas in areas_x)
+    if not any(num_voxels):
+        return Survey(
+            num_voxels=num_voxels,
+            largest=None,
+            position=(shape[0] // 2, shape[1] // 2, shape[2] // 2),
+            box=None,
+        )
+    largest = int(np.argmax(num_voxels))
+    areas_y, areas_z = np.zeros(shape[1], np.int64), np.zeros(shape[2], np.int64)
+    for x in np.flatnonzero(areas_x[largest]).tolist():
+        inside = np.isin(labels[x], structures[largest].values)
+        areas_y += inside.sum(axis=1)
+        areas_z += inside.sum(axis=0)
+    x_box, y_box, z_box = (_ends(there) for there in filled)
+    return Survey(
+        num_voxels=num_voxels,
+        largest=largest,
+        position=(_fullest(areas_x[largest]), _fullest(areas_y), _fullest(areas_z)),
+        box=(x_box, y_box, z_box),
+    )
+
+
+def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, Ends, Ends]:
+    """Return what is shown along X, Y and Z: all structures, and something around them.
+
+    Args:
+        surveys: Of one or more label maps.
+        shape: Voxels of the volume.
+    """
+    boxes = [found.box for found in surveys if found.box is not None]
+    shown = []
+    for axis, size in enumerate(shape):
+        first = min((box[axis][0] for box in boxes), default=0)
+        last = max((box[axis][1] for box in boxes), default=size)
+        extent = math.ceil((last - first) * (1 + 2 * MARGIN))
+        wanted = min(size, max(extent, math.ceil(size * MIN_SHARE)))
+        begin = min(max((first + last - wanted) // 2, 0), size - wanted)
+        shown.append((begin, begin + wanted))
+    return shown[0], shown[1], shown[2]
+
+
+def cut(array: npt.NDArray[Any], axis: int, index: int) -> npt.NDArray[Any]:
+    """Return one plane of a volume, the other two axes in their order.
+
+    Args:
+        array: Shape (X, Y, Z).
+        axis: The axis across the plane.
+        index: Its place along this axis.
+    """
+    where: list[Any] = [slice(None)] * 3
+    where[axis] = index
+    return np.asarray(array[tuple(where)])
+
+
+def _ends(there: npt.NDArray[np.bool_]) -> Ends:
+    found = np.flatnonzero(there)
+    return int(found[0]), int(found[-1]) + 1
+
+
+def _fullest(areas: npt.NDArray[np.int64]) -> int:
+    """Return the middle one of the planes with the largest area."""
+    best = np.flatnonzero(areas == areas.max())
+    return int(best[len(best) // 2])

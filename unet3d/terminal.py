@@ -1,0 +1,73 @@
+"""Live lines on a terminal, which leave nothing behind: a bar, and logging above it."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+
+@contextmanager
+def live(display: AbstractContextManager[Any]) -> Iterator[None]:
+    """Show a live line of rich while in the context, with the log above it.
+
+    A log that is written to a file goes on there.
+
+    Args:
+        display: The line. It puts something else in the place of stderr; what is written to the
+            stream that was there would stand in the line.
+    """
+    stream = sys.stderr
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler)
+        and handler.stream is stream
+        and stream.isatty()
+    ]
+    with display:
+        for handler in handlers:
+            handler.setStream(sys.stderr)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.setStream(stream)
+
+
+@contextmanager
+def bar(text: str, total: int) -> Iterator[Callable[[int], object] | None]:
+    """Show a bar on a terminal while in the context.
+
+    Args:
+        text: What is being done.
+        total: How many times it is done.
+
+    Yields:
+        Takes how many times are done. None: stderr is no terminal, or has another live line.
+    """
+    from rich.console import Console
+    from rich.file_proxy import FileProxy
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal or isinstance(sys.stderr, FileProxy):
+        yield None
+        return
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
+        console=console,
+        transient=True,
+    )
+    task = progress.add_task(text, total=total)
+    with live(progress):
+        yield lambda done: progress.update(task, completed=done)

@@ -1,0 +1,64 @@
+"""Pictures of the worst and the best validation case: what was predicted, and what is true."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
+from unet3d.reports.format import write_figure
+from unet3d.reports.planes import Structure
+from unet3d.reports.preview import Preview, preview_figure
+from unet3d.runs.validation_folder import BEST, WORST
+from unet3d.volumes.dataset import Case
+from unet3d.volumes.grids import voxel_mm3
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.nifti import on_grid_of, read_image
+from unet3d.volumes.scored_labels import values_of
+
+
+def draw_extremes(folder: Path, evaluation: Evaluation, cases: Sequence[Case]) -> None:
+    """Draw the case with the lowest mean Dice, and of several the one with the highest.
+
+    Args:
+        folder: Where the predictions are, and the pictures go.
+        evaluation: The scores, the worst case first; cases without a Dice are not drawn.
+        cases: The files of the same cases.
+
+    Raises:
+        VolumeError: A file cannot be read, or is too large for the memory.
+        OSError: A picture cannot be written.
+    """
+    images = {case.name: case.images[0] for case in cases}
+    scored = [case for case in evaluation.cases if case.mean_dice is not None]
+    chosen = {}
+    if scored:
+        which = "The only case" if len(scored) == 1 else f"Worst of {len(scored)} cases"
+        chosen[WORST] = which, scored[0]
+    if len(scored) > 1:
+        chosen[BEST] = f"Best of {len(scored)} cases", scored[-1]
+    for name, (which, case) in chosen.items():
+        title = f"{which}, mean Dice {case.mean_dice:.3f}: {case.name}"
+        with explaining_memory(f"cannot draw {case.name}"):
+            preview = _preview(title, folder, images[case.name], case, evaluation)
+            write_figure(preview_figure(preview), folder / name)
+
+
+def _preview(
+    title: str, folder: Path, image_path: Path, case: CaseScores, evaluation: Evaluation
+) -> Preview:
+    image = read_image(image_path)
+    prediction, label = read_pair(folder / case.prediction, case.label)
+    if evaluation.scored.ignore is not None:
+        prediction.array[label.array == evaluation.scored.ignore] = 0
+    return Preview(
+        title=title,
+        image=image.array[0],
+        labels=on_grid_of(image.header, prediction).array,
+        truth=on_grid_of(image.header, label).array,
+        structures=[
+            Structure(name=evaluation.name_of(one), values=values_of(one))
+            for one in evaluation.labels
+        ],
+        dice=[case.scores[one].dice for one in evaluation.labels],
+        spacing_mm=image.header.spacing_mm,
+        voxel_ml=voxel_mm3(image.header.affine) / 1000,
+    )

@@ -1,0 +1,129 @@
+"""The text at the beginning of NRRD and MetaImage files: where their voxels are, and in which form.
+
+Of a MetaImage also which other file has its voxels. What the fields mean is said where volumes are
+opened (``nrrd``, ``metaimage``).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unet3d.errors import VolumeError, reason_of
+from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import open_regular
+
+MAX_HEADER_BYTES = 2**20
+"""Headers with the key/value pairs of hundreds of segments are shorter."""
+
+NRRD_MAGIC = b"NRRD000"
+
+META_LINE = re.compile(r"\s*(\w+)\s*[=:]\s*(.*)")
+
+LOCAL = "LOCAL"
+"""What a MetaImage names as its data file where the voxels follow the header."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextHeader:
+    """The fields of a header, and how long it is."""
+
+    fields: Mapping[str, str]
+    """By names in lower case, without spaces."""
+    num_bytes: int
+    """Where the voxels begin, if they are in the same file."""
+
+
+def read_nrrd_header(path: Path) -> TextHeader:
+    """Read the header of an NRRD file, which ends with an empty line.
+
+    Args:
+        path: The file.
+
+    Raises:
+        VolumeError: It cannot be read, or does not begin with such a header.
+    """
+    start = _start(path)
+    if not start.startswith(NRRD_MAGIC):
+        raise VolumeError(f"cannot read {path}: it does not begin with an NRRD header")
+    fields: dict[str, str] = {}
+    position = 0
+    while True:
+        line, position = _line(path, start, position)
+        if not line:
+            return TextHeader(fields=fields, num_bytes=position)
+        name, separator, value = line.partition(":")
+        # "name:=value" is a remark of the program that wrote the file.
+        if separator and not line.startswith("#") and not value.startswith("="):
+            fields[name.lower().replace(" ", "")] = value.strip()
+
+
+def read_meta_header(path: Path) -> TextHeader:
+    """Read the header of a MetaImage, which ends with the name of the file with the voxels.
+
+    Args:
+        path: The file.
+
+    Raises:
+        VolumeError: It cannot be read, or does not begin with such a header.
+    """
+    start = _start(path)
+    fields: dict[str, str] = {}
+    position = 0
+    while "elementdatafile" not in fields:
+        line, position = _line(path, start, position)
+        match = META_LINE.fullmatch(line)
+        if match is None:
+            shown = printable(line, 40)
+            raise VolumeError(f'cannot read {path}: "{shown}" is no line of a MetaImage header')
+        fields[match[1].lower()] = match[2].strip()
+    return TextHeader(fields=fields, num_bytes=position)
+
+
+def meta_data_file(path: Path) -> Path | None:
+    """Return the other file of a MetaImage, which has the voxels, whether it exists or not.
+
+    Args:
+        path: The header.
+
+    Returns:
+        None where the voxels follow the header, or the header cannot be read.
+
+    Raises:
+        VolumeError: The header names what is not one file beside it.
+    """
+    try:
+        header = read_meta_header(path)
+    except VolumeError:
+        return None
+    name = header.fields["elementdatafile"]
+    if name.upper() == LOCAL:
+        return None
+    if not name or name != Path(name).name or name == ".." or "%" in name or name == "LIST":
+        raise VolumeError(
+            f'{path} names "{printable(name)}" as the file of its voxels; only one file in the '
+            "same folder can be used: save the volume as .mha"
+        )
+    return path.with_name(name)
+
+
+def _start(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read(MAX_HEADER_BYTES)
+    except OSError as error:
+        raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
+
+
+def _line(path: Path, start: bytes, position: int) -> tuple[str, int]:
+    """Return a line of a header, and where the next one begins."""
+    end = start.find(b"\n", position)
+    if end < 0:
+        raise VolumeError(
+            f"cannot read {path}: its header does not end within the first {len(start)} bytes; it "
+            "is damaged, or of another format"
+        )
+    try:
+        return start[position:end].decode("utf-8").rstrip("\r"), end + 1
+    except UnicodeDecodeError:
+        return start[position:end].decode("latin-1").rstrip("\r"), end + 1
