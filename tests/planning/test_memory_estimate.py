@@ -10,6 +10,7 @@ import torch
 from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure, measure_shards
 from unet3d.config import AugmentationSettings, Shape, load_config
 from unet3d.errors import DeviceError, VolumeError
+from unet3d.memory import fake_results
 from unet3d.memory.allocations import counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
@@ -326,6 +327,23 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
         assert peaks[0][index] <= peaks[1][index] < peaks[2][index]
     if len(devices) == 1:
         assert peaks[0][0] < 0.75 * peaks[1][0]
+
+
+@pytest.mark.parametrize("how", ["level", "norm", "off"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
+    how: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(GPUS[:2], (48, 48, 48), precision=precision, recompute=how)
+    peaks = []
+    try:
+        for has_onednn in (True, False):  # without AVX-512 it does not compute in bfloat16
+            torch._C._set_mkldnn_enabled(has_onednn)
+            monkeypatch.setattr(fake_results, "_known", {})
+            peaks.append(predict_memory(step, counts_reserved=False).memory)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert peaks[0] == peaks[1]
 
 
 def test_a_slab_is_made_of_what_its_filters_reach() -> None:

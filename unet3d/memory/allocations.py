@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,6 +64,8 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         results = self._results.run(func, args, kwargs)
+        if func in _CONVOLUTIONS:
+            results = _as_cudnn(func, args, results)
         for result in results if isinstance(results, (tuple, list)) else (results,):
             if isinstance(result, Tensor):
                 self._count(result)
@@ -144,6 +147,27 @@ class AllocationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _drop(self, key: int, device: torch.device) -> None:
         self._resize(key, device, 0)
         del self._alive[key]
+
+
+def _as_cudnn(func: Any, args: tuple[Any, ...], results: Any) -> Any:
+    """Return results of a convolution in the memory format that cuDNN gives them.
+
+    That is channels-last where the input or the weight is. PyTorch asks this machine's CPU instead:
+    without AVX-512 no library convolves in bfloat16 there, and the results would be channels-first.
+    """
+    is_forward = func is torch.ops.aten.convolution.default
+    source, weight = args[:2] if is_forward else args[1:3]
+    if not is_fake_device(source.device) or source.dtype == torch.float64 or source.dim() != 5:
+        return results
+    is_last = any(suggest_memory_format(one) is torch.channels_last_3d for one in (source, weight))
+    format_ = torch.channels_last_3d if is_last else torch.contiguous_format
+
+    def laid_out(result: Tensor | None) -> Tensor | None:
+        if result is None or result.dim() != 5:
+            return result
+        return result.contiguous(memory_format=format_)
+
+    return laid_out(results) if is_forward else tuple(map(laid_out, results))
 
 
 class _AutocastOfGpu(TorchFunctionMode):
