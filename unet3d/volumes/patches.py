@@ -12,13 +12,14 @@ The position of a patch along one axis::
                      last that can be drawn                 centred, zeros around it
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import ConfigError, DatasetError
@@ -36,15 +37,16 @@ from unet3d.volumes.augment.filters import ChannelFilters
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.files import times
 from unet3d.volumes.packed_label import PackedLabel
+from unet3d.volumes.packing import packed, page_locked_memory, shared_memory, unpacking
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Patches of one shape, or a slab of each."""
 
-    image: torch.Tensor
+    image: Tensor
     """float32 (N, C, X, Y, Z)."""
-    target: torch.Tensor
+    target: Tensor
     """Class indices (N, X, Y, Z): uint8, or int64 where there are more than 256 classes."""
     names: tuple[str, ...]
     """The case of each patch."""
@@ -86,7 +88,33 @@ class CutBatch:
 
     def pin_memory(self) -> "CutBatch":
         """Return the cuts in page-locked memory, from which copies to a GPU are asynchronous."""
-        return replace(self, cuts=tuple(cut.pin_memory() for cut in self.cuts))
+        likes, memory = self._packed(page_locked_memory)
+        return likes._each(unpacking(memory))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hand all tensors over as one, which is one open file."""
+        likes, memory = self._packed(shared_memory)
+        return {**vars(likes), "memory": memory}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`__getstate__` has handed over."""
+        memory = state.pop("memory")
+        vars(self).update(state)
+        vars(self).update(vars(self._each(unpacking(memory))))
+
+    def _packed(self, allocate: Callable[[int], Tensor]) -> "tuple[CutBatch, Tensor]":
+        """Return the batch without values, and these in one tensor."""
+        tensors: list[Tensor] = []
+
+        def without_values(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor.to("meta")
+
+        likes = self._each(without_values)
+        return likes, packed(tensors, allocate)
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "CutBatch":
+        return replace(self, cuts=tuple(cut.each(move) for cut in self.cuts))
 
     def augmented(self) -> Batch:
         """Return the batch, made where the cuts are."""
@@ -107,8 +135,8 @@ class CutBatch:
     def made(
         self,
         cuts: Iterable[Cut],
-        image: torch.Tensor,
-        target: torch.Tensor,
+        image: Tensor,
+        target: Tensor,
         gather: Gather | None = None,
     ) -> Batch:
         """Return the batch, made in given memory; see :func:`augment`.

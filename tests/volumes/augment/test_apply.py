@@ -13,6 +13,7 @@ from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.volumes.augment import AugmentationDraw, Cut, Gather, Region, Slab, augment
 from unet3d.volumes.augment.cut import Placement, with_margin
 from unet3d.volumes.augment.filters import ChannelFilters
+from unet3d.volumes.patches import CutBatch
 
 NAMES = (
     *("rotation", "scaling", "noise", "blur", "brightness"),
@@ -116,10 +117,11 @@ def test_the_number_of_threads_changes_no_bit(size: Shape) -> None:
         torch.set_num_threads(before)
 
 
-def test_a_cut_comes_out_of_another_process_as_it_was_and_in_few_files() -> None:
-    """With one for each matrix, large batches of many channels came to the limit of open files."""
+def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file() -> None:
+    """With one for each tensor, receiving a batch of small patches took longer than a step."""
     image, label = volume(8, (30, 28, 26))
-    cuts = [cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4)]
+    cuts = tuple(cut_of(image, label, (16, 12, 14), (5, 6, 7), seed) for seed in range(4))
+    batch = CutBatch(cuts=cuts, shape=(16, 12, 14), weight=0.5)
     tensors: list[Tensor] = []
 
     class Counting(pickle.Pickler):
@@ -129,12 +131,14 @@ def test_a_cut_comes_out_of_another_process_as_it_was_and_in_few_files() -> None
             return NotImplemented
 
     file = io.BytesIO()
-    Counting(file).dump(cuts)
-    assert len(tensors) <= 3 * len(cuts)
-    received = pickle.loads(file.getvalue())
-    for own, other in zip(made(cuts, (16, 12, 14)), made(received, (16, 12, 14)), strict=True):
-        assert torch.equal(own, other)
-    assert [cut.placement for cut in received] == [cut.placement for cut in cuts]
+    Counting(file).dump(batch)
+    (memory,) = tensors
+    assert memory.is_shared()  # so that it is not copied once more
+    received: CutBatch = pickle.loads(file.getvalue())
+    assert torch.equal(received.augmented().image, batch.augmented().image)
+    assert torch.equal(received.augmented().target, batch.augmented().target)
+    assert [cut.placement for cut in received.cuts] == [cut.placement for cut in cuts]
+    assert (received.shape, received.weight) == (batch.shape, batch.weight)
 
 
 def test_a_smaller_patch_lies_in_the_middle_of_zeros() -> None:

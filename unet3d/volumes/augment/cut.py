@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -179,45 +178,20 @@ class Cut:
     name: str
     """The case."""
 
-    def pin_memory(self) -> "Cut":
-        """Return it in page-locked memory, from which copies to a GPU are asynchronous."""
-        return self._each(lambda tensor: tensor.pin_memory())
-
     def to(self, device: torch.device) -> "Cut":
         """Return a copy on a device; from page-locked memory nobody waits for it.
 
         Args:
             device: Any device.
         """
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Hand all matrices over as one tensor: each is an open file in both processes."""
-        matrices: list[Tensor] = []
+    def each(self, move: Callable[[Tensor], Tensor]) -> "Cut":
+        """Return it with its tensors elsewhere.
 
-        def packed(matrix: Tensor) -> Tensor:
-            matrices.append(matrix.flatten())
-            return matrix.to("meta")
-
-        filters = tuple(own.each(packed) for own in self.filters)
-        packet = torch.cat(matrices) if matrices else None
-        return {**vars(self), "filters": filters, "packet": packet}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what :meth:`__getstate__` has handed over."""
-        packet: Tensor | None = state.pop("packet")
-        end = 0
-
-        def unpacked(like: Tensor) -> Tensor:
-            nonlocal end
-            begin, end = end, end + like.numel()
-            assert packet is not None
-            return packet[begin:end].view(like.shape)
-
-        state["filters"] = tuple(own.each(unpacked) for own in state["filters"])
-        vars(self).update(state)
-
-    def _each(self, move: Callable[[Tensor], Tensor]) -> "Cut":
+        Args:
+            move: Returns a tensor like a given one; it is called in the same order for equal cuts.
+        """
         return replace(
             self,
             image=move(self.image),
