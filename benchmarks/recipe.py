@@ -41,6 +41,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "slices turned 30 degrees": ("patches.augmentation.in_plane_rotation_degrees=30",),
     "anisotropic kernels": ("model.kernels=anisotropic",),
     "no cropping": ("data.crop_to_nonzero=false",),
+    "weight decay 3e-5": ("training.weight_decay=3e-5",),
 }
 """Of each variant, what it sets beside the settings of all."""
 

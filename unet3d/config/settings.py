@@ -242,7 +242,7 @@ class TrainingSettings(Section):
     with training.init, where this is not set, 250."""
     momentum: Annotated[float, Field(ge=0, lt=1), NUMBER] = 0.99
     """Nesterov momentum; sgd only."""
-    weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 3e-5
+    weight_decay: Annotated[float, Field(ge=0, le=1000), NUMBER] = 1e-3
     """Weight decay: added to the gradients by sgd, decoupled from them by adamw."""
     gradient_clip: Annotated[float, Field(gt=0, le=1e30), NUMBER] = 12.0
     """Largest L2 norm of all gradients together."""
