@@ -271,7 +271,8 @@ def test_the_host_does_not_wait_for_a_gpu() -> None:
     """Not even once: a read back would stop the steps that are queued."""
     image, label = volume(2, (80, 80, 80))
     cuts = [cut_of(image, label, (64, 64, 64), (8, 8, 8), seed) for seed in range(4)]
-    on_gpu = [cut.pin_memory().to(torch.device("cuda", 0)) for cut in cuts]
+    batch = CutBatch(cuts=tuple(cuts), shape=(64, 64, 64)).pin_memory()
+    on_gpu = [cut.to(torch.device("cuda", 0)) for cut in batch.cuts]
     images = torch.empty(4, 2, 64, 64, 64, device="cuda:0")
     targets = torch.empty(4, 64, 64, 64, dtype=torch.uint8, device="cuda:0")
     augment(on_gpu, images, targets)  # compiles
