@@ -149,10 +149,22 @@ def test_a_gpu_that_waits_is_told_what_helps(
     machine_of: Callable[[int, int], None], cores: int, changes: dict[str, Any], expected: str
 ) -> None:
     machine_of(cores, 1)
-    note = loading(**changes).note(epoch(20.0, 6.8), 0.0)
+    note = loading(**changes).note(epoch(20.0, 6.8), 0.0, 6.8)
     assert note == f"waited 34 % for data: try {expected}"
-    longest = loading(**changes).note(epoch(20.0, 20.0), 0.0)
+    longest = loading(**changes).note(epoch(20.0, 20.0), 0.0, 20.0)
     assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
+
+
+@pytest.mark.parametrize(("loading_seconds", "is_the_host"), [(3.9, True), (6.0, False)])
+def test_a_gpu_whose_patches_are_there_waits_for_the_host(
+    machine_of: Callable[[int, int], None], loading_seconds: float, is_the_host: bool
+) -> None:
+    machine_of(16, 1)
+    note = loading().note(epoch(23.0, 12.0), 3.0, loading_seconds)  # of the start, 3 s
+    host = "a larger patches.size; the host queues too slowly"
+    helps = host if is_the_host else "more data.num_workers (now 2)"
+    assert note == f"waited 45 % for data: try {helps}"
+    assert len(INDENT + note) <= MAX_COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -181,7 +193,7 @@ def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
 ) -> None:
     machine_of(cores, threads)
     changed = loading(**{"devices": (CPU,), "num_workers": 0} | changes)
-    note = changed.note(epoch(10.0, 10.0 * share), 0.0)
+    note = changed.note(epoch(10.0, 10.0 * share), 0.0, 0.0)
     more = f"more data.num_workers (now {changed.num_workers})"
     helps = more if is_worth_it else "more cores, or less of patches.augmentation"
     assert note == f"waited {100 * share:.0f} % for data: try {helps}"
@@ -202,7 +214,7 @@ def test_little_is_not_told(
     machine_of: Callable[[int, int], None], waited: float, start: float, is_told: bool
 ) -> None:
     machine_of(16, 1)
-    assert (loading().note(epoch(10.0, waited), start) is not None) == is_told
+    assert (loading().note(epoch(10.0, waited), start, waited) is not None) == is_told
 
 
 DEVICES = [pytest.param("cpu"), pytest.param("0", marks=pytest.mark.gpu)]

@@ -1,4 +1,5 @@
 import multiprocessing
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
+from unet3d.volumes.augment import Cut
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.loader import PatchLoader
-from unet3d.volumes.patches import Batch
+from unet3d.volumes.patches import Batch, PatchSampler
 
 
 def loader(
@@ -50,6 +52,24 @@ def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
         a.names == b.names and torch.equal(a.image, b.image) and torch.equal(a.target, b.target)
         for a, b in zip(left, right, strict=True)
     )
+
+
+def test_what_was_waited_for_patches_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut = PatchSampler.cut
+
+    def slow(self: PatchSampler, *where: Any, **options: Any) -> Cut:
+        time.sleep(0.01)
+        return cut(self, *where, **options)
+
+    monkeypatch.setattr(PatchSampler, "cut", slow)
+    batches = loader(make_cases(tmp_path, [(6, 6, 6)] * 2), batch_size=2, num_steps=5)
+    assert batches.take_waited() == 0
+    for _ in batches.epoch(0):
+        time.sleep(0.1)  # a step, in which nobody waits
+    assert 0.1 <= batches.take_waited() < 0.4
+    assert batches.take_waited() == 0
 
 
 def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path: Path) -> None:

@@ -173,8 +173,8 @@ class TrainingLoop:
                 if validation is not None:
                     self._keep(validation)
                 self.recorder.draw_progress(is_due=validation is not None)
-                start_seconds = self._clock.take_start()
-                line.epoch_done(metrics, self._loading.note(metrics, start_seconds))
+                waits = self._clock.take_start(), self.loader.take_waited()
+                line.epoch_done(metrics, self._loading.note(metrics, *waits))
             self.recorder.begin()
             if self.memory is not None:
                 update_reserved(self.memory, self.executor, self.folder, self.group)

@@ -96,19 +96,29 @@ class Loading:
     augments_on_cpu: bool
     """Whether patches are changed on the host."""
 
-    def note(self, metrics: Mapping[str, Any], start_seconds: float) -> str | None:
+    def note(
+        self, metrics: Mapping[str, Any], start_seconds: float, loading_seconds: float
+    ) -> str | None:
         """Return what to say of an epoch that waited for its data; None: nothing.
 
         Args:
             metrics: Its line of ``metrics.jsonl``.
             start_seconds: Part of what it waited that the other epochs do not.
+            loading_seconds: How long this process waited for patches that were cut, the start
+                included.
         """
         waited = metrics["waited_seconds"] - start_seconds
         seconds = metrics["seconds"] - start_seconds
         if waited <= TOLERATED_SHARE * seconds:
             return None
         share = waited / seconds
-        return f"waited {100 * share:.0f} % for data: try {self._what_helps(share)}"
+        are_there = loading_seconds - start_seconds <= TOLERATED_SHARE * seconds
+        if are_there and not is_on_cpu(self.devices):
+            # A GPU also waits while this process queues the work of steps that are shorter.
+            helps = "a larger patches.size; the host queues too slowly"
+        else:
+            helps = self._what_helps(share)
+        return f"waited {100 * share:.0f} % for data: try {helps}"
 
     def _what_helps(self, share: float) -> str:
         """Return what makes a share smaller, and costs less than that brings.

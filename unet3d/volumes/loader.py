@@ -8,6 +8,7 @@ a slab of that.
 import itertools
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from typing import TypeVar
@@ -120,6 +121,7 @@ class PatchLoader:
         )
         self._loaded: Iterator[_Loaded] | None = None
         self._next: Step | None = None
+        self._waited_seconds = 0.0
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch.
@@ -144,6 +146,11 @@ class PatchLoader:
         else:
             yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
 
+    def take_waited(self) -> float:
+        """Return the seconds since the last call in which this process waited for the workers."""
+        seconds, self._waited_seconds = self._waited_seconds, 0.0
+        return seconds
+
     def close(self) -> None:
         """End the workers.
 
@@ -158,6 +165,7 @@ class PatchLoader:
     def _load(self, epoch: int, step: int, kind: type[Loaded]) -> Loaded:
         """Return what was loaded for a step, which must be the next one."""
         assert self._loaded is not None
+        began = time.monotonic()
         try:
             loaded = next(self._loaded)
         except RuntimeError as error:
@@ -167,6 +175,7 @@ class PatchLoader:
                 "a process that cuts patches died; give the container more shared memory "
                 f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
             ) from error
+        self._waited_seconds += time.monotonic() - began
         self._next = (epoch, step + 1) if step + 1 < self.num_steps else (epoch + 1, 0)
         if isinstance(loaded, Unet3dError):
             raise type(loaded)(*loaded.args)  # its own traceback would keep the workers
