@@ -59,6 +59,11 @@ def test_loads_nothing_heavy(statement):
     assert python("-c", f"{statement}; {report}").endswith("heavy: []\n")
 
 
+def test_a_training_starts_without_the_metrics_of_its_end():
+    found = python("-c", "import sys, unet3d.training.job; print('monai' in sys.modules)")
+    assert found == "False\n"
+
+
 @pytest.mark.parametrize("arguments", [["-m", "unet3d"], [str(ROOT / "cli.py")]])
 def test_every_way_to_start_it_is_the_same_program(arguments):
     assert python(*arguments, "--version", cwd=ROOT) == f"unet3d {__version__}\n"

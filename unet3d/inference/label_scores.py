@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from monai.metrics import compute_dice
 from torch import Tensor
 
 from unet3d.inference.surfaces import surface_distances
@@ -111,6 +110,9 @@ def _score(prediction: Mask, label: Mask, affine: Affine, tolerance_mm: float) -
 
 
 def _dice(prediction: Tensor, target: Tensor) -> float | None:
+    # Importing it takes 3 s, which every start of a training would wait for.
+    from monai.metrics import compute_dice
+
     if not (prediction.any() or target.any()):
         return None
     # As the batch (1, 1, X, Y, Z) that MONAI takes.

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from monai.metrics import get_mask_edges, get_surface_distance
 from scipy.spatial import cKDTree
 
 from unet3d.volumes.grids import Affine, column_lengths, is_sheared, rounded_mm
@@ -62,6 +61,9 @@ def surface_distances(prediction: Mask, label: Mask, affine: Affine) -> SurfaceD
         label: Likewise.
         affine: (4, 4), from voxel indices to mm.
     """
+    # Importing it takes 3 s, which every start of a training would wait for.
+    from monai.metrics import get_mask_edges, get_surface_distance
+
     edges = get_mask_edges(prediction, label)
     if is_sheared(affine):
         places = [np.argwhere(edge) @ affine[:3, :3].T for edge in edges]
