@@ -85,7 +85,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     metadata = f"unet3d_parallel-{__version__}.dist-info/"
     # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
     in_package = {name for name in names if not name.startswith(metadata)}
-    assert in_package == sources | {"unet3d/py.typed"}
+    assert in_package == sources | {"unet3d/py.typed", "unet3d/__init__.pyi"}
     assert f"{metadata}licenses/LICENSE" in names
     entry_points = archive.read(f"{metadata}entry_points.txt").decode()
     assert "unet3d = unet3d.__main__:main" in entry_points

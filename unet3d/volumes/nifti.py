@@ -22,7 +22,7 @@ from unet3d.volumes.grids import axes_between
 from unet3d.volumes.header import RAS, VolumeHeader, header_of, read_header, same_grid
 from unet3d.volumes.intensities import refuse_huge, refuse_non_finite
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
-from unet3d.volumes.stored import stored_voxels
+from unet3d.volumes.stored import StoredVolume, stored_voxels
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
@@ -54,8 +54,19 @@ def read_image(path: Path | str) -> Volume:
         VolumeError: The file cannot be read, is too large for the memory, or a voxel is NaN,
             infinite in float32, or so large that all others look alike.
     """
-    path = Path(path)
-    opened = open_volume(path)
+    return image_of(Path(path), open_volume(Path(path)))
+
+
+def image_of(path: Path, opened: StoredVolume) -> Volume:
+    """Read the image of an opened volume, as :func:`read_image` does.
+
+    Args:
+        path: The volume, for messages.
+        opened: The volume, of a file or of memory.
+
+    Raises:
+        VolumeError: As there.
+    """
     header = header_of(path, opened)
     stored = stored_voxels(path, opened, FLOAT32_BYTES)
     with explaining_memory(f"cannot read {path}"):
@@ -181,6 +192,30 @@ def write_label(
     path = Path(path)
     if not is_nifti_file(path):
         raise VolumeError(f"cannot write {path}: choose a name that ends in .nii.gz or .nii")
+    try:
+        write_nifti(path, label_image(labels, header), overwrite)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise VolumeError(
+            f"cannot write {path}: {reason_of(error)}; choose a folder with space that you can "
+            "write to"
+        ) from error
+
+
+def label_image(labels: npt.NDArray[Any], header: VolumeHeader) -> nib.Nifti1Image:
+    """Return a label map on the grid of the image that it was made from, as nibabel has it.
+
+    Args:
+        labels: Integers ``(X, Y, Z)`` in RAS, none negative.
+        header: Header of the image.
+
+    Returns:
+        A ``Nifti2Image`` where the shape needs one.
+
+    Raises:
+        ValueError: The labels do not lie on the grid of the image or are not labels.
+    """
     if labels.shape != header.shape:
         raise ValueError(f"labels of shape {labels.shape} for a grid of shape {header.shape}")
     if labels.dtype.kind not in "bui" or labels.min() < 0:
@@ -190,17 +225,9 @@ def write_label(
     nifti_header = header.stored_header.copy()
     nifti_header.set_data_dtype(stored.dtype)
     two = isinstance(nifti_header, nib.Nifti2Header)
-    # Without an affine nibabel leaves both forms as the header has them.
-    image = (nib.Nifti2Image if two else nib.Nifti1Image)(stored, None, nifti_header)
-    try:
-        write_nifti(path, image, overwrite)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise VolumeError(
-            f"cannot write {path}: {reason_of(error)}; choose a folder with space that you can "
-            "write to"
-        ) from error
+    # With any other affine nibabel would change both forms.
+    affine = nifti_header.get_best_affine()
+    return (nib.Nifti2Image if two else nib.Nifti1Image)(stored, affine, nifti_header)
 
 
 def _whole_numbers(path: Path, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:

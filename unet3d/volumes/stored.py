@@ -93,10 +93,7 @@ def open_nifti(path: Path) -> StoredVolume:
         raise
     except Exception as error:  # a damaged header can raise anything in nibabel
         raise _unreadable(path, error) from error
-    dtype = volume.proxy.dtype
-    if dtype.kind not in "buif":
-        kind = "complex" if dtype.kind == "c" else "colour" if dtype.names else "unknown"
-        raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
+    refuse_unreal(path, volume.proxy.dtype)
     refuse_false_claims(path, files[-1], volume, is_gzip_file(files[-1]))
     return volume
 
@@ -116,6 +113,21 @@ def refuse_irregular(path: Path) -> None:
         raise VolumeError(f"cannot read {path}: {reason_of(error)}") from error
     if stat.S_IFMT(mode) in KINDS:
         raise VolumeError(f"{path} is {KINDS[stat.S_IFMT(mode)]}, not a file; name a volume")
+
+
+def refuse_unreal(path: Path, dtype: np.dtype[Any]) -> None:
+    """Refuse voxels that are no real numbers.
+
+    Args:
+        path: The volume, for the message.
+        dtype: The type of its voxels.
+
+    Raises:
+        VolumeError: They are complex, colours, or something else.
+    """
+    if dtype.kind not in "buif":
+        kind = "complex" if dtype.kind == "c" else "colour" if dtype.names else "unknown"
+        raise VolumeError(f"{path} holds {kind} voxels; only real numbers can be used")
 
 
 def stored_axes(path: Path, volume: StoredVolume) -> tuple[int, int, int, int]:

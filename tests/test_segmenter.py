@@ -1,0 +1,150 @@
+"""Prediction from Python: the same as the command's, wherever an image comes from."""
+
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+import unet3d
+from tests.command_line import run, scan_array
+from tests.networks import write_checkpoint
+from unet3d.errors import CheckpointError, ConfigError, VolumeError
+
+TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
+"""Voxels of 1.5 x 1 x 2 mm whose axes run to the back, to the top and to the right."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    return write_checkpoint(folder / "checkpoint-latest.pt", patch_size=(8, 8, 8))
+
+
+@pytest.fixture(scope="module")
+def segmenter(checkpoint: Path) -> unet3d.Segmenter:
+    return unet3d.load(checkpoint, devices="cpu")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    nib.save(nib.Nifti1Image(scan_array((20, 14, 11)), TURNED), tmp_path / "scan.nii.gz")
+    return tmp_path / "scan.nii.gz"
+
+
+def labels_of(image: nib.Nifti1Image) -> np.ndarray:
+    return np.asarray(image.dataobj)
+
+
+def test_a_file_is_segmented_as_the_command_does(
+    segmenter: unet3d.Segmenter, checkpoint: Path, file: Path
+) -> None:
+    assert run("predict", file, "--checkpoint", checkpoint, "--devices", "cpu") == 0
+    written = nib.load(file.with_name("scan_seg.nii.gz"))
+    result = segmenter.segment(file)
+    assert np.array_equal(labels_of(result), labels_of(written))
+    assert len(np.unique(labels_of(result))) == 3
+    assert result.header == written.header and np.array_equal(result.affine, written.affine)
+    assert segmenter.label_names == {1: "label 1", 2: "label 2"}
+    assert segmenter.channel_names == ("channel 0",)
+
+
+def test_what_is_in_memory_is_segmented_as_its_file(
+    segmenter: unet3d.Segmenter, file: Path, tmp_path: Path
+) -> None:
+    expected, image = segmenter.segment(str(file)), nib.load(file)
+    array = np.asarray(image.dataobj)
+    units = nib.Nifti1Image(array, np.diag([1e-3, 1e-3, 1e-3, 1]) @ TURNED)
+    units.header.set_xyzt_units("meter")
+    sources = {
+        "read": (image,),
+        "made": (nib.Nifti1Image(array, TURNED),),
+        "long": (nib.Nifti2Image(array, TURNED),),
+        "of another format": (nib.MGHImage(array.astype(np.float32), TURNED),),
+        "in metres": (units,),
+        "an array": (array, TURNED),
+        "with an axis of channels": (array[..., None], TURNED.tolist()),
+        "several files": ([file],),
+    }
+    for name, source in sources.items():
+        result = segmenter.segment(*source)
+        assert np.array_equal(labels_of(result), labels_of(expected)), name
+        if name != "in metres":
+            assert np.allclose(result.affine, TURNED), name
+            assert result.header.get_zooms() == pytest.approx((1.5, 1.0, 2.0)), name
+    assert np.allclose(segmenter.segment(units).affine, units.affine, rtol=0, atol=1e-8)
+    nib.save(result, tmp_path / "again.nii.gz")
+    assert np.array_equal(labels_of(nib.load(tmp_path / "again.nii.gz")), labels_of(expected))
+
+
+def test_an_affine_that_was_changed_counts(segmenter: unet3d.Segmenter, file: Path) -> None:
+    image = nib.load(file)
+    image.affine[:3, 3] += 7
+    result = segmenter.segment(image)
+    assert np.allclose(result.affine, image.affine)
+    assert np.allclose(result.header.get_best_affine(), image.affine)
+
+
+def test_settings_are_those_of_training_unless_they_are_named(
+    checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    changes = ("inference.overlap=0.25", "inference.window=8,8,8")
+    trained = write_checkpoint(tmp_path / "trained.pt", patch_size=(8, 8, 8), changes=changes)
+    loaded = unet3d.load(trained, devices="cpu").segment(file)
+    same = unet3d.load(checkpoint, devices="cpu", overlap=0.25, window=(8, 8, 8)).segment(file)
+    other = unet3d.load(trained, devices="cpu", overlap=0.5, window="whole").segment(file)
+    assert np.array_equal(labels_of(loaded), labels_of(same))
+    assert not np.array_equal(labels_of(loaded), labels_of(other))
+
+
+def test_several_networks_and_several_devices_are_those_of_the_command(
+    checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
+    words = ("--checkpoint", checkpoint, "--checkpoint", other, "--devices", "cpu")
+    assert run("predict", file, *words) == 0
+    expected = labels_of(nib.load(file.with_name("scan_seg.nii.gz")))
+    for devices in ("cpu", "cpu,cpu", ["cpu", "cpu"]):
+        segmenter = unet3d.load(checkpoint.parent, other, devices=devices)
+        assert np.array_equal(labels_of(segmenter.segment(file)), expected)
+
+
+@pytest.mark.parametrize(
+    ("voxels", "affine", "words"),
+    [
+        (np.zeros((4, 4, 4), complex), TURNED, "the image holds complex voxels"),
+        (np.zeros((4, 4)), TURNED, "the image has 2 axes"),
+        (np.zeros((4, 4, 4, 2)), TURNED, "the image has 2 channel(s)"),
+        (np.full((4, 4, 4), np.nan), TURNED, "the image has"),
+        (np.zeros((4, 4, 4)), TURNED[:3], "the affine of the image is none"),
+        (np.zeros((4, 4, 4)), "no numbers", "the affine of the image is none"),
+        (np.zeros((4, 4, 4)), np.diag([1.0, 1, 0, 1]), "an affine that no scan has"),
+    ],
+)
+def test_what_cannot_be_segmented_is_refused_in_words(
+    segmenter: unet3d.Segmenter, voxels: np.ndarray, affine: object, words: str
+) -> None:
+    with pytest.raises(VolumeError) as refused:
+        segmenter.segment(voxels, affine)
+    assert words in str(refused.value)
+
+
+def test_misuse_is_a_type_error(segmenter: unet3d.Segmenter, file: Path) -> None:
+    with pytest.raises(TypeError, match="needs an affine"):
+        segmenter.segment(np.zeros((4, 4, 4)))
+    with pytest.raises(TypeError, match="nothing else takes one"):
+        segmenter.segment(file, TURNED)
+    with pytest.raises(TypeError, match="needs a checkpoint"):
+        unet3d.load()
+    with pytest.raises(CheckpointError, match="absent.pt"):
+        unet3d.load(file.with_name("absent.pt"))
+    with pytest.raises(VolumeError, match=r"absent\.nii"):
+        segmenter.segment(file.with_name("absent.nii"))
+    with pytest.raises(AttributeError, match="no attribute 'segment'"):
+        _ = unet3d.segment
+    assert {"load", "Segmenter", "__version__"} <= set(dir(unet3d))
+
+
+def test_a_setting_that_is_no_setting_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="overlap"):
+        unet3d.load(checkpoint, devices="cpu", overlap=2.0)

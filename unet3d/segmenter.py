@@ -1,0 +1,141 @@
+"""The Python interface of prediction: networks that stay on their devices, and images in memory."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+from nibabel.spatialimages import SpatialImage
+
+from unet3d.config import Config, Shape
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
+from unet3d.inference.networks import Networks
+from unet3d.inference.predictor import Predictor
+from unet3d.runs.finding import checkpoints_in
+from unet3d.volumes.header import shear_warning
+from unet3d.volumes.in_memory import NAME, open_array, open_image
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.nifti import Volume, image_of, label_image, read_channels
+
+logger = logging.getLogger(__name__)
+
+FileName = str | os.PathLike[str]
+
+Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[Any]
+"""A file, the files of its channels, an image of nibabel's, or an array."""
+
+
+class Segmenter:
+    """Segments images with a network, or with the mean of several, as ``unet3d predict`` does."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        """Take what :func:`load` has placed."""
+        self._predictor = predictor
+
+    @property
+    def label_names(self) -> dict[int, str]:
+        """The name of each label value without the background."""
+        return self._predictor.label_names
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """The channels that an image must have, in this order."""
+        return tuple(self._predictor.preprocessing.channel_names)
+
+    def segment(self, image: Image, affine: npt.ArrayLike | None = None) -> nib.Nifti1Image:
+        """Segment one image.
+
+        Args:
+            image: A file or a folder of DICOM slices; several files, one for each channel; an image
+                of nibabel's; or an array of shape (I, J, K), or (I, J, K, C) with channels.
+            affine: Of an array: (4, 4), from its indices to mm, to the right, front and top, as
+                nibabel has it.
+
+        Returns:
+            The labels on the grid of the image, with its orientation and header:
+            ``numpy.asarray(result.dataobj)`` has their values, ``nibabel.save`` writes them.
+
+        Raises:
+            VolumeError: The image cannot be read or used, or has other channels than the networks.
+            DoesNotFitError: A device has too little memory.
+            CheckpointError: One of several networks cannot be used.
+            TypeError: An array has no affine, or something else has one.
+        """
+        if isinstance(image, np.ndarray) != (affine is not None):
+            raise TypeError("an array needs an affine, and nothing else takes one")
+        with explaining_memory("the image"):
+            volume = _volume(image, affine)
+            warning = shear_warning(volume.header)
+            if warning is not None:
+                logger.warning("%s", warning)
+            return label_image(self._predictor.segment(volume), volume.header)
+
+
+def load(
+    *checkpoints: FileName,
+    devices: str | Sequence[str] | None = None,
+    window: Shape | str | None = None,
+    overlap: float | None = None,
+    tta: bool | None = None,
+    postprocessing: bool | None = None,
+) -> Segmenter:
+    """Load trained networks, and place them on devices of this process.
+
+    Args:
+        checkpoints: Files or folders of runs, of folds or of files; of several networks the
+            probabilities are averaged.
+        devices: Such as ``"cuda:0"``, ``"cpu"``, or ``"0,1"`` for a network in stages on two GPUs;
+            None: the first GPU, or the CPU.
+        window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
+        overlap: Share of a window that its neighbour covers too; None: as in training.
+        tta: Whether to average over mirror images, too; None: as in training.
+        postprocessing: Whether to keep only the largest component of the labels where the
+            validation has shown that this is better; None: as in training.
+
+    Returns:
+        What segments images, one after another.
+
+    Raises:
+        CheckpointError: A file cannot be used, or the networks do not belong together.
+        ConfigError: A setting is refused.
+        DeviceError: A device does not exist, or has too little memory.
+        TypeError: No checkpoint is named.
+    """
+    if not checkpoints:
+        raise TypeError("load() needs a checkpoint, or the folder of a run")
+    files = dict.fromkeys(file for path in checkpoints for file in checkpoints_in(Path(path)))
+    group = Group(Ranks())
+    networks = Networks.read(list(files), group)
+    given = {
+        "inference.window": window,
+        "inference.overlap": overlap,
+        "inference.tta": tta,
+        "inference.postprocessing": postprocessing,
+    }
+    changes = {key: value for key, value in given.items() if value is not None}
+    inference = [network.config.with_values(changes).inference for network in networks.described]
+    placement = {} if devices is None else {"parallel.devices": devices}
+    is_several = devices is not None and len(_names(devices)) > 1
+    # Slabs of a volume need a process for each device, which unet3d predict starts.
+    mode = "model" if is_several else "none"
+    parallel = Config().with_values({"parallel.mode": mode, **placement}).parallel
+    return Segmenter(Predictor(networks, parallel, inference, group))
+
+
+def _names(devices: str | Sequence[str]) -> Sequence[str]:
+    return devices.split(",") if isinstance(devices, str) else devices
+
+
+def _volume(image: Image, affine: npt.ArrayLike | None) -> Volume:
+    if isinstance(image, np.ndarray):
+        assert affine is not None
+        return image_of(NAME, open_array(image, affine))
+    if isinstance(image, SpatialImage):
+        return image_of(NAME, open_image(image))
+    paths = [image] if isinstance(image, (str, os.PathLike)) else list(image)
+    return read_channels([Path(path) for path in paths])
