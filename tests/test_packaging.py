@@ -10,10 +10,14 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import nibabel as nib
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from tests.command_line import scan_array
+from tests.networks import write_checkpoint
+from tests.volumes.samples import write_volume
 from unet3d import __version__
 from unet3d.cli.app import commands
 from unet3d.config import load_config
@@ -332,10 +336,16 @@ def test_the_layers_of_the_design_are_those_that_imports_are_checked_by():
     assert shown == layers
 
 
-def test_the_python_of_the_readme_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
+    write_volume(tmp_path / "scan.nii.gz", scan_array())
+    text = (ROOT / "README.md").read_text()
     names = {}
-    exec(code, names)
+    predicting, training = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(predicting, names)
+    assert nib.load("scan_seg.nii.gz").shape == names["labels"].shape == scan_array().shape
+    exec(training, names)
     assert names["logits"].shape == (2, 3, 64, 64, 32) and names["loss"].total.isfinite()
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+import torch
 from nibabel.spatialimages import SpatialImage
 
 from unet3d.config import Config, Shape
@@ -119,16 +120,14 @@ def load(
     }
     changes = {key: value for key, value in given.items() if value is not None}
     inference = [network.config.with_values(changes).inference for network in networks.described]
-    placement = {} if devices is None else {"parallel.devices": devices}
-    is_several = devices is not None and len(_names(devices)) > 1
+    if devices is None:
+        devices = "cuda:0" if torch.cuda.is_available() else "cpu"
+    names = devices.split(",") if isinstance(devices, str) else list(devices)
     # Slabs of a volume need a process for each device, which unet3d predict starts.
-    mode = "model" if is_several else "none"
-    parallel = Config().with_values({"parallel.mode": mode, **placement}).parallel
+    mode = "model" if len(names) > 1 else "none"
+    placement = {"parallel.mode": mode, "parallel.devices": names}
+    parallel = Config().with_values(placement).parallel
     return Segmenter(Predictor(networks, parallel, inference, group))
-
-
-def _names(devices: str | Sequence[str]) -> Sequence[str]:
-    return devices.split(",") if isinstance(devices, str) else devices
 
 
 def _volume(image: Image, affine: npt.ArrayLike | None) -> Volume:

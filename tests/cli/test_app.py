@@ -101,9 +101,12 @@ def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
             text=True,
             env=process_environment(),
         )
-        time.sleep(delay)
-        process.send_signal(stop)
-        _, errors = process.communicate(timeout=60)
+        try:
+            time.sleep(delay)
+            process.send_signal(stop)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()  # else one that has lost the signal would train on
         assert process.returncode == 128 + stop, (delay, errors)
         assert errors.splitlines()[-1].startswith(f"Stopped by {stop.name}"), (delay, errors)
         assert "Traceback" not in errors and "Error" not in errors, (delay, errors)
