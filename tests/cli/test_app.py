@@ -94,19 +94,20 @@ def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
     for number, delay in enumerate((0.15, 0.3, 0.5, 0.8, 1.2, 1.7, 2.5, 4.0)):
         stop = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3]
         words = ["train", "data", *SMALL, "--epochs", "10000", "--output", f"run-{number}"]
-        process = subprocess.Popen(
-            [*ways[number % 2], *words],
+        command = [*ways[number % 2], *words]
+        with subprocess.Popen(
+            command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=process_environment(),
-        )
-        try:
-            time.sleep(delay)
-            process.send_signal(stop)
-            _, errors = process.communicate(timeout=60)
-        finally:
-            process.kill()  # else one that has lost the signal would train on
+        ) as process:
+            try:
+                time.sleep(delay)
+                process.send_signal(stop)
+                _, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()  # one that has lost the signal would train on
         assert process.returncode == 128 + stop, (delay, errors)
         assert errors.splitlines()[-1].startswith(f"Stopped by {stop.name}"), (delay, errors)
         assert "Traceback" not in errors and "Error" not in errors, (delay, errors)

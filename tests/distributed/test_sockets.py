@@ -13,7 +13,6 @@ from tests.process_trees import family_of, is_open_to_others, listening_sockets
 from tests.trainings import run, settings, words
 from unet3d.distributed.launcher import import_variables
 
-DATA = ("parallel.mode=data", "parallel.devices=cpu,cpu")
 HYBRID = (
     "parallel.mode=model",
     "parallel.devices=cpu,cpu,cpu,cpu",
@@ -35,12 +34,11 @@ sys.addaudithook(note)
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param(DATA, marks=pytest.mark.slow),
         HYBRID,
         pytest.param(SPATIAL, marks=pytest.mark.slow),
         pytest.param(("parallel.mode=data", "parallel.devices=0,1"), marks=pytest.mark.multigpu),
     ],
-    ids=("data", "hybrid", "spatial", "nccl"),
+    ids=("hybrid", "spatial", "nccl"),
 )
 def test_a_training_on_one_machine_listens_to_nobody_else_and_unpickles_nothing(
     where: tuple[str, ...], cache: Path, tmp_path: Path

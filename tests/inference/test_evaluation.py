@@ -178,7 +178,7 @@ def test_too_little_memory_is_explained(tmp_path, monkeypatch, error):
         raise error
 
     path = write(tmp_path / "p.nii.gz", cube((1, 1, 1), (5, 5, 5)))
-    monkeypatch.setattr("unet3d.inference.label_scores.compute_dice", fail)
+    monkeypatch.setattr("monai.metrics.compute_dice", fail)
     with pytest.raises(VolumeError, match="cannot compare .*p.nii.gz with .*: too little memory"):
         evaluate(path, path)
 
