@@ -1,15 +1,20 @@
 """Prediction from Python: the same as the command's, wherever an image comes from."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 
 import unet3d
 from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
-from unet3d.errors import CheckpointError, ConfigError, VolumeError
+from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
+from unet3d.volumes import stored
+from unet3d.volumes.in_memory import NAME, open_array
+from unet3d.volumes.nifti import image_of
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
 """Voxels of 1.5 x 1 x 2 mm whose axes run to the back, to the top and to the right."""
@@ -77,12 +82,23 @@ def test_what_is_in_memory_is_segmented_as_its_file(
     assert np.array_equal(labels_of(nib.load(tmp_path / "again.nii.gz")), labels_of(expected))
 
 
-def test_an_affine_that_was_changed_counts(segmenter: unet3d.Segmenter, file: Path) -> None:
-    image = nib.load(file)
+@pytest.mark.parametrize("unit", ["mm", "meter"])
+def test_an_affine_that_was_changed_counts(
+    segmenter: unet3d.Segmenter, file: Path, unit: str
+) -> None:
+    scale = np.diag([1, 1, 1, 1.0]) if unit == "mm" else np.diag([1e-3, 1e-3, 1e-3, 1])
+    image = nib.Nifti1Image(np.asarray(nib.load(file).dataobj), scale @ TURNED)
+    image.header.set_xyzt_units(unit)
+    before = segmenter.segment(image)
     image.affine[:3, 3] += 7
     result = segmenter.segment(image)
     assert np.allclose(result.affine, image.affine)
     assert np.allclose(result.header.get_best_affine(), image.affine)
+    assert np.array_equal(labels_of(result), labels_of(before))
+    image.affine[:3] *= 2  # twice as large
+    assert segmenter.segment(image).header.get_zooms() == pytest.approx(
+        2 * np.array(before.header.get_zooms())
+    )
 
 
 def test_settings_are_those_of_training_unless_they_are_named(
@@ -132,8 +148,11 @@ def test_what_cannot_be_segmented_is_refused_in_words(
 def test_misuse_is_a_type_error(segmenter: unet3d.Segmenter, file: Path) -> None:
     with pytest.raises(TypeError, match="needs an affine"):
         segmenter.segment(np.zeros((4, 4, 4)))
-    with pytest.raises(TypeError, match="nothing else takes one"):
+    with pytest.raises(TypeError, match="only a NumPy array takes an affine, and not a Posix"):
         segmenter.segment(file, TURNED)
+    for nothing in ([], [1], 3, torch.zeros(4, 4, 4)):
+        with pytest.raises(TypeError, match="cannot segment a "):
+            segmenter.segment(nothing)
     with pytest.raises(TypeError, match="needs a checkpoint"):
         unet3d.load()
     with pytest.raises(CheckpointError, match="absent.pt"):
@@ -143,6 +162,55 @@ def test_misuse_is_a_type_error(segmenter: unet3d.Segmenter, file: Path) -> None
     with pytest.raises(AttributeError, match="no attribute 'segment'"):
         _ = unet3d.segment
     assert {"load", "Segmenter", "__version__"} <= set(dir(unet3d))
+
+
+def test_an_image_whose_file_cannot_be_read_is_refused(
+    segmenter: unet3d.Segmenter, file: Path
+) -> None:
+    image = nib.load(file)
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(VolumeError, match="the voxels of the image cannot be read: "):
+        segmenter.segment(image)
+    file.unlink()
+    with pytest.raises(VolumeError, match="cannot be read: no such file"):
+        segmenter.segment(image)
+
+
+def test_an_image_that_may_not_know_left_from_right_is_refused(
+    segmenter: unet3d.Segmenter,
+) -> None:
+    image = nib.AnalyzeImage(np.zeros((4, 4, 4), np.float32), TURNED)
+    with pytest.raises(VolumeError, match="the image is nibabel's AnalyzeImage, which may not say"):
+        segmenter.segment(image)
+
+
+def test_what_an_array_takes_already_is_not_counted_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(stored, "refuse_beyond_memory", lambda num, *words: asked.append(num))
+    image_of(NAME, open_array(np.zeros((4, 5, 6)), TURNED))
+    assert asked == [4 * 4 * 5 * 6]  # float32 beside the float64 that are there
+
+
+def test_threads_wait_for_one_another(
+    segmenter: unet3d.Segmenter, checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    other = write_checkpoint(tmp_path / "other.pt", patch_size=(8, 8, 8), seed=3)
+    both = unet3d.load(checkpoint, other, devices="cpu")
+    expected = labels_of(both.segment(file))
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(both.segment, [file] * 8):
+            assert np.array_equal(labels_of(found), expected)
+
+
+def test_devices_may_be_numbers_and_devices(checkpoint: Path, file: Path) -> None:
+    expected = labels_of(unet3d.load(checkpoint, devices="cpu").segment(file))
+    for devices in (torch.device("cpu"), [torch.device("cpu"), "cpu"]):
+        found = unet3d.load(checkpoint, devices=devices).segment(file)
+        assert np.array_equal(labels_of(found), expected)
+    with pytest.raises(DeviceError, match="device '97' does not exist"):
+        unet3d.load(checkpoint, devices=97)
 
 
 def test_a_setting_that_is_no_setting_is_refused(checkpoint: Path) -> None:

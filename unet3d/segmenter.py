@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, TypeAlias
 
 import nibabel as nib
@@ -27,16 +28,22 @@ logger = logging.getLogger(__name__)
 
 FileName = str | os.PathLike[str]
 
+Device: TypeAlias = str | int | torch.device
+
 Image: TypeAlias = FileName | Sequence[FileName] | SpatialImage | npt.NDArray[Any]
 """A file, the files of its channels, an image of nibabel's, or an array."""
 
 
 class Segmenter:
-    """Segments images with a network, or with the mean of several, as ``unet3d predict`` does."""
+    """Segments images with a network, or with the mean of several, as ``unet3d predict`` does.
+
+    One image at a time: threads wait for one another.
+    """
 
     def __init__(self, predictor: Predictor) -> None:
         """Take what :func:`load` has placed."""
         self._predictor = predictor
+        self._lock = Lock()  # several networks take turns on the devices
 
     @property
     def label_names(self) -> dict[int, str]:
@@ -58,28 +65,31 @@ class Segmenter:
                 nibabel has it.
 
         Returns:
-            The labels on the grid of the image, with its orientation and header:
+            The labels on the grid of the image, in its orientation:
             ``numpy.asarray(result.dataobj)`` has their values, ``nibabel.save`` writes them.
 
         Raises:
             VolumeError: The image cannot be read or used, or has other channels than the networks.
             DoesNotFitError: A device has too little memory.
             CheckpointError: One of several networks cannot be used.
-            TypeError: An array has no affine, or something else has one.
+            TypeError: The image is something else, an array has no affine, or something else has
+                one.
         """
-        if isinstance(image, np.ndarray) != (affine is not None):
-            raise TypeError("an array needs an affine, and nothing else takes one")
+        if isinstance(image, np.ndarray) and affine is None:
+            raise TypeError("an array needs an affine")
         with explaining_memory("the image"):
             volume = _volume(image, affine)
             warning = shear_warning(volume.header)
             if warning is not None:
                 logger.warning("%s", warning)
-            return label_image(self._predictor.segment(volume), volume.header)
+            with self._lock:
+                labels = self._predictor.segment(volume)
+            return label_image(labels, volume.header)
 
 
 def load(
     *checkpoints: FileName,
-    devices: str | Sequence[str] | None = None,
+    devices: Device | Sequence[Device] | None = None,
     window: Shape | str | None = None,
     overlap: float | None = None,
     tta: bool | None = None,
@@ -90,8 +100,8 @@ def load(
     Args:
         checkpoints: Files or folders of runs, of folds or of files; of several networks the
             probabilities are averaged.
-        devices: Such as ``"cuda:0"``, ``"cpu"``, or ``"0,1"`` for a network in stages on two GPUs;
-            None: the first GPU, or the CPU.
+        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for a network in stages on two
+            GPUs; None: the first GPU, or the CPU.
         window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
         overlap: Share of a window that its neighbour covers too; None: as in training.
         tta: Whether to average over mirror images, too; None: as in training.
@@ -122,7 +132,10 @@ def load(
     inference = [network.config.with_values(changes).inference for network in networks.described]
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
-    names = devices.split(",") if isinstance(devices, str) else list(devices)
+    if isinstance(devices, (str, int, torch.device)):
+        names = str(devices).split(",")
+    else:
+        names = [str(device) for device in devices]
     # Slabs of a volume need a process for each device, which unet3d predict starts.
     mode = "model" if len(names) > 1 else "none"
     placement = {"parallel.mode": mode, "parallel.devices": names}
@@ -131,10 +144,17 @@ def load(
 
 
 def _volume(image: Image, affine: npt.ArrayLike | None) -> Volume:
-    if isinstance(image, np.ndarray):
-        assert affine is not None
+    if isinstance(image, np.ndarray) and affine is not None:
         return image_of(NAME, open_array(image, affine))
+    if affine is not None:
+        raise TypeError(f"only a NumPy array takes an affine, and not a {type(image).__name__}")
     if isinstance(image, SpatialImage):
         return image_of(NAME, open_image(image))
-    paths = [image] if isinstance(image, (str, os.PathLike)) else list(image)
+    paths = [image] if isinstance(image, (str, os.PathLike)) else image
+    is_files = isinstance(paths, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in paths)
+    if not is_files or not paths:
+        raise TypeError(
+            f"cannot segment a {type(image).__name__}; give a file, a list of files, an image of "
+            "nibabel's, or a NumPy array with its affine"
+        )
     return read_channels([Path(path) for path in paths])

@@ -155,15 +155,15 @@ def test_a_gpu_that_waits_is_told_what_helps(
     assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
 
 
-@pytest.mark.parametrize(("loading_seconds", "is_the_host"), [(3.9, True), (6.0, False)])
+@pytest.mark.parametrize(("loading_seconds", "is_the_host"), [(1.9, True), (2.1, False)])
 def test_a_gpu_whose_patches_are_there_waits_for_the_host(
     machine_of: Callable[[int, int], None], loading_seconds: float, is_the_host: bool
 ) -> None:
     machine_of(16, 1)
     note = loading().note(epoch(23.0, 12.0), 3.0, loading_seconds)  # of the start, 3 s
-    host = "a larger patches.size; the host queues too slowly"
-    helps = host if is_the_host else "more data.num_workers (now 2)"
-    assert note == f"waited 45 % for data: try {helps}"
+    host = "the host, which queues such short steps too slowly"
+    for_what = host if is_the_host else "data: try more data.num_workers (now 2)"
+    assert note == f"waited 45 % for {for_what}"
     assert len(INDENT + note) <= MAX_COLUMNS
 
 

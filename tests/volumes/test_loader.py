@@ -68,7 +68,7 @@ def test_what_was_waited_for_patches_is_told_once(
     assert batches.take_waited() == 0
     for _ in batches.epoch(0):
         time.sleep(0.1)  # a step, in which nobody waits
-    assert 0.1 <= batches.take_waited() < 0.4
+    assert 0.08 <= batches.take_waited() < 0.4  # of all but the first
     assert batches.take_waited() == 0
 
 

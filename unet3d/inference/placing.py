@@ -168,14 +168,14 @@ class PlacedNetworks:
             DeviceError: A device has too little memory.
             CheckpointError: The file cannot be read, or its parameters do not belong to it.
         """
-        if index == self.index:
+        if index == self.index and not (self._alone is None and self._shared is None):
             return
         before, self.index = self.index, index
         if self._shared is not None:
             self._shared.use(index)
-        elif self._alone is not None and not self.load_into(self._alone, before, index):
+        elif self._alone is None or not self.load_into(self._alone, before, index):
             self._alone = None  # two of them need not have a place there
-            self._alone = self.make(index)
+            self._alone = self.make(index)  # where it has no place, the next call tries again
 
     def follow(self) -> None:
         """Take part in what the first rank predicts, until it ends; all other ranks call it.

@@ -104,21 +104,18 @@ class Loading:
         Args:
             metrics: Its line of ``metrics.jsonl``.
             start_seconds: Part of what it waited that the other epochs do not.
-            loading_seconds: How long this process waited for patches that were cut, the start
-                included.
+            loading_seconds: How long this process waited for patches to be cut, without the start.
         """
         waited = metrics["waited_seconds"] - start_seconds
         seconds = metrics["seconds"] - start_seconds
         if waited <= TOLERATED_SHARE * seconds:
             return None
         share = waited / seconds
-        are_there = loading_seconds - start_seconds <= TOLERATED_SHARE * seconds
-        if are_there and not is_on_cpu(self.devices):
+        percent = f"{100 * share:.0f} %"
+        if loading_seconds <= TOLERATED_SHARE * seconds and not is_on_cpu(self.devices):
             # A GPU also waits while this process queues the work of steps that are shorter.
-            helps = "a larger patches.size; the host queues too slowly"
-        else:
-            helps = self._what_helps(share)
-        return f"waited {100 * share:.0f} % for data: try {helps}"
+            return f"waited {percent} for the host, which queues such short steps too slowly"
+        return f"waited {percent} for data: try {self._what_helps(share)}"
 
     def _what_helps(self, share: float) -> str:
         """Return what makes a share smaller, and costs less than that brings.

@@ -8,47 +8,43 @@ import numpy as np
 import numpy.typing as npt
 from nibabel.spatialimages import SpatialImage
 
-from unet3d.errors import VolumeError
+from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.nifti_like import RAS_FROM_LPS, stored_like_nifti
-from unet3d.volumes.stored import StoredVolume, refuse_unreal
+from unet3d.volumes.stored import HeldVoxels, StoredVolume, refuse_unreal
 
 NAME = Path("the image")
 """Stands in messages where other volumes have their file."""
-
-
-class HeldVoxels:
-    """Voxels in memory, with the attributes of nibabel's proxies."""
-
-    slope, inter, order = 1, 0, "F"
-
-    def __init__(self, voxels: npt.NDArray[Any]) -> None:
-        self._voxels = voxels
-        self.shape = voxels.shape
-        self.dtype = voxels.dtype
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return np.array(self._voxels, dtype=dtype, copy=copy)
 
 
 def open_image(image: SpatialImage) -> StoredVolume:
     """Return an image as it would be read from a file.
 
     Args:
-        image: Of any of nibabel's formats; its voxels are read where they have not been.
+        image: Of nibabel's NIfTI or MGH format; its voxels are read where they have not been.
 
     Raises:
-        VolumeError: Its voxels are no real numbers, or it lies where no scan can.
+        VolumeError: It has another format, its voxels cannot be read or are no real numbers, or it
+            lies where no scan can.
     """
-    header, affine = image.header, image.affine
-    if affine is None:
+    is_nifti = isinstance(image, nib.Nifti1Pair)  # the others of its kind derive from it
+    if not is_nifti and not isinstance(image, nib.MGHImage):
+        raise VolumeError(
+            f"{NAME} is nibabel's {type(image).__name__}, which may not say where left is; give a NIfTI or "
+            "MGH image, or its array with an affine"
+        )
+    if image.affine is None:
         raise VolumeError(f"{NAME} has no affine, so nobody knows where it lies; give it one")
-    voxels = HeldVoxels(np.asanyarray(image.dataobj))
+    voxels = HeldVoxels(_voxels(image))
     refuse_unreal(NAME, voxels.dtype)
-    # A header that contradicts the affine is of before that was changed.
-    if isinstance(header, nib.Nifti1Header) and np.allclose(header.get_best_affine(), affine):
-        pixdim = tuple(float(size) for size in header["pixdim"][1:])
-        return StoredVolume(header=header, proxy=voxels, affine=affine, pixdim=pixdim)
-    return stored_like_nifti(NAME, voxels, RAS_FROM_LPS @ affine)
+    if not is_nifti:
+        return stored_like_nifti(NAME, voxels, RAS_FROM_LPS @ image.affine)
+    header = image.header
+    if not np.allclose(header.get_best_affine(), image.affine):  # which was changed since
+        header = header.copy()
+        header.set_qform(image.affine, code="aligned")
+        header.set_sform(image.affine, code="aligned")
+    pixdim = tuple(float(size) for size in header["pixdim"][1:])
+    return StoredVolume(header=header, proxy=voxels, affine=image.affine, pixdim=pixdim)
 
 
 def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> StoredVolume:
@@ -75,3 +71,16 @@ def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> StoredVolume:
         )
     refuse_unreal(NAME, voxels.dtype)
     return stored_like_nifti(NAME, HeldVoxels(voxels), RAS_FROM_LPS @ matrix)
+
+
+def _voxels(image: SpatialImage) -> npt.NDArray[Any]:
+    """Return the voxels of an image, read where its file has not been."""
+    try:
+        return np.asanyarray(image.dataobj)
+    except MemoryError:  # which the caller explains
+        raise
+    except Exception as error:  # a damaged file can raise anything in nibabel
+        reason = reason_of(error) if isinstance(error, OSError) else str(error)
+        raise VolumeError(
+            f"the voxels of {NAME} cannot be read: {' '.join(reason.split())}"
+        ) from error

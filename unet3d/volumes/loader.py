@@ -147,7 +147,10 @@ class PatchLoader:
             yield from self._on_device.made(self._load(epoch, step, CutBatch) for step in steps)
 
     def take_waited(self) -> float:
-        """Return the seconds since the last call in which this process waited for the workers."""
+        """Return the seconds since the last call in which this process waited for patches.
+
+        The first batch of all is not counted, for which the workers start.
+        """
         seconds, self._waited_seconds = self._waited_seconds, 0.0
         return seconds
 
@@ -175,7 +178,8 @@ class PatchLoader:
                 "a process that cuts patches died; give the container more shared memory "
                 f"(--shm-size) or set data.num_workers=0 ({' '.join(str(error).split())})"
             ) from error
-        self._waited_seconds += time.monotonic() - began
+        if self._next is not None:
+            self._waited_seconds += time.monotonic() - began
         self._next = (epoch, step + 1) if step + 1 < self.num_steps else (epoch + 1, 0)
         if isinstance(loaded, Unet3dError):
             raise type(loaded)(*loaded.args)  # its own traceback would keep the workers

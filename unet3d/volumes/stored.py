@@ -73,6 +73,20 @@ class StoredVolume:
     """The spacing as the header has it, where nibabel replaces 0 by 1; empty in an MGH file."""
 
 
+class HeldVoxels:
+    """Voxels in memory, with the attributes of nibabel's proxies."""
+
+    slope, inter, order = 1, 0, "F"
+
+    def __init__(self, voxels: npt.NDArray[Any]) -> None:
+        self._voxels = voxels
+        self.shape = voxels.shape
+        self.dtype = voxels.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return np.array(self._voxels, dtype=dtype, copy=copy)
+
+
 def open_nifti(path: Path) -> StoredVolume:
     """Read the header of a NIfTI or MGH volume, not its voxels, once the file looks sound.
 
@@ -168,8 +182,9 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
     proxy = volume.proxy
     axes = stored_axes(path, volume)
     scaled_bytes = 8 if (proxy.slope, proxy.inter) != (1, 0) else 0
+    read_bytes = 0 if isinstance(proxy, HeldVoxels) else proxy.dtype.itemsize + scaled_bytes
     refuse_beyond_memory(
-        math.prod(axes) * (proxy.dtype.itemsize + scaled_bytes + copied_bytes),
+        math.prod(axes) * (read_bytes + copied_bytes),
         f"{path}: reading {times(axes)} voxels",
         "use a machine with more, or cut the volume into pieces",
     )
