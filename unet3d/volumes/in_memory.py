@@ -29,8 +29,8 @@ def open_image(image: SpatialImage) -> StoredVolume:
     is_nifti = isinstance(image, nib.Nifti1Pair)  # the others of its kind derive from it
     if not is_nifti and not isinstance(image, nib.MGHImage):
         raise VolumeError(
-            f"{NAME} is nibabel's {type(image).__name__}, which may not say where left is; give a NIfTI or "
-            "MGH image, or its array with an affine"
+            f"{NAME} is nibabel's {type(image).__name__}, which may not say where left is; give a "
+            "NIfTI or MGH image, or its array with an affine"
         )
     if image.affine is None:
         raise VolumeError(f"{NAME} has no affine, so nobody knows where it lies; give it one")
