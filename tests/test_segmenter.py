@@ -172,7 +172,7 @@ def test_an_image_whose_file_cannot_be_read_is_refused(
     with pytest.raises(VolumeError, match="the voxels of the image cannot be read: "):
         segmenter.segment(image)
     file.unlink()
-    with pytest.raises(VolumeError, match="cannot be read: no such file"):
+    with pytest.raises(VolumeError, match="cannot be read: No such file"):
         segmenter.segment(image)
 
 

@@ -310,6 +310,25 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     np.testing.assert_array_equal(again[0], mean.argmax(0))
 
 
+def test_a_network_that_had_no_place_is_placed_by_the_next_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from Python, where a program goes on after an error."""
+    first = random_checkpoint()
+    networks = Networks.of(first, wider(first))
+    image = volume_of(noise((24, 20, 16)), tmp_path)
+    expected = place(networks).segment(image)
+    predictor = place(networks)
+    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError, match="no place"):
+
+        def failing(*arguments: Any) -> None:
+            raise DoesNotFitError("no place")
+
+        patch.setattr(placing.PlacedNetworks, "make", failing)
+        predictor.segment(image)
+    np.testing.assert_array_equal(predictor.segment(image), expected)
+
+
 def test_networks_of_two_types_are_averaged(tmp_path: Path) -> None:
     single = random_checkpoint(patch_size=None)
     double = replace(single, model={name: value.double() for name, value in single.model.items()})
