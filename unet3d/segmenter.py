@@ -1,4 +1,4 @@
-"""The Python interface of prediction: networks that stay on their devices, and images in memory."""
+"""The Python interface of prediction: trained networks, and images in files or in memory."""
 
 import logging
 import os

@@ -1,20 +1,33 @@
-"""Small data sets, written with nibabel alone."""
+"""Small data sets, written with nibabel alone, and what is said of volumes that are refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError
+from unet3d.volumes.nifti import read_image
 
 
 def write_volume(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing = (1, 1, 1)) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     nib.save(nib.Nifti1Image(array, np.diag([*spacing_mm, 1.0])), path)
     return path
+
+
+def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
+    """Return what is said of a volume that is refused: one line, with its name."""
+    with pytest.raises(VolumeError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert str(path) in message and "\n" not in message
+    return message
 
 
 def write_json(path: Path, tree: Any) -> Path:

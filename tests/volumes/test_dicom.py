@@ -1,7 +1,6 @@
 """Folders of DICOM slices: a volume is read, and what is none is refused with the reason."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.volumes.dicom_series import change, write_series, write_slice
-from tests.volumes.samples import write_json
+from tests.volumes.samples import refusal, write_json
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes.check import check_dataset
@@ -36,14 +35,6 @@ def in_order(series: Path) -> Slices:
     return sorted(
         series.iterdir(), key=lambda path: float(pydicom.dcmread(path).ImagePositionPatient[2])
     )
-
-
-def refusal(path: Path, read: Callable[[Path], Any] = read_header) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 def test_other_files_of_the_folder_are_left_out(series: Path) -> None:
@@ -163,7 +154,7 @@ def test_memory_is_counted_before_pixels_are_read(
 ) -> None:
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 100)
-    assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series, read_image)
+    assert "reading 5x4x6x1 voxels takes 720 bytes of memory" in refusal(series)
 
 
 def test_a_data_set_may_have_folders_of_slices(tmp_path: Path) -> None:

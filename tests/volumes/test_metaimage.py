@@ -9,19 +9,11 @@ import numpy as np
 import pytest
 
 from tests.volumes.itk_headers import ARRAY, VOXELS, meta_bytes, written
-from unet3d.errors import VolumeError
+from tests.volumes.samples import refusal
 from unet3d.volumes.cache import Cache
 from unet3d.volumes.files import members, stands_for_volume
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import read_image, read_label
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read_image(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.nifti import (
     VolumeHeader,
@@ -142,14 +143,6 @@ def save_oriented(path: Path, array: np.ndarray, affine: np.ndarray, codes: str,
     image.set_qform(image.affine, code=1 if form == "qform" else 0)
     image.set_sform(image.affine, code=2 if form == "sform" else 0)
     nib.save(image, path)
-
-
-def refusal(path: Path, read=read_image) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 def header_bytes(path: Path, **fields: object) -> None:

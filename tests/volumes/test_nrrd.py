@@ -9,19 +9,12 @@ import numpy as np
 import pytest
 
 from tests.volumes.itk_headers import ARRAY, VOXELS, nrrd_bytes, written
+from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.header import read_header, shear_warning
 from unet3d.volumes.nifti import read_image, read_label
 
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read_image(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.mutations import property_test
+from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.memory import host
 from unet3d.volumes.header import read_header, same_grid
@@ -38,14 +39,6 @@ MAX_BYTES = 2**22
 
 NUMBERS = [0, 1, 2, 3, -1, 7, 255, 32767, -32768, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]
 FLOATS = [*NUMBERS, 0.5, -0.0, np.nan, np.inf, -np.inf, 1e30, 1e-30, 1e300, 1e-300, 3e38, 1e-45]
-
-
-def refusal(path: Path, read: Callable[[Path], Any] = read_image) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 def content_of(name: str, byte_order: str = "<") -> tuple[bytes, bytes]:
