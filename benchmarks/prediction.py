@@ -1,17 +1,22 @@
 """Time and memory of ``unet3d predict`` from file to file, with a network of random weights.
 
     python benchmarks/prediction.py --shape 301,370,316 --classes 117 --channels 4,8
-        [--window 64,64,64] [--finer 2] [--devices cpu] [--predict=--tta] [--json FILE]
+        [--window 64,64,64] [--finer 2] [--devices cpu] [--plain] [--repeats 3] [--scans 8]
+        [--predict=--tta] [--json FILE]
 
-The scan is a phantom head in int16, compressed, and the command a process of its own. ``--finer 2``
-gives the network half the scan's spacing. Host memory is the most that the process had resident,
-GPU memory what nvidia-smi says of the whole GPU at most.
+The scan is a phantom head in int16, compressed unless it is ``--plain``, and the command a process
+of its own. ``--finer 2`` gives the network half the scan's spacing; with ``--scans`` a folder of
+copies is segmented. Host memory is the most that the process had resident, GPU memory what
+nvidia-smi says of the whole GPU at most. The first run may compile kernels, so of several the first
+is not counted, and the seconds are the median of the others.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,11 +32,15 @@ from common import parse_shape, tuning_key
 from unet3d.config import load_config
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.volumes.files import write_nifti
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.phantom_anatomy import head_phantom
 from unet3d.volumes.transform import Preprocessing
 
 SECONDS_BETWEEN_LOOKS = 0.2
+
+LARGEST_PHANTOM = 320
+"""Voxels along an axis; making more of them takes longer than what is measured."""
 
 
 def write_network(arguments: argparse.Namespace, path: Path) -> None:
@@ -65,13 +74,18 @@ def write_network(arguments: argparse.Namespace, path: Path) -> None:
 
 
 def write_scan(arguments: argparse.Namespace, path: Path) -> None:
-    """Write a phantom head of 1 mm."""
-    image, _ = head_phantom(0, parse_shape(arguments.shape))
+    """Write a phantom head of 1 mm; a large one is a smaller one beside its mirror images."""
+    shape = parse_shape(arguments.shape)
+    pieces = [max(1, math.ceil(size / LARGEST_PHANTOM)) for size in shape]
+    x, y, z = (math.ceil(size / count) for size, count in zip(shape, pieces, strict=True))
+    image, _ = head_phantom(0, (x, y, z))
     voxels = np.round(1000 * image[0]).astype(np.int16)
-    nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
+    beyond = [(0, size - have) for size, have in zip(shape, voxels.shape, strict=True)]
+    voxels = np.pad(voxels, beyond, mode="symmetric")
+    write_nifti(path, nib.Nifti1Image(voxels, np.eye(4)))
 
 
-def gpu_bytes(stop: threading.Event, peaks: list[int]) -> None:
+def watch_gpu(stop: threading.Event, peaks: list[int]) -> None:
     """Note the most that the first GPU holds, until told to stop."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     while not stop.wait(SECONDS_BETWEEN_LOOKS):
@@ -80,7 +94,7 @@ def gpu_bytes(stop: threading.Event, peaks: list[int]) -> None:
 
 
 def main() -> None:
-    """Predict once and print a line."""
+    """Predict, print a line, write the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", default="512,512,824")
     parser.add_argument("--classes", type=int, default=3)
@@ -88,54 +102,72 @@ def main() -> None:
     parser.add_argument("--window", default="128,128,128")
     parser.add_argument("--finer", type=float, default=1.0)
     parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--plain", action="store_true", help="do not compress the scan")
+    parser.add_argument("--scans", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--predict", action="append", default=[], help="an option of predict")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        network, scan = folder / "network.pt", folder / "scan.nii.gz"
+        folder = Path(name) / "scans"
+        folder.mkdir()
+        network = Path(name) / "network.pt"
+        scan = folder / f"scan.nii{'' if arguments.plain else '.gz'}"
         write_network(arguments, network)
         write_scan(arguments, scan)
-        words = ["predict", scan, "--checkpoint", network, "--devices", arguments.devices]
-        stop, peaks = threading.Event(), [0]
-        looking = threading.Thread(target=gpu_bytes, args=(stop, peaks))
-        if arguments.devices != "cpu" and shutil.which("nvidia-smi"):
-            looking.start()
-        began = time.perf_counter()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "unet3d", *map(str, words), *arguments.predict],
-            stdout=sys.stderr.fileno(),
-        )
-        _, status, usage = os.wait4(child.pid, 0)
-        seconds = time.perf_counter() - began
-        stop.set()
-        if looking.is_alive():
-            looking.join()
-        if status:
-            sys.exit("unet3d predict failed")
-    host_bytes = usage.ru_maxrss * 1024
+        for number in range(1, arguments.scans):
+            os.link(scan, folder / f"{number}-{scan.name}")
+        words = ["predict", folder, "--checkpoint", network, "--devices", arguments.devices]
+        words += ["--output", Path(name) / "found", "--overwrite", *arguments.predict]
+        for _ in range(arguments.repeats):
+            rows.append(predict([str(word) for word in words], arguments.devices != "cpu"))
+    seconds = statistics.median(one["seconds"] for one in rows[1:] or rows)
+    host_bytes, gpu_bytes = (max(one[of] for one in rows) for of in ("host_bytes", "gpu_bytes"))
     row = {
         "seconds": seconds,
         "host_bytes": host_bytes,
-        "gpu_bytes": max(peaks),
+        "gpu_bytes": gpu_bytes,
+        "runs": rows,
         "request": {
             "shape": arguments.shape,
             "classes": arguments.classes,
             "channels": arguments.channels,
             "window": arguments.window,
             "finer": arguments.finer,
+            "plain": arguments.plain,
+            "scans": arguments.scans,
             "predict": arguments.predict,
         },
     }
     gib = 2**30
     print(
-        f"{arguments.shape} voxels, {arguments.classes} classes: {seconds:.1f} s, host "
-        f"{host_bytes / gib:.2f} GiB, GPU {max(peaks) / gib:.2f} GiB"
+        f"{arguments.shape} voxels, {arguments.classes} classes: {seconds:.1f} s "
+        f"({', '.join(format(one['seconds'], '.1f') for one in rows)}), host "
+        f"{host_bytes / gib:.2f} GiB, GPU {gpu_bytes / gib:.2f} GiB"
     )
     if arguments.json is not None:
         devices = [torch.device("cpu" if arguments.devices == "cpu" else "cuda:0")]
         record = {**tuning_key(devices, "as unet3d predict takes it"), **row}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def predict(words: list[str], on_gpu: bool) -> dict[str, float]:
+    """Run the command once."""
+    stop, peaks = threading.Event(), [0]
+    looking = threading.Thread(target=watch_gpu, args=(stop, peaks))
+    if on_gpu and shutil.which("nvidia-smi"):
+        looking.start()
+    began = time.perf_counter()
+    child = subprocess.Popen([sys.executable, "-m", "unet3d", *words], stdout=sys.stderr.fileno())
+    _, status, usage = os.wait4(child.pid, 0)
+    seconds = time.perf_counter() - began
+    stop.set()
+    if looking.is_alive():
+        looking.join()
+    if status:
+        sys.exit("unet3d predict failed")
+    return {"seconds": seconds, "host_bytes": usage.ru_maxrss * 1024, "gpu_bytes": max(peaks)}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from tests.networks import write_checkpoint
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
 from unet3d.volumes import stored
 from unet3d.volumes.in_memory import NAME, open_array
-from unet3d.volumes.nifti import image_of
+from unet3d.volumes.nifti import open_stored
 
 TURNED = np.array([[0, 0, 2.0, -10], [-1.5, 0, 0, 30], [0, 1.0, 0, 5], [0, 0, 0, 1]])
 """Voxels of 1.5 x 1 x 2 mm whose axes run to the back, to the top and to the right."""
@@ -189,7 +189,7 @@ def test_what_an_array_takes_already_is_not_counted_again(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(stored, "refuse_beyond_memory", lambda num, *words: asked.append(num))
-    image_of(NAME, open_array(np.zeros((4, 5, 6)), TURNED))
+    open_stored(NAME, open_array(np.zeros((4, 5, 6)), TURNED))
     assert asked == [4 * 4 * 5 * 6]  # float32 beside the float64 that are there
 
 

@@ -22,7 +22,7 @@ from unet3d.runs.finding import checkpoints_in
 from unet3d.volumes.header import shear_warning
 from unet3d.volumes.in_memory import NAME, open_array, open_image
 from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import Volume, image_of, label_image, read_channels
+from unet3d.volumes.nifti import ScanImage, label_image, open_channels, open_stored
 
 logger = logging.getLogger(__name__)
 
@@ -143,13 +143,13 @@ def load(
     return Segmenter(Predictor(networks, parallel, inference, group))
 
 
-def _volume(image: Image, affine: npt.ArrayLike | None) -> Volume:
+def _volume(image: Image, affine: npt.ArrayLike | None) -> ScanImage:
     if isinstance(image, np.ndarray) and affine is not None:
-        return image_of(NAME, open_array(image, affine))
+        return open_stored(NAME, open_array(image, affine))
     if affine is not None:
         raise TypeError(f"only a NumPy array takes an affine, and not a {type(image).__name__}")
     if isinstance(image, SpatialImage):
-        return image_of(NAME, open_image(image))
+        return open_stored(NAME, open_image(image))
     paths = [image] if isinstance(image, (str, os.PathLike)) else image
     is_files = isinstance(paths, Sequence) and all(isinstance(p, (str, os.PathLike)) for p in paths)
     if not is_files or not paths:
@@ -157,4 +157,4 @@ def _volume(image: Image, affine: npt.ArrayLike | None) -> Volume:
             f"cannot segment a {type(image).__name__}; give a file, a list of files, an image of "
             "nibabel's, or a NumPy array with its affine"
         )
-    return read_channels([Path(path) for path in paths])
+    return open_channels([Path(path) for path in paths])

@@ -159,7 +159,9 @@ def test_predict_beside_the_scan_and_never_over_it(
     assert begin == f"using {checkpoint}"
     assert end.startswith(f"{scan} -> {written} (")
     line = refusal(capsys, *arguments)
-    assert line == f"Error: {written} exists; add --overwrite to replace it"
+    assert (
+        line == f"Error: {written} exists; add --overwrite to replace it, or --continue to keep it"
+    )
     assert run(*arguments, "--overwrite") == 0
     assert "is itself to be segmented" in refusal(capsys, *arguments, "-o", scan, "--overwrite")
 
@@ -352,13 +354,15 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
 ) -> None:
     write_volume(scan, scan_array((40, 30, 20)))
     earlier = ["unet3d.runs.checkpoint.shortage"]  # what is compared with memory before
-    earlier += [f"unet3d.volumes.{name}.refuse_beyond_memory" for name in ("stored", "resample")]
+    earlier += [
+        f"unet3d.volumes.{name}.refuse_beyond_memory" for name in ("nifti", "resample", "scratch")
+    ]
     for available, words in (
         (
             200_000,
             "a scan.nii.gz: adding up the logits of 40x30x20 voxels and 3 classes takes 375 KiB",
         ),
-        (10_000, "a window of 8x8x8 voxels, with the image around it, takes 111.8 KiB"),
+        (10_000, "a window of 8x8x8 voxels, with the image around it, takes 36.75 KiB"),
     ):
         with monkeypatch.context() as patched:
             patched.setattr("unet3d.memory.host.available_bytes", lambda limit=available: limit)
@@ -367,7 +371,6 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
                 patched.setattr(name, lambda *_: None)
             arguments = ("predict", scan, "--checkpoint", checkpoint, "--devices", "cpu")
             assert words in refusal(capsys, *arguments)
-        earlier.append("unet3d.inference.predictor.refuse_beyond_memory")
 
 
 @pytest.mark.parametrize("change", ["written", "replaced", "removed"])

@@ -26,7 +26,7 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.scan_search import find_scans
-from unet3d.volumes.scans import Scan, read_scan, write_segmentation
+from unet3d.volumes.scans import Scan, Wanted, read_scan, write_segmentation
 from unet3d.volumes.transform import kept_box
 
 ORIENTATIONS = [
@@ -68,7 +68,7 @@ def predictor(checkpoint: Checkpoint) -> Predictor:
 def segment_file(predictor: Predictor, path: Path, output: Path | None = None) -> nib.Nifti1Image:
     """Do what the command does with one scan."""
     num_channels = len(predictor.preprocessing.channels)
-    (scan,) = find_scans([path], output, num_channels, overwrite=False).to_segment
+    (scan,) = find_scans([path], output, num_channels, Wanted()).to_segment
     image = read_scan(scan)
     write_segmentation(scan, predictor.segment(image), image.header)
     return nib.load(scan.output)
@@ -304,7 +304,7 @@ def test_each_network_has_its_own_windows_and_counts_the_same(tmp_path: Path) ->
     mean = torch.zeros(3, 24, 20, 16, dtype=torch.float64)
     for member in members:
         alone = place(member)
-        prepared = alone._prepared(image, kept_box(image.array, alone.preprocessing))
+        prepared = alone._prepared(image, kept_box(image.voxels, alone.preprocessing))
         slabs = alone._logits.slabs(prepared, [member.patch_size], lambda done, total: None)
         mean += torch.cat(list(slabs), 1).softmax(0) / 2
     np.testing.assert_array_equal(again[0], mean.argmax(0))

@@ -13,7 +13,7 @@ from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import sliding_window
 from unet3d.inference.image_slab import ImageSlab, WholeImage
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone, logit_slabs
-from unet3d.inference.windows import Windows, gaussian_weight
+from unet3d.inference.windows import Windows, gaussian_weight, longest_axis
 from unet3d.memory import host
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
@@ -44,8 +44,8 @@ def all_slabs(
 
 def predict_logits(executor: Any, image: Tensor, *request: Any, **more: Any) -> Tensor:
     """Return the logits of the whole volume."""
-    longest = max(range(3), key=lambda axis: image.shape[1 + axis])
-    return torch.cat(all_slabs(executor, image, *request, **more), 1 + longest)
+    slabs = all_slabs(executor, image, *request, **more)
+    return torch.cat(slabs, 1 + longest_axis(image.shape[1:]))
 
 
 class Voxelwise:

@@ -40,7 +40,7 @@ def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(paths: Any) -> None:
         raise AssertionError(f"{paths} were read again")
 
-    monkeypatch.setattr(case_boxes, "read_channels", refuse)
+    monkeypatch.setattr(case_boxes, "open_channels", refuse)
 
 
 def test_boxes_are_found_once(

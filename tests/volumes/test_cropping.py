@@ -6,6 +6,7 @@ import pytest
 
 from unet3d.inputs.plain_data import validated
 from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, takes_much, whole_box
+from unet3d.volumes.image_voxels import ImageVoxels
 
 RNG = np.random.default_rng(0)
 
@@ -18,14 +19,14 @@ def test_the_box_holds_all_that_is_not_zero_and_no_plane_more() -> None:
             for place in RNG.integers(0, size, (RNG.integers(1, 4), 3)):
                 image[(channel, *place)] = RNG.choice([-1.0, 1e-30, 7.0])
         places = np.argwhere(image)[:, 1:]
-        box = nonzero_box(image)
+        box = nonzero_box(ImageVoxels.of(image))
         assert box.start == tuple(places.min(0))
         assert box.stop == tuple(places.max(0) + 1)
         assert box.shape == image[0][box.slices].shape
 
 
 def test_an_image_of_zeros_is_kept_whole() -> None:
-    assert nonzero_box(np.zeros((1, 3, 4, 5))) == whole_box((3, 4, 5))
+    assert nonzero_box(ImageVoxels.of(np.zeros((1, 3, 4, 5), np.float32))) == whole_box((3, 4, 5))
     assert whole_box((3, 4, 5)).slices == (slice(0, 3), slice(0, 4), slice(0, 5))
 
 
@@ -61,9 +62,9 @@ def test_what_is_enclosed_is_inside(share: float) -> None:
     image[:, 2:10, 3:9, 1:12] = RNG.random((2, 8, 6, 11)) < share
     expected = ~reached_from_outside(~image.any(axis=0))
     assert expected.sum() > image.any(axis=0).sum()  # there are holes
-    np.testing.assert_array_equal(inside_mask(image), expected)
-    box = nonzero_box(image).slices
-    np.testing.assert_array_equal(inside_mask(image[:, *box]), expected[box])
+    np.testing.assert_array_equal(inside_mask(ImageVoxels.of(image)), expected)
+    box = nonzero_box(ImageVoxels.of(image)).slices
+    np.testing.assert_array_equal(inside_mask(ImageVoxels.of(image).cut(box)), expected[box])
 
 
 def test_a_quarter_of_the_median_case_is_much() -> None:

@@ -16,7 +16,8 @@ from unet3d.volumes.files import (
     stands_for_volume,
     volume_stem,
 )
-from unet3d.volumes.nifti import read_header, read_image, read_label, write_label
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import read_image, read_label, write_label
 
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 

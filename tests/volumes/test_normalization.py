@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from unet3d.volumes import normalization
+from unet3d.volumes import image_voxels
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
 
 RNG = np.random.default_rng(0)
@@ -20,14 +21,14 @@ def channel(scale: float = 1.0) -> np.ndarray:
 def test_a_z_score_is_that_of_the_voxels_that_count(
     piece_voxels: int, is_masked: bool, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalization, "PIECE_VOXELS", piece_voxels)
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
     array = channel(scale)
     inside = RNG.random(array.shape) < 0.5 if is_masked else None
     counted = array[array != 0 if inside is None else inside].astype(np.float64)
     expected = (array - counted.mean()) / counted.std()
     if inside is not None:
         expected[~inside] = 0
-    found = ChannelScaling.of(array, Z_SCORE, inside).apply(array, inside)
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, Z_SCORE, inside).apply(array, inside)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -36,7 +37,7 @@ def test_a_part_is_normalised_as_in_the_whole() -> None:
     array = channel()
     inside = RNG.random(array.shape) < 0.5
     for how in (Z_SCORE, ChannelNormalization(kind="ct", low=200, high=350, mean=280, std=30)):
-        scaling = ChannelScaling.of(array, how, inside)
+        scaling = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside)
         whole = scaling.apply(array, inside)
         np.testing.assert_array_equal(scaling.apply(array[:, 2:5], inside[:, 2:5]), whole[:, 2:5])
 
@@ -44,12 +45,16 @@ def test_a_part_is_normalised_as_in_the_whole() -> None:
 @pytest.mark.parametrize("how", [Z_SCORE, ChannelNormalization(kind="none")])
 def test_what_has_no_intensities_stays(how: ChannelNormalization) -> None:
     array = np.zeros((4, 5, 6), np.float32)
-    assert ChannelScaling.of(array, how, None).apply(array) is array
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, None).apply(array)
+    np.testing.assert_array_equal(found, array)
     nowhere = np.zeros(array.shape, bool)
-    assert ChannelScaling.of(array + 1, Z_SCORE, nowhere) == ChannelScaling()
+    assert (
+        ChannelScaling.of(ImageVoxels.of((array + 1)[None]), 0, Z_SCORE, nowhere)
+        == ChannelScaling()
+    )
 
 
 def test_a_constant_channel_becomes_finite() -> None:
     array = np.full((4, 5, 6), 7, np.float32)
-    found = ChannelScaling.of(array, Z_SCORE, None).apply(array)
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, Z_SCORE, None).apply(array)
     np.testing.assert_array_equal(found, 0)

@@ -131,8 +131,14 @@ def test_sheared_axes_are_those_of_a_nifti_file(tmp_path: Path) -> None:
         (nrrd_bytes(space_directions=None, spacings=None), "its spacings is ''"),
         (nrrd_bytes(voxels=VOXELS[:-1]), "it is damaged or incomplete"),
         (nrrd_bytes(voxels=VOXELS + bytes(2**21)), "goes on for more than"),
-        (nrrd_bytes(encoding="gzip", voxels=gzip.compress(VOXELS)[:-1]), "voxels end after 120"),
-        (nrrd_bytes(encoding="gzip", voxels=gzip.compress(VOXELS[1:])), "voxels end after 119 by"),
+        (
+            nrrd_bytes(encoding="gzip", voxels=gzip.compress(VOXELS)[:-1]),
+            "end before their checksum",
+        ),
+        (
+            nrrd_bytes(encoding="gzip", voxels=gzip.compress(VOXELS[1:])),
+            "end after 119 of 120",
+        ),
         (nrrd_bytes(encoding="gzip", voxels=gzip.compress(VOXELS + b"x")), "unpacks to more than"),
         (nrrd_bytes(encoding="gzip", voxels=VOXELS), "cannot read"),
     ],
@@ -145,7 +151,7 @@ def test_a_damaged_checksum_is_noticed(tmp_path: Path) -> None:
     packed = bytearray(gzip.compress(VOXELS))
     packed[-6] ^= 1
     content = nrrd_bytes(encoding="gzip", voxels=bytes(packed))
-    assert "incorrect data check" in refusal(written(tmp_path / "a.nrrd", content))
+    assert "Incorrect checksum" in refusal(written(tmp_path / "a.nrrd", content))
 
 
 def test_a_label_map_holds_whole_numbers(tmp_path: Path) -> None:

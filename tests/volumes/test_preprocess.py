@@ -22,6 +22,7 @@ from unet3d.volumes import case_boxes, preprocess, workers
 from unet3d.volumes import foreground as foreground_module
 from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.preprocess import (
     ct_normalization,
@@ -192,7 +193,7 @@ def test_a_ct_case_is_read_once_for_the_plan(
     def refuse(paths: object) -> None:
         raise AssertionError(f"{paths} were read for their boxes")
 
-    monkeypatch.setattr(case_boxes, "read_channels", refuse)
+    monkeypatch.setattr(case_boxes, "open_channels", refuse)
     _, fingerprint = plan_preprocessing(dataset, settings)
     assert fingerprint.shapes == {(12, 14, 10)}
 
@@ -325,7 +326,7 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: Da
         stored = case.image()
         assert not stored.flags.writeable and not stored.flags.owndata
         assert stored.dtype == np.float16
-        expected = prepare_image(image, (1, 1.5, 2), plan)
+        expected = prepare_image(ImageVoxels.of(image), (1, 1.5, 2), plan)
         np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-11, atol=2**-25)
         np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
         assert case.spacing_mm == (1.2, 1.2, 1.2)

@@ -10,9 +10,11 @@ import pytest
 from tests.networks import place, random_checkpoint
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
-from unet3d.volumes.nifti import read_header, read_label
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import read_label
 from unet3d.volumes.scans import (
     Scan,
+    Wanted,
     label_statistics,
     read_scan,
     result_file,
@@ -30,7 +32,7 @@ def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
     scan = Scan(images=tuple(files), output=tmp_path / "unused.nii")
     image = read_scan(scan)
     assert image.header.num_channels == 2
-    np.testing.assert_array_equal(image.array, arrays)
+    np.testing.assert_array_equal(image.voxels.whole(), arrays)
     predictor = place(random_checkpoint(num_channels=2))
     write_volume(tmp_path / "stacked.nii", np.stack(arrays, axis=-1), SPACING_MM)
     stacked = read_scan(Scan(images=(tmp_path / "stacked.nii",), output=tmp_path / "unused.nii"))
@@ -61,7 +63,10 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path: Path) 
         write_segmentation(scan, labels, header)
     with pytest.raises(ResultExistsError, match="scan_seg.json was made by somebody else in the"):
         write_statistics(scan, {}, [])
-    assert [result.read_text() for result in scan.results(True)] == ["theirs", "theirs"]
+    assert [result.read_text() for result in scan.results(Wanted(statistics=True))] == [
+        "theirs",
+        "theirs",
+    ]
     write_segmentation(scan, labels, header, overwrite=True)
     write_statistics(scan, {}, [], overwrite=True)
     assert read_label(scan.output).array.shape == (4, 4, 4)

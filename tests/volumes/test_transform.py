@@ -12,6 +12,7 @@ from unet3d.inputs.plain_data import validated
 from unet3d.memory import host
 from unet3d.volumes.classes import Region
 from unet3d.volumes.cropping import whole_box
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.restoring import restored_slabs
 from unet3d.volumes.transform import (
@@ -109,7 +110,7 @@ def test_z_score_is_over_the_voxels_that_are_not_zero() -> None:
     image = RNG.normal(1000, 50, (1, 12, 12, 12)).astype(np.float32)
     image[:, :6] = 0
     before = image.copy()
-    prepared = prepare_image(image, (1, 1, 1), plan())
+    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 1), plan())
     np.testing.assert_array_equal(image, before)
     assert prepared.dtype == np.float32
     inside = prepared[:, 6:].astype(np.float64)
@@ -131,7 +132,7 @@ def test_z_score_within_the_mask_is_that_of_nnunet() -> None:
     channels = (ChannelNormalization(kind="z-score"),) * 2
     masked = replace(plan(*channels), masks_outside=True)
     before = image.copy()
-    prepared = prepare_image(image, (1, 1, 1), masked)
+    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 1), masked)
     np.testing.assert_array_equal(image, before)
     for channel in range(2):
         # nnunetv2's ZScoreNormalization with use_mask_for_norm, in float64.
@@ -147,8 +148,8 @@ def test_the_mask_leaves_other_normalisations_alone() -> None:
     ct = ChannelNormalization(kind="ct", low=60, high=140, mean=100, std=20)
     preprocessing = plan(ct, ChannelNormalization(kind="none"))
     np.testing.assert_array_equal(
-        prepare_image(image, (1, 1, 1), replace(preprocessing, masks_outside=True)),
-        prepare_image(image, (1, 1, 1), preprocessing),
+        prepare_image(ImageVoxels.of(image), (1, 1, 1), replace(preprocessing, masks_outside=True)),
+        prepare_image(ImageVoxels.of(image), (1, 1, 1), preprocessing),
     )
 
 
@@ -158,7 +159,7 @@ def test_a_channel_that_is_constant_inside_the_mask_becomes_zero(value: float) -
     image[0, 1:5, 1:5, 1:5] = RNG.normal(10, 1, (4, 4, 4))
     image[1, 1:5, 1:5, 1:5] = value
     masked = replace(plan(*(ChannelNormalization(kind="z-score"),) * 2), masks_outside=True)
-    prepared = prepare_image(image, (1, 1, 1), masked)
+    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 1), masked)
     assert not prepared[1].any()
     assert prepared[0].any()
 
@@ -166,16 +167,16 @@ def test_a_channel_that_is_constant_inside_the_mask_becomes_zero(value: float) -
 def test_only_what_is_asked_for_is_cropped() -> None:
     image = np.zeros((1, 6, 7, 8), np.float32)
     image[0, 2:4, 3, 1:8] = 1
-    assert kept_box(image, plan()) == whole_box((6, 7, 8))
-    box = kept_box(image, replace(plan(), crops_to_nonzero=True))
+    assert kept_box(ImageVoxels.of(image), plan()) == whole_box((6, 7, 8))
+    box = kept_box(ImageVoxels.of(image), replace(plan(), crops_to_nonzero=True))
     assert (box.start, box.stop) == ((2, 3, 1), (4, 4, 8))
 
 
 def test_z_score_forgets_the_range_of_the_scanner() -> None:
     image = RNG.uniform(1, 2, (1, 8, 8, 8)).astype(np.float32)
     np.testing.assert_allclose(
-        prepare_image(image * 5000, (1, 1, 1), plan()),
-        prepare_image(image, (1, 1, 1), plan()),
+        prepare_image(ImageVoxels.of(image * 5000), (1, 1, 1), plan()),
+        prepare_image(ImageVoxels.of(image), (1, 1, 1), plan()),
         atol=1e-4,
     )
 
@@ -183,14 +184,14 @@ def test_z_score_forgets_the_range_of_the_scanner() -> None:
 @pytest.mark.parametrize("value", [0.0, 7.0, 1e6])
 def test_constant_images_become_zero(value: float) -> None:
     image = np.full((1, 4, 4, 4), value, np.float32)
-    np.testing.assert_array_equal(prepare_image(image, (1, 1, 1), plan()), 0)
+    np.testing.assert_array_equal(prepare_image(ImageVoxels.of(image), (1, 1, 1), plan()), 0)
 
 
 def test_channels_are_normalized_each_its_own_way() -> None:
     image = RNG.uniform(-2000, 2000, (3, 6, 6, 6)).astype(np.float32)
     ct = ChannelNormalization(kind="ct", low=-100, high=200, mean=50, std=25)
     prepared = prepare_image(
-        image,
+        ImageVoxels.of(image),
         (1, 1, 1),
         plan(ct, ChannelNormalization(kind="none"), ChannelNormalization(kind="z-score")),
     )
@@ -198,7 +199,7 @@ def test_channels_are_normalized_each_its_own_way() -> None:
     np.testing.assert_array_equal(prepared[1], image[1])
     assert abs(prepared[2].std() - 1) < 1e-4
     with pytest.raises(VolumeError, match=r"has 3 channel\(s\); 2 are needed: m0, m1"):
-        prepare_image(image, (1, 1, 1), plan(ct, ct))
+        prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(ct, ct))
 
 
 def test_labels_become_class_indices() -> None:
@@ -224,7 +225,7 @@ def test_image_and_label_land_on_one_grid() -> None:
     label[5:15, 6:18, 2:8] = 1
     image = label[None].astype(np.float32) + 1
     preprocessing = plan(ChannelNormalization(kind="none"), spacing_mm=(0.7, 1.3, 1.0))
-    prepared = prepare_image(image, (1, 1, 2.5), preprocessing)
+    prepared = prepare_image(ImageVoxels.of(image), (1, 1, 2.5), preprocessing)
     classes = prepare_label(label, (1, 1, 2.5), preprocessing)
     assert prepared.shape[1:] == classes.shape == (29, 18, 25)
     in_image = np.array(ndimage.center_of_mass(prepared[0] - 1))
@@ -256,8 +257,8 @@ def test_the_unit_of_intensities_does_not_matter(kind: str, scale: float) -> Non
         image[:, :4] = 0
     if kind == "one voxel":
         image[0, 2, 3, 4] = 3.001
-    reference = prepare_image(image.astype(np.float32), (1, 1, 1), plan())
-    scaled = prepare_image((image * scale).astype(np.float32), (1, 1, 1), plan())
+    reference = prepare_image(ImageVoxels.of(image.astype(np.float32)), (1, 1, 1), plan())
+    scaled = prepare_image(ImageVoxels.of((image * scale).astype(np.float32)), (1, 1, 1), plan())
     assert np.isfinite(scaled).all()
     if kind in ("mask", "constant"):
         assert set(np.unique(scaled)) == {0} | ({-1} if kind == "mask" else set())
@@ -271,7 +272,9 @@ def test_the_unit_of_intensities_does_not_matter(kind: str, scale: float) -> Non
 def test_intensities_of_both_signs_do_not_overflow() -> None:
     image = np.full((1, 4, 4, 4), 3e38, np.float32)
     image[:, :2] = -3e38
-    np.testing.assert_allclose(np.abs(prepare_image(image, (1, 1, 1), plan())), 1, rtol=1e-6)
+    np.testing.assert_allclose(
+        np.abs(prepare_image(ImageVoxels.of(image), (1, 1, 1), plan())), 1, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +292,7 @@ def test_what_would_not_fit_is_refused_before_it_is_made(
     image = RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32)
     at_one_mm = plan(spacing_mm=(1, 1, 1))
     for prepare in (
-        lambda: prepare_image(image, spacing_mm, at_one_mm),
+        lambda: prepare_image(ImageVoxels.of(image), spacing_mm, at_one_mm),
         lambda: prepare_label(np.zeros((32, 32, 32), np.uint8), spacing_mm, at_one_mm),
     ):
         with pytest.raises(VolumeError) as caught:
@@ -302,7 +305,7 @@ def test_what_would_not_fit_is_refused_before_it_is_made(
 def test_a_scan_of_which_one_voxel_would_be_left_is_refused() -> None:
     image = RNG.uniform(size=(1, 32, 32, 32)).astype(np.float32)
     with pytest.raises(VolumeError, match="would become 1x1x1 of 1x1x1 mm, and nothing"):
-        prepare_image(image, (1e-3, 1e-3, 1e-3), plan(spacing_mm=(1, 1, 1)))
+        prepare_image(ImageVoxels.of(image), (1e-3, 1e-3, 1e-3), plan(spacing_mm=(1, 1, 1)))
 
 
 def test_an_allocation_that_fails_all_the_same_is_explained(
@@ -316,7 +319,7 @@ def test_an_allocation_that_fails_all_the_same_is_explained(
 
         monkeypatch.setattr("unet3d.volumes.transform.Resampling.planes", exhausted)
         with pytest.raises(VolumeError, match="too little memory, .* available"):
-            prepare_image(image, (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
+            prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
 
 
 @pytest.mark.parametrize(
@@ -331,7 +334,7 @@ def test_what_becomes_infinite_is_refused(how: ChannelNormalization) -> None:
     image = np.zeros((1, 6, 6, 6), np.float32)
     image[:, ::2] = 3.3e38
     with pytest.raises(VolumeError, match=r"up to 3.3e\+38 become infinite when they are prepared"):
-        prepare_image(image, (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
+        prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
 
 
 @pytest.mark.parametrize("target_mm", [None, (1, 1, 1), (0.6, 1.7, 2)], ids=str)
@@ -344,8 +347,8 @@ def test_planes_are_prepared_as_in_the_whole(
     image[:, :4] = 0
     how = ChannelNormalization(kind="z-score")
     preprocessing = replace(plan(how, how, spacing_mm=target_mm), masks_outside=masks_outside)
-    whole = prepare_image(image, (1, 1.2, 2.5), preprocessing)
-    prepared = PreparedImage(image, (1, 1.2, 2.5), preprocessing)
+    whole = prepare_image(ImageVoxels.of(image), (1, 1.2, 2.5), preprocessing)
+    prepared = PreparedImage(ImageVoxels.of(image), (1, 1.2, 2.5), preprocessing)
     assert prepared.shape == whole.shape[1:]
     along = (slice(None),) * (1 + axis)
     for begin in range(0, prepared.shape[axis], 4):
@@ -359,5 +362,5 @@ def test_the_largest_intensity_is_that_of_the_normalised_image() -> None:
     image = RNG.normal(5, 2, size=(2, 12, 11, 10)).astype(np.float32)
     image[1, 3, 4, 5] = -900
     how = ChannelNormalization(kind="z-score")
-    prepared = PreparedImage(image, (1, 1, 1), plan(how, how))
+    prepared = PreparedImage(ImageVoxels.of(image), (1, 1, 1), plan(how, how))
     assert prepared.largest == pytest.approx(np.abs(prepared.planes(0, 0, 12)).max(), rel=1e-6)

@@ -14,6 +14,7 @@ from unet3d.errors import ConfigError
 if TYPE_CHECKING:
     from unet3d.parallel import ParallelDims
     from unet3d.runs.checkpoint import Checkpoint
+    from unet3d.volumes.scans import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +28,41 @@ class _Request:
     tta: bool
     statistics: bool
     preview: bool
+    probabilities: bool
     no_postprocessing: bool
+    skip_background: bool
+    scratch: Path | None
+    goes_on: bool
     overwrite: bool
+
+    def wanted(self) -> "Wanted":
+        """Return what is to be written."""
+        from unet3d.volumes.scans import Wanted
+
+        return Wanted(
+            statistics=self.statistics,
+            preview=self.preview,
+            probabilities=self.probabilities,
+            overwrite=self.overwrite,
+            goes_on=self.goes_on,
+        )
 
     def arguments(self) -> list[str]:
         """Return the same as a command line."""
-        options = {"--output": self.output, "--window": self.window, "--overlap": self.overlap}
+        options = {
+            "--output": self.output,
+            "--window": self.window,
+            "--overlap": self.overlap,
+            "--scratch": self.scratch,
+        }
         flags = {
             "--tta": self.tta,
             "--statistics": self.statistics,
             "--preview": self.preview,
+            "--probabilities": self.probabilities,
             "--no-postprocessing": self.no_postprocessing,
+            "--skip-background": self.skip_background,
+            "--continue": self.goes_on,
             "--overwrite": self.overwrite,
         }
         return [
@@ -81,9 +106,31 @@ class _Request:
     help="Also draw three planes through the largest structure, with outlines and mL, as PNG.",
 )
 @click.option(
+    "--probabilities",
+    is_flag=True,
+    help="Also write the probability of each class, as a NumPy file in float16.",
+)
+@click.option(
     "--no-postprocessing",
     is_flag=True,
     help="Keep all components, also where the validation has shown that the largest is better.",
+)
+@click.option(
+    "--skip-background",
+    is_flag=True,
+    help="Skip windows in which the image is one number, such as outside of the body.",
+)
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    metavar="DIR",
+    help="Keep unpacked scans and labels in files there, and not in memory.",
+)
+@click.option(
+    "--continue",
+    "goes_on",
+    is_flag=True,
+    help="Keep results that are complete, also of a single scan, and make the others.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace existing segmentations.")
 def predict(
@@ -98,10 +145,16 @@ def predict(
     tta: bool,
     statistics: bool,
     preview: bool,
+    probabilities: bool,
     no_postprocessing: bool,
+    skip_background: bool,
+    scratch: Path | None,
+    goes_on: bool,
     overwrite: bool,
 ) -> None:
     """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
+    if goes_on and overwrite:
+        raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
     from unet3d.config import load_config
     from unet3d.distributed.launched import is_launched
 
@@ -119,6 +172,7 @@ def predict(
     from unet3d.inference.predictor import Predictor
     from unet3d.parallel import ParallelDims
     from unet3d.volumes.scan_search import find_scans
+    from unet3d.volumes.scratch import Scratch
 
     request = _Request(
         images=images,
@@ -128,7 +182,11 @@ def predict(
         tta=tta,
         statistics=statistics,
         preview=preview,
+        probabilities=probabilities,
         no_postprocessing=no_postprocessing,
+        skip_background=skip_background,
+        scratch=scratch,
+        goes_on=goes_on,
         overwrite=overwrite,
     )
     # The devices of training say nothing about those of prediction.
@@ -159,12 +217,12 @@ def predict(
         job = None
         if group.is_first:
             num_channels = len(networks.preprocessing.channels)
-            scans = find_scans(images, output, num_channels, overwrite, statistics, preview)
-            job = Segmentation(
-                scans, checkpoints, statistics=statistics, preview=preview, overwrite=overwrite
-            )
+            wanted = request.wanted()
+            scans = find_scans(images, output, num_channels, wanted)
+            job = Segmentation(scans, checkpoints, wanted, Scratch(scratch))
+            job.begin()
         if group.from_first(lambda: job is not None and job.has_work):
-            predictor = Predictor(networks, spread, inference, group)
+            predictor = Predictor(networks, spread, inference, group, skips_empty=skip_background)
             if job is None:
                 predictor.follow()
             else:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
     from unet3d.inference.predictor import Predictor
     from unet3d.reports.scan_progress import ScanProgress
-    from unet3d.volumes.nifti import Volume
+    from unet3d.volumes.nifti import ScanImage
     from unet3d.volumes.scan_search import FoundScans
-    from unet3d.volumes.scans import Scan
+    from unet3d.volumes.scans import Scan, Wanted
+    from unet3d.volumes.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -42,32 +43,35 @@ class Segmentation:
         self,
         scans: "FoundScans",
         checkpoints: Sequence[Path],
-        *,
-        statistics: bool,
-        preview: bool,
-        overwrite: bool,
+        wanted: "Wanted",
+        scratch: "Scratch",
     ) -> None:
         """Say which scans need nothing, and which cannot be segmented.
 
         Args:
             scans: What was asked for.
             checkpoints: Files of the networks, which the statistics name.
-            statistics: Whether to describe each label, too.
-            preview: Whether to draw each segmentation.
-            overwrite: Whether to replace results.
+            wanted: What is to be written.
+            scratch: Where scans and their labels are while they are worked on.
         """
+        from unet3d.volumes.scans_ahead import ScansAhead
+
         self._scans = scans.to_segment
         self._checkpoints = checkpoints
         self._num_scans = len(scans.to_segment) + len(scans.kept) + len(scans.faults)
         self._failures = [scan for scan, _ in scans.faults]
         self._error: Unet3dError | OSError | None = None
-        self._statistics = statistics
-        self._preview = preview
-        self._overwrite = overwrite
+        self._wanted = wanted
+        self._scratch = scratch
+        self._ahead = ScansAhead(scans.to_segment, scratch)
         for scan in scans.kept:
             _show_kept(scan)
         for _, error in scans.faults:
             show_error(error, "Skipped")
+
+    def begin(self) -> None:
+        """Begin to read, while networks are placed on their devices."""
+        self._ahead.begin()
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +110,7 @@ class Segmentation:
                 began = time.monotonic()
                 try:
                     with progress.shown(number, scan.images[0].name):
-                        self._write(scan, predictor, progress)
+                        self._write(number - 1, predictor, progress)
                 except (CheckpointError, RankError):
                     raise
                 except (Unet3dError, OSError) as error:
@@ -122,7 +126,7 @@ class Segmentation:
                     click.echo(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
         finally:
             if left and not is_alone:
-                advice = "name these" if self._overwrite else "give the same command again"
+                advice = "name these" if self._wanted.overwrite else "give the same command again"
                 click.echo(f"Not segmented: {_names(left)}; to go on, {advice}", err=True)
         predictor.end()
 
@@ -135,43 +139,47 @@ class Segmentation:
         show_error(error, "Skipped")
         self._failures.append(scan)
 
-    def _write(self, scan: "Scan", predictor: "Predictor", progress: "ScanProgress") -> None:
+    def _write(self, number: int, predictor: "Predictor", progress: "ScanProgress") -> None:
         from unet3d.volumes.memory_limits import explaining_memory
         from unet3d.volumes.scan_search import refuse_existing
         from unet3d.volumes.scans import (
             label_statistics,
-            read_scan,
             stamps,
             write_segmentation,
             write_statistics,
         )
 
-        if not self._overwrite:
+        scan, wanted = self._scans[number], self._wanted
+        if not wanted.overwrite:
             # Another process may be at work in the same folder.
-            refuse_existing(scan, self._statistics, self._preview)
-        before = stamps(scan)
-        with explaining_memory(str(scan.images[0])):
+            refuse_existing(scan, wanted)
+        replaces = wanted.overwrite or any(map(os.path.lexists, scan.results(wanted)))
+        with (
+            explaining_memory(str(scan.images[0])),
+            _result(scan.probabilities if wanted.probabilities else None, replaces) as npy,
+        ):
             progress.stage("reading")
-            image = read_scan(scan)
+            read = self._ahead.take(number)
+            image = read.image
             progress.stage("preparing")
-            labels = predictor.segment(image, progress.windows_done)
-            found = (
-                label_statistics(labels, image, predictor.label_names) if self._statistics else None
-            )
-            figure = _figure(scan, image, labels, predictor.label_names) if self._preview else None
+            labels = predictor.segment(image, progress.windows_done, self._scratch, npy)
+            names = predictor.label_names
+            found = label_statistics(labels, image, names) if wanted.statistics else None
+            figure = _figure(scan, image, labels, names) if wanted.preview else None
             progress.stage("writing")
-            if stamps(scan) != before:
+            if stamps(scan) != read.stamps:
                 raise VolumeError(
                     f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
                     "segment it again"
                 )
-            with _picture(figure, scan.preview, self._overwrite):
-                write_segmentation(scan, labels, image.header, self._overwrite)
+            with _picture(figure, scan.preview, replaces):
+                write_segmentation(scan, labels, image.header, replaces)
             if found is not None:
-                write_statistics(scan, found, self._checkpoints, self._overwrite)
+                write_statistics(scan, found, self._checkpoints, replaces)
         for path, is_written, verb, option in (
-            (scan.statistics, self._statistics, "describe", "--statistics"),
-            (scan.preview, self._preview, "show", "--preview"),
+            (scan.statistics, wanted.statistics, "describe", "--statistics"),
+            (scan.preview, wanted.preview, "show", "--preview"),
+            (scan.probabilities, wanted.probabilities, "belong to", "--probabilities"),
         ):
             if not is_written and os.path.lexists(path):
                 logger.warning(
@@ -183,7 +191,7 @@ class Segmentation:
 
 
 def _figure(
-    scan: "Scan", image: "Volume", labels: "npt.NDArray[Any]", label_names: dict[int, str]
+    scan: "Scan", image: "ScanImage", labels: "npt.NDArray[Any]", label_names: dict[int, str]
 ) -> "Figure":
     from unet3d.reports.planes import Structure
     from unet3d.reports.preview import Preview, preview_figure
@@ -192,7 +200,7 @@ def _figure(
     return preview_figure(
         Preview(
             title=scan.images[0].name,
-            image=image.array[0],
+            image=image.voxels.channel(0),
             labels=labels,
             structures=[
                 Structure(name=name, values=(value,)) for value, name in label_names.items()
@@ -209,15 +217,24 @@ def _picture(figure: "Figure | None", path: Path, overwrite: bool) -> Iterator[N
 
     A disk that is full leaves neither then: a segmentation alone would have to be replaced.
     """
-    if figure is None:
+    with _result(None if figure is None else path, overwrite) as unfinished:
+        if figure is not None and unfinished is not None:
+            from unet3d.reports.format import save_figure
+
+            save_figure(figure, unfinished)
         yield
+
+
+@contextmanager
+def _result(path: Path | None, overwrite: bool) -> Iterator[Path | None]:
+    """Yield where to write a file, which then gets its name; None: there is none."""
+    if path is None:
+        yield None
         return
-    from unet3d.reports.format import save_figure
     from unet3d.volumes.scans import result_file
 
     with result_file(path, overwrite) as unfinished:
-        save_figure(figure, unfinished)
-        yield
+        yield unfinished
 
 
 def _show_kept(scan: "Scan") -> None:

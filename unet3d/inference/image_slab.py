@@ -1,5 +1,7 @@
 """The planes of an image that windows reach, made when they do and forgotten after."""
 
+from collections import deque
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
@@ -7,6 +9,9 @@ from torch import Tensor
 
 from unet3d.config import Shape
 from unet3d.inference.windows import Windows
+from unet3d.inputs.ahead import ahead
+
+CPU = torch.device("cpu")
 
 
 class Planes(Protocol):
@@ -67,23 +72,41 @@ class WholeImage:
 
 
 class ImageSlab:
-    """Cuts windows, in their order, from the planes of an image that they reach."""
+    """Cuts windows, in their order, from the planes of an image that they reach.
 
-    def __init__(self, image: Planes, windows: Windows, dtype: torch.dtype) -> None:
+    The next planes are made while windows of these are computed.
+    """
+
+    def __init__(
+        self,
+        image: Planes,
+        windows: Windows,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
+    ) -> None:
         """Begin before the first window.
 
         Args:
-            image: The image.
+            image: The image; a thread may ask it for planes.
             windows: Its windows.
             dtype: What the network expects.
+            device: Where windows are cut, best the one that computes them: each voxel is in several
+                of them, and is sent there once.
         """
         self._image = image
         self._windows = windows
         self._first = self._end = 0  # planes of the padded volume that are there
-        self._planes = torch.zeros((image.num_channels, *windows.slab), dtype=dtype)
+        size = (image.num_channels, *windows.slab)
+        self._planes = torch.zeros(size, dtype=dtype, device=device)
+        self._ahead: tuple[tuple[int, int], Future[Tensor]] | None = None
+        ends = (
+            batch[-1][windows.axis] + windows.shape[windows.axis] for batch in windows.batches()
+        )
+        self._ends = deque(dict.fromkeys(ends))
+        """Where the planes end that are asked for next."""
 
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
-        """Return windows, shape (N, C, X, Y, Z), on the CPU, outside of the image 0.
+        """Return windows, shape (N, C, X, Y, Z), outside of the image 0.
 
         That is the mean of a prepared image.
 
@@ -104,14 +127,34 @@ class ImageSlab:
     def _fill(self, end: int) -> None:
         """Make the planes before ``end`` that are not there."""
         axis, inside = self._windows.axis, self._windows.inside
-        along = inside[axis]
-        low, high = max(self._end, along.start), min(end, along.stop)
-        if low < high:
+        asked = self._needed(end)
+        if asked is not None:
             place = list(inside)
-            place[axis] = slice(low - self._first, high - self._first)
-            planes = self._image.planes(axis, low - along.start, high - along.start)
-            self._planes[(slice(None), *place)] = planes
+            place[axis] = slice(asked[0] - self._first, asked[1] - self._first)
+            self._planes[(slice(None), *place)] = self._made(asked)
         self._end = max(self._end, end)
+        while self._ends and self._ends[0] <= self._end:
+            self._ends.popleft()
+        asked = self._needed(self._ends[0]) if self._ends else None
+        if asked is not None and self._ahead is None:
+            first, behind = self._of_image(asked)
+            self._ahead = asked, ahead(lambda: self._image.planes(axis, first, behind))
+
+    def _needed(self, end: int) -> tuple[int, int] | None:
+        """Return the planes of the padded volume before ``end`` that must be made, if any."""
+        along = self._windows.inside[self._windows.axis]
+        low, high = max(self._end, along.start), min(end, along.stop)
+        return (low, high) if low < high else None
+
+    def _made(self, asked: tuple[int, int]) -> Tensor:
+        begun, self._ahead = self._ahead, None
+        if begun is not None and begun[0] == asked:
+            return begun[1].result()
+        return self._image.planes(self._windows.axis, *self._of_image(asked))
+
+    def _of_image(self, planes: tuple[int, int]) -> tuple[int, int]:
+        start = self._windows.inside[self._windows.axis].start
+        return planes[0] - start, planes[1] - start
 
 
 def drop_planes(tensor: Tensor, dim: int, number: int) -> None:

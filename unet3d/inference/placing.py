@@ -93,6 +93,8 @@ class TrainedNetwork:
     precision: str
     """What it computes in."""
     index: ClassVar[int] = 0
+    is_on_one_gpu: ClassVar[bool] = False
+    """Not where memory is scarce: a training has its own beside it."""
 
     def use(self, index: int) -> None:
         """Leave the network where it is: there is no other."""
@@ -152,6 +154,12 @@ class PlacedNetworks:
         if executor is None:
             raise RuntimeError("no network is placed")
         return executor
+
+    @property
+    def is_on_one_gpu(self) -> bool:
+        """Whether this process alone has the network, and all of it on one GPU."""
+        devices = {slot.device for slot in self.executor.slots}
+        return self._alone is not None and [one.type for one in devices] == ["cuda"]
 
     @property
     def precision(self) -> str:

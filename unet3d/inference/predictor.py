@@ -1,20 +1,21 @@
 """Prediction: from the image of a scan to its label values."""
 
 import logging
-import math
 from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from unet3d.config import InferenceSettings, ParallelSettings, Shape, Spacing
+from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of
-from unet3d.inference.image_slab import Planes
+from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.postprocessing import common_rules, keep_largest, rules_in_words
@@ -24,13 +25,15 @@ from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
 from unet3d.volumes.cropping import Box
-from unet3d.volumes.files import times
-from unet3d.volumes.memory_limits import refuse_beyond_memory
-from unet3d.volumes.nifti import Volume
+from unet3d.volumes.nifti import ScanImage
 from unet3d.volumes.restoring import restored_slabs
-from unet3d.volumes.transform import PreparedImage, Preprocessing, classes_of, kept_box
+from unet3d.volumes.scratch import Scratch
+from unet3d.volumes.transform import PreparedImage, Preprocessing, kept_box
 
 logger = logging.getLogger(__name__)
+
+PLANES_KEPT = 2
+"""Pieces of a prepared scan that stay where networks take turns, each of them one piece ahead."""
 
 
 class Predictor:
@@ -43,6 +46,8 @@ class Predictor:
         inference: Sequence[InferenceSettings],
         group: Group | None = None,
         placed: TrainedNetwork | None = None,
+        *,
+        skips_empty: bool = False,
     ) -> None:
         """Place the first network; of several ranks, one predicts and the others :meth:`follow`.
 
@@ -53,6 +58,8 @@ class Predictor:
             group: The ranks that share each window; None: this process alone.
             placed: The only network as it is placed already; then ``parallel`` is not looked at,
                 and ranks with other slabs of it :meth:`join` for each image.
+            skips_empty: Whether windows are skipped in which each channel is one number; what no
+                other window reaches becomes background.
 
         Raises:
             ConfigError: The mode needs ranks that are not there.
@@ -63,7 +70,13 @@ class Predictor:
         group = group or Group(Ranks())
         self._networks = networks
         self._placed = placed or PlacedNetworks(networks, parallel, group)
-        self._logits = VolumeLogits(networks, inference, self._placed, group.ranks.local_world_size)
+        self._logits = VolumeLogits(
+            networks,
+            inference,
+            self._placed,
+            group.ranks.local_world_size,
+            skips_empty=skips_empty,
+        )
         self._logits.check_weights()
         of_networks = [
             network.postprocessing if settings.postprocessing else ()
@@ -111,14 +124,20 @@ class Predictor:
         self._placed.end()
 
     def segment(
-        self, image: Volume, windows_done: WindowsDone = lambda done, total: None
+        self,
+        image: ScanImage,
+        windows_done: WindowsDone = lambda done, total: None,
+        scratch: Scratch | None = None,
+        probabilities: Path | None = None,
     ) -> npt.NDArray[np.integer[Any]]:
         """Return the label values of an image.
 
         Args:
-            image: Shape (C, X, Y, Z), as read from a file.
+            image: As read from a file.
             windows_done: Called before the first window and after each forward pass; each network
                 counts the same.
+            scratch: Where the labels go; None: into memory.
+            probabilities: Where to write a :class:`ProbabilityVolume`; None: nowhere.
 
         Returns:
             Shape (X, Y, Z), on the image's grid, after the post-processing of the network.
@@ -129,6 +148,7 @@ class Predictor:
                 too little memory for it, or the network's output for it is not finite.
             DoesNotFitError: A device has too little memory.
             RankError: Another rank died or hangs.
+            OSError: The probabilities cannot be written.
         """
         wanted = len(self.preprocessing.channels)
         if image.header.num_channels != wanted:
@@ -137,15 +157,14 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
-        box = kept_box(image.array, self.preprocessing)
+        box = kept_box(image.voxels, self.preprocessing)
         prepared = self._prepared(image, box)
-        refuse_beyond_memory(
-            math.prod(image.header.shape) + math.prod(box.shape),
-            f"{image.header.path}: the segmentation of {times(image.header.shape)} voxels",
-            "use a machine with more, or cut the scan into pieces",
-        )
+        labels = LabelVolume(image.header, box, self.preprocessing, scratch or Scratch())
+        results: list[LabelVolume | ProbabilityVolume] = [labels]
+        if probabilities is not None:
+            results.append(ProbabilityVolume(probabilities, image.header, box, self.preprocessing))
         try:
-            labels = self._labels(prepared, box.shape, windows_done)
+            self._fill(results, prepared, box.shape, windows_done)
         except NonFiniteLogitsError as error:
             cause = cause_of_non_finite(
                 self.executor.module,
@@ -159,15 +178,10 @@ class Predictor:
         except VolumeError as error:
             raise VolumeError(f"{image.header.path}: {error}") from error
         del prepared  # components take memory, too
-        keep_largest(labels, self._rules)
-        if box.shape == image.header.shape:
-            return labels
-        background = self.preprocessing.label_values[0]
-        whole = np.full(image.header.shape, background, labels.dtype)
-        whole[box.slices] = labels
-        return whole
+        keep_largest(labels.array[box.slices], self._rules)
+        return labels.array
 
-    def join(self, image: Volume) -> None:
+    def join(self, image: ScanImage) -> None:
         """Compute with other ranks what :meth:`segment` returns in one of them; keep nothing.
 
         The windows' size must be known, because only the other rank could look for one that fits.
@@ -180,12 +194,16 @@ class Predictor:
             DoesNotFitError: A device has too little memory.
             RuntimeError: The settings leave the windows' size open.
         """
-        self._logits.join(self._prepared(image, kept_box(image.array, self.preprocessing)))
+        self._logits.join(self._prepared(image, kept_box(image.voxels, self.preprocessing)))
 
-    def _prepared(self, image: Volume, box: Box) -> "_Prepared":
-        array, spacing_mm = image.array[:, *box.slices], image.header.spacing_mm
+    def _prepared(self, image: ScanImage, box: Box) -> "_Prepared":
         try:
-            prepared = _Prepared(array, spacing_mm, self.preprocessing)
+            prepared = _Prepared(
+                PreparedImage(
+                    image.voxels.cut(box.slices), image.header.spacing_mm, self.preprocessing
+                ),
+                PLANES_KEPT if len(self._networks) > 1 else 0,
+            )
         except VolumeError as error:
             raise VolumeError(f"{image.header.path}: {error}") from error
         excess = excess_of(prepared.largest)
@@ -196,51 +214,59 @@ class Predictor:
             )
         return prepared
 
-    def _labels(
-        self, image: Planes, shape: Shape, windows_done: WindowsDone
-    ) -> npt.NDArray[np.integer[Any]]:
-        """Return the label values of a prepared image, on its grid before it was resampled.
+    def _fill(
+        self,
+        results: Sequence[LabelVolume | ProbabilityVolume],
+        image: "_Prepared",
+        shape: Shape,
+        windows_done: WindowsDone,
+    ) -> None:
+        """Segment a prepared image, on its grid before it was resampled.
 
-        Where a window does not fit and may be smaller, all begins anew with a smaller one.
+        Where windows do not fit and may be smaller or fewer, all begins anew with such.
         """
         axis = longest_axis(image.shape)
-        values = np.array(self.preprocessing.label_values)
-        values = values.astype(np.min_scalar_type(values.max()))
         sizes = self._logits.sizes(image.shape)
         while True:
-            labels: npt.NDArray[np.integer[Any]] = np.empty(shape, values.dtype)
-            done = 0
+            for result in results:
+                result.begin()
             try:
                 slabs = self._logits.slabs(image, sizes, windows_done)
                 for logits in restored_slabs(slabs, axis, image.shape, shape):
-                    classes = classes_of(logits, self.preprocessing).cpu().numpy()
-                    planes = slice(done, done + classes.shape[axis])
-                    labels[(slice(None),) * axis + (planes,)] = values[classes]
-                    done = planes.stop
+                    for result in results:
+                        result.add(logits, axis)
+                for result in results:
+                    result.finish()
             except DoesNotFitError:
                 smaller = self._logits.smaller(sizes)
                 if smaller is None:
                     raise
                 sizes = smaller
                 continue
-            return labels
+            return
 
 
 class _Prepared:
     """A scan at the spacing of the networks, made plane by plane, once for all of them."""
 
-    def __init__(
-        self, array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
-    ) -> None:
-        self._image = PreparedImage(array, spacing_mm, preprocessing)
-        self.shape = self._image.shape
-        self.num_channels = len(array)
-        self.largest = self._image.largest
-        self._last: tuple[tuple[int, int, int], torch.Tensor] | None = None
+    def __init__(self, image: PreparedImage, num_kept: int) -> None:
+        self._image = image
+        self._num_kept = num_kept
+        self.shape = image.shape
+        self.num_channels = image.num_channels
+        self.largest = image.largest
+        self._lock = Lock()  # planes are made ahead, for several networks
+        self._last: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
         asked = (axis, begin, end)
-        if self._last is None or self._last[0] != asked:  # networks take turns
-            self._last = None
-            self._last = (asked, torch.from_numpy(self._image.planes(axis, begin, end)))
-        return self._last[1]
+        with self._lock:
+            known = self._last.get(asked)
+            if known is not None:
+                return known
+            while self._last and len(self._last) >= self._num_kept:
+                del self._last[next(iter(self._last))]
+            made = torch.from_numpy(self._image.planes(axis, begin, end))
+            if self._num_kept:
+                self._last[asked] = made
+            return made

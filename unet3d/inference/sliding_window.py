@@ -10,6 +10,7 @@ Only the logits of as many planes as a batch of windows reaches are in memory, h
 volume is.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ from unet3d.memory.host import is_out_of_memory, shortage_reason
 from unet3d.parallel import Slot
 from unet3d.volumes.files import times
 from unet3d.volumes.memory_limits import refuse_beyond_memory
+
+logger = logging.getLogger(__name__)
+
+PIECE_NUMBERS = 2**26
+"""Means that are made at a time, unless a single plane has more."""
 
 WindowsDone = Callable[[int, int], object]
 """Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
@@ -68,6 +74,7 @@ def logit_slabs(
     windows: Windows,
     num_classes: int,
     windows_done: WindowsDone = lambda done, total: None,
+    empty_logits: Sequence[float] | None = None,
 ) -> Iterator[Tensor]:
     """Yield the logits of one volume, slab after slab along the axis of its windows.
 
@@ -79,6 +86,8 @@ def logit_slabs(
         windows: Its windows.
         num_classes: Logits of a voxel.
         windows_done: Called before the first window and after each forward pass.
+        empty_logits: Windows in which each channel is one number are skipped, and these stand where
+            no other window is, one for each class; None: every window is computed.
 
     Yields:
         Shape (K, X, Y, Z) in float32 (float64 for a float64 network) with some planes of the
@@ -93,12 +102,15 @@ def logit_slabs(
     with _explaining_memory(executor, windows.shape):
         windows_done(0, len(windows.starts))
         if len(windows.starts) > 1:
-            yield from _blended(executor, image, windows, num_classes, windows_done)
+            blending = _Blending(executor, image, windows, num_classes, empty_logits)
+            yield from blending.slabs(windows_done)
             return
         logits = executor.predict(image.cut(windows.starts).to(executor.input_device))
         _refuse_non_finite(logits)
         windows_done(1, 1)
-        yield logits[0].to(_accumulation_dtype(logits))[(slice(None), *windows.inside)]
+        yield logits[0].to(torch.promote_types(logits.dtype, torch.float32))[
+            (slice(None), *windows.inside)
+        ]
 
 
 def join_windows(executor: Predicting, image: ImageSlab, windows: Windows) -> None:
@@ -132,36 +144,72 @@ def _explaining_memory(executor: Predicting, window: Shape) -> Iterator[None]:
         ) from error
 
 
-def _blended(
-    executor: Predicting,
-    image: ImageSlab,
-    windows: Windows,
-    num_classes: int,
-    windows_done: WindowsDone,
-) -> Iterator[Tensor]:
-    sums: _Sums | None = None
-    done = 0
-    for batch in windows.batches():
-        if sums is not None:
-            # Before the forward pass: the receiver may use the executor for something else.
-            yield from sums.finish(batch[0][windows.axis])
-        logits = executor.predict(image.cut(batch).to(executor.input_device))
-        if sums is None:
-            # Looking at each batch would keep a GPU waiting; a bad network shows in the first.
-            _refuse_non_finite(logits)
-            sums = _Sums(windows, num_classes, executor.output_device, _accumulation_dtype(logits))
-        sums.add(batch, logits)
-        done += len(batch)
-        windows_done(done, len(windows.starts))
-    if sums is not None:
-        yield from sums.finish(windows.size[windows.axis])
+class _Blending:
+    """Computes windows, and adds them up."""
+
+    def __init__(
+        self,
+        executor: Predicting,
+        image: ImageSlab,
+        windows: Windows,
+        num_classes: int,
+        empty_logits: Sequence[float] | None,
+    ) -> None:
+        self._executor = executor
+        self._image = image
+        self._windows = windows
+        self._num_classes = num_classes
+        self._empty_logits = empty_logits
+        self._sums: _Sums | None = None
+
+    def slabs(self, windows_done: WindowsDone) -> Iterator[Tensor]:
+        windows = self._windows
+        done = num_skipped = 0
+        for batch in windows.batches():
+            if self._sums is not None:
+                # Before the forward pass: the receiver may use the executor for something else.
+                yield from self._sums.finish(batch[0][windows.axis])
+            num_skipped += len(batch) - self._add(batch)
+            done += len(batch)
+            windows_done(done, len(windows.starts))
+        if self._sums is not None:
+            yield from self._sums.finish(windows.size[windows.axis])
+        if self._empty_logits is not None:
+            logger.info("skipped %d of %d windows, which are empty", num_skipped, done)
+
+    def _add(self, batch: list[tuple[int, ...]]) -> int:
+        """Compute the windows of a batch, or those that are not empty; return how many."""
+        cut = self._image.cut(batch)
+        if self._empty_logits is not None:
+            lowest, highest = torch.aminmax(cut.flatten(2), dim=2)
+            is_full = (lowest != highest).any(dim=1).tolist()
+            batch = [start for start, full in zip(batch, is_full, strict=True) if full]
+            cut = cut[torch.tensor(is_full, device=cut.device)]
+        if batch:
+            logits = self._executor.predict(cut.to(self._executor.input_device))
+            if self._sums is None:
+                # Looking at each batch would keep a GPU waiting; a bad network shows in the first.
+                _refuse_non_finite(logits)
+        if self._sums is None:
+            computed = logits.dtype if batch else cut.dtype
+            dtype = torch.promote_types(computed, torch.float32)
+            device = self._executor.output_device
+            self._sums = _Sums(self._windows, self._num_classes, device, dtype, self._empty_logits)
+        if batch:
+            self._sums.add(batch, logits)
+        return len(batch)
 
 
 class _Sums:
     """Weighted logits of the planes that windows still reach, and the sums of their weights."""
 
     def __init__(
-        self, windows: Windows, num_classes: int, device: torch.device, dtype: torch.dtype
+        self,
+        windows: Windows,
+        num_classes: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        empty_logits: Sequence[float] | None,
     ) -> None:
         size = windows.slab
         voxels = math.prod(size)
@@ -178,24 +226,38 @@ class _Sums:
         self._weight = gaussian_weight(windows.shape).to(device)
         self._logits = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         self._weights = torch.zeros(1, *size, device=device)
+        self._empty: Tensor | None = None
+        if empty_logits is not None:
+            self._empty = torch.tensor(empty_logits, dtype=dtype, device=device)[
+                :, None, None, None
+            ]
 
     def add(self, starts: list[tuple[int, ...]], logits: Tensor) -> None:
-        logits = logits.to(self._logits.device, self._logits.dtype).contiguous()
-        for start, logit in zip(starts, logits, strict=True):
+        for start, logit in zip(starts, logits.to(self._logits.device), strict=True):
             place = (slice(None), *self._windows.place(start, self._first))
+            # One by one: of many classes, several in float32 are more than the network takes.
+            logit = logit.to(self._logits.dtype).contiguous()
             self._logits[place].addcmul_(logit, self._weight)
             self._weights[place] += self._weight
 
     def finish(self, end: int) -> Iterator[Tensor]:
-        """Yield the means of the planes before ``end``, if there are any, and forget them."""
+        """Yield the means of the planes before ``end``, if there are any, and forget them.
+
+        In several pieces, where many classes make one large.
+        """
         dim, inside = 1 + self._windows.axis, list(self._windows.inside)
         begin, num_planes = self._first, end - self._first
         along = inside[self._windows.axis]
         low, high = max(begin, along.start), min(end, along.stop)
-        if low < high:
-            inside[self._windows.axis] = slice(low - begin, high - begin)
+        of_plane = math.prod(self._logits.shape) // self._logits.shape[dim]
+        most = max(1, PIECE_NUMBERS // of_plane)
+        for first in range(low, high, most):
+            inside[self._windows.axis] = slice(first - begin, min(first + most, high) - begin)
             place = (slice(None), *inside)
-            means = self._logits[place] / self._weights[place]
+            weights = self._weights[place]
+            means = self._logits[place] / weights
+            if self._empty is not None:
+                means = torch.where(weights > 0, means, self._empty)
             _refuse_non_finite(means)
             yield means
         if num_planes > 0:
@@ -208,10 +270,6 @@ def _refuse_non_finite(logits: Tensor) -> None:
     # One pass that makes no second tensor; NaN anywhere is the least and the largest.
     if not all(math.isfinite(extreme.item()) for extreme in torch.aminmax(logits)):
         raise NonFiniteLogitsError("the network's output is NaN or infinite")
-
-
-def _accumulation_dtype(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _accumulation_device(device: torch.device, num_logits: int) -> torch.device:

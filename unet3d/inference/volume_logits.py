@@ -3,7 +3,9 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
@@ -14,9 +16,11 @@ from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.mirroring import MirroredNetwork
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
-from unet3d.inference.sliding_window import WindowsDone, join_windows, logit_slabs
-from unet3d.inference.windows import Window, Windows, longest_axis
+from unet3d.inference.replaying import ReplayedNetwork
+from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
+from unet3d.inference.windows import GPU_SHARE, Window, Windows, longest_axis
 from unet3d.memory.host import shortage
+from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
@@ -25,6 +29,9 @@ MAPS_OF_FINEST_LEVEL = 3
 """The skip, what is upsampled to it, and the result of both."""
 
 BFLOAT16_BYTES = 2
+
+CERTAIN_LOGIT = 15.0
+"""A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
 
 
 class VolumeLogits:
@@ -36,6 +43,8 @@ class VolumeLogits:
         settings: Sequence[InferenceSettings],
         placed: PlacedNetworks | TrainedNetwork,
         num_ranks_here: int,
+        *,
+        skips_empty: bool = False,
     ) -> None:
         """Set it up.
 
@@ -44,11 +53,16 @@ class VolumeLogits:
             settings: Size and overlap of the windows of each.
             placed: Where they are, one of them at a time.
             num_ranks_here: Ranks on this host that compute each window together.
+            skips_empty: Whether windows are skipped in which each channel is one number.
         """
         self._networks = networks
         self._settings = settings
         self._placed = placed
         self._num_ranks_here = num_ranks_here
+        self._skips_empty = skips_empty
+        self._most_at_a_time: int | None = None
+        """Windows, where that is less than would be fastest, for lack of memory."""
+        self._num_at_a_time = 1
         self._predicting = [
             MirroredNetwork(placed, network.mirror_axes if one.tta else ())
             for network, one in zip(networks.described, settings, strict=True)
@@ -89,16 +103,21 @@ class VolumeLogits:
         return [self._size(index) or shape for index in range(len(self._networks))]
 
     def smaller(self, sizes: Sequence[Window]) -> list[Window] | None:
-        """Return what to try next, after a window did not fit; None: nothing.
+        """Return what to try next, after windows did not fit; None: nothing.
 
-        A network that was trained on whole volumes takes smaller and smaller windows, where the
-        settings leave their size open.
+        First they are computed one at a time. A network that was trained on whole volumes takes
+        smaller and smaller windows then, where the settings leave their size open.
 
         Args:
             sizes: What was tried.
         """
         index = self._placed.index
         window = sizes[index]
+        if self._most_at_a_time is None and self._settings[index].batch_size == "auto":
+            self._most_at_a_time = 1
+            if self._num_at_a_time > 1:
+                logger.info("%d windows at a time do not fit; trying one", self._num_at_a_time)
+                return list(sizes)
         if self._size(index) is not None or window == "whole":
             return None
         longest = longest_axis(window)
@@ -182,12 +201,17 @@ class VolumeLogits:
         self._refuse_beyond_host(index, windows)
         network = self._networks.described[index]
         num_classes = network.topology.num_classes
+        predicting: Predicting = self._predicting[index]
+        if self._placed.is_on_one_gpu and len(self._networks) == 1:
+            predicting = ReplayedNetwork(predicting)
+        device = self._slab_device(network, windows, predicting.input_device)
         slabs = logit_slabs(
-            self._predicting[index],
-            ImageSlab(image, windows, network.dtype),
+            predicting,
+            ImageSlab(image, windows, network.dtype, device),
             windows,
             num_classes,
             windows_done,
+            self._empty_logits(num_classes) if self._skips_empty else None,
         )
         while True:
             self._placed.use(index)
@@ -198,18 +222,43 @@ class VolumeLogits:
 
     def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
         settings, network = self._settings[index], self._networks.described[index]
-        batch_size = settings.batch_size
-        if batch_size == "auto" and self._size(index) is None:
-            # One at a time: several would need what has just turned out not to be there.
-            batch_size = 1
-        return Windows.of(
+        batch_size: int | Literal["auto"] = settings.batch_size
+        if batch_size == "auto":
+            # Several would need what has just turned out not to be there.
+            batch_size = 1 if self._size(index) is None else self._most_at_a_time or "auto"
+        topology = network.topology
+        maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+        windows = Windows.of(
             shape,
-            network.topology,
+            topology,
             size,
             settings.overlap,
             batch_size,
             [slot.device for slot in self._placed.executor.slots],
+            # Ranks that join know of no other's memory.
+            None
+            if isinstance(self._placed, TrainedNetwork)
+            else maps + topology.num_classes * (BFLOAT16_BYTES + network.dtype.itemsize),
         )
+        self._num_at_a_time = windows.batch_size
+        return windows
+
+    def _slab_device(
+        self, network: Checkpoint, windows: Windows, device: torch.device
+    ) -> torch.device:
+        """Return where the image around windows has room."""
+        if device.type != "cuda":
+            return device
+        needed = network.topology.in_channels * math.prod(windows.slab) * network.dtype.itemsize
+        free, _ = torch.cuda.mem_get_info(device)
+        return device if needed <= free * GPU_SHARE else torch.device("cpu")
+
+    def _empty_logits(self, num_classes: int) -> list[float]:
+        """Return logits of voxels that nobody looked at: of the background, or of no region."""
+        logits = [-CERTAIN_LOGIT] * num_classes
+        if not self._networks.preprocessing.regions:
+            logits[0] = CERTAIN_LOGIT
+        return logits
 
     def _size(self, index: int) -> Window | None:
         """Return the size of a network's windows; None: the whole volume, or what of it fits."""

@@ -34,6 +34,13 @@ CPU_VOXELS = 2**20
 4 and 8, one of 16^3 takes 2.7 ms, with 63 others 0.4; of 32 to 320 channels, one of 64^3 172 ms,
 with three others 153. Beyond so many voxels there is nothing to gain (docs/benchmarks.md)."""
 
+GPU_VOXELS = 2**23
+"""Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows
+of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
+
+GPU_SHARE = 1 / 4
+"""Of what is free on it, the part that they may take."""
+
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     """Return the voxels of a window that a network can halve.
@@ -47,16 +54,25 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
 
 
-def windows_at_a_time(window: Shape, devices: Sequence[torch.device]) -> int:
+def windows_at_a_time(
+    window: Shape, devices: Sequence[torch.device], voxel_bytes: int | None = None
+) -> int:
     """Return how many windows are best computed in one forward pass.
 
     Args:
         window: Voxels along X, Y, Z.
         devices: The devices of the network's stages.
+        voxel_bytes: What a voxel of a window takes of a GPU while it is computed; None: it is not
+            known, or ranks that know it differently must agree.
     """
-    if any(is_gpu(device) for device in devices):
+    voxels = math.prod(window)
+    gpus = [device for device in devices if is_gpu(device)]
+    if not gpus:
+        return max(1, CPU_VOXELS // voxels)
+    if voxel_bytes is None:
         return 1
-    return max(1, CPU_VOXELS // math.prod(window))
+    free = min(torch.cuda.mem_get_info(device)[0] for device in gpus)
+    return max(1, min(GPU_VOXELS, int(free * GPU_SHARE) // voxel_bytes) // voxels)
 
 
 def window_starts(size: int, window: int, overlap: float) -> list[int]:
@@ -99,7 +115,8 @@ def longest_axis(size: Sequence[int]) -> int:
     Args:
         size: Voxels along X, Y, Z.
     """
-    return max(range(3), key=lambda axis: size[axis])
+    # Of equal ones the last: most files store it slowest, so that its planes lie together.
+    return max(range(3), key=lambda axis: (size[axis], axis))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +145,7 @@ class Windows:
         overlap: float,
         batch_size: int | Literal["auto"],
         devices: Sequence[torch.device],
+        voxel_bytes: int | None = None,
     ) -> Self:
         """Cover a volume with windows.
 
@@ -138,6 +156,7 @@ class Windows:
             overlap: Least share of a window that its neighbour covers too, from 0 to below 1.
             batch_size: Windows in one forward pass, or :func:`windows_at_a_time`.
             devices: The devices of the network's stages.
+            voxel_bytes: As there.
         """
         shape = _computed(size, topology, window)
         x, y, z = (max(n, w) for n, w in zip(size, shape, strict=True))
@@ -154,7 +173,9 @@ class Windows:
                 tuple(start[order.index(one)] for one in range(3))
                 for start in itertools.product(*(starts[one] for one in order))
             ],
-            batch_size=windows_at_a_time(shape, devices) if batch_size == "auto" else batch_size,
+            batch_size=windows_at_a_time(shape, devices, voxel_bytes)
+            if batch_size == "auto"
+            else batch_size,
         )
 
     @staticmethod

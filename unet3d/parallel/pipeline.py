@@ -275,7 +275,7 @@ class PipelineExecutor:
 
     def _hold_back(self) -> None:
         """Wait for an earlier prediction: a fast first stage must not fill the others' memory."""
-        if self.output_device.type == "cuda":
+        if self.output_device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._predictions.append(torch.cuda.current_stream(self.output_device).record_event())
             if len(self._predictions) > len(self.stages):
                 self._predictions.popleft().synchronize()

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.volumes.image_voxels import Channel
+
 MARGIN = 0.15
 """What is shown around the structures, as a share of their own extent on either side."""
 
@@ -111,7 +113,7 @@ def visible_box(surveys: Sequence[Survey], shape: Sequence[int]) -> tuple[Ends, 
     return shown[0], shown[1], shown[2]
 
 
-def cut(array: npt.NDArray[Any], axis: int, index: int) -> npt.NDArray[Any]:
+def cut(array: npt.NDArray[Any] | Channel, axis: int, index: int) -> npt.NDArray[Any]:
     """Return one plane of a volume, the other two axes in their order.
 
     Args:

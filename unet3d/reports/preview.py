@@ -15,6 +15,7 @@ from unet3d.reports.format import NOTHING, drawable, millilitres
 from unet3d.reports.palette import BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, YELLOW
 from unet3d.reports.planes import Structure, Survey, cut, survey, visible_box
 from unet3d.reports.views import SIDE, Layout, View, views_of
+from unet3d.volumes.image_voxels import Channel
 
 COLOURS = (SKY, ORANGE, GREEN, PURPLE, YELLOW, VERMILION, BLUE)
 """Those that are seen best on grey come first; behind the last they begin anew."""
@@ -49,7 +50,7 @@ class Preview:
     """What is drawn."""
 
     title: str
-    image: npt.NDArray[Any]
+    image: npt.NDArray[Any] | Channel
     """One channel, shape (X, Y, Z) in RAS. Of this and the label maps only planes are taken."""
     labels: npt.NDArray[Any]
     """Label values, the same shape."""

@@ -80,8 +80,10 @@ class Checkpoint:
             model = described_network(self.topology, self.model)
         except ValueError as error:
             raise CheckpointError(f"the parameters are of another network: {error}") from error
-        model.to_empty(device="cpu")
-        model.load_state_dict(self.model)
+        # Copies, because what is trained on must not change this.
+        model.load_state_dict(
+            {name: value.clone() for name, value in self.model.items()}, assign=True
+        )
         return model
 
 

@@ -23,7 +23,7 @@ from unet3d.volumes.cache import Cache
 from unet3d.volumes.cropping import Box, nonzero_box
 from unet3d.volumes.dataset import Case
 from unet3d.volumes.entries import json_checksum
-from unet3d.volumes.nifti import read_channels
+from unet3d.volumes.nifti import open_channels
 from unet3d.volumes.workers import counting
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def boxes_of(cases: Sequence[Case], shapes: Sequence[Shape], cache: Path | None)
         return recall(_record(store, case), lambda tree: _sound_box(tree, shape))
 
     def found(case: Case, shape: Shape) -> Box:
-        box = nonzero_box(read_channels(case.images).array)
+        box = nonzero_box(open_channels(case.images).voxels)
         remember_box(store, case, box)
         return box
 

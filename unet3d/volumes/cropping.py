@@ -8,7 +8,7 @@ smallest box that holds all others, as in nnU-Net (Isensee et al., Nature Method
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from scipy import ndimage
 
 from unet3d.config import Shape
 from unet3d.inputs.plain_data import PLAIN
+from unet3d.volumes.image_voxels import ImageVoxels
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
@@ -64,37 +65,40 @@ def whole_box(shape: Shape) -> Box:
     return Box(start=(0, 0, 0), stop=shape)
 
 
-def nonzero_box(image: npt.NDArray[Any]) -> Box:
+def nonzero_box(image: ImageVoxels) -> Box:
     """Return the smallest box of all voxels that are not zero in every channel.
 
     Args:
-        image: Shape (C, X, Y, Z).
+        image: The whole image.
 
     Returns:
         The box; of an image that is zero everywhere, all of it.
     """
-    nonzero: npt.NDArray[np.bool_] = np.any(image, axis=0)
-    bounds = []
-    for others in ((1, 2), (0, 2), (0, 1)):
-        occupied = np.flatnonzero(np.any(nonzero, axis=others))
-        if not len(occupied):
-            x, y, z = nonzero.shape
-            return whole_box((x, y, z))
-        bounds.append((int(occupied[0]), int(occupied[-1]) + 1))
+    occupied = [np.zeros(size, bool) for size in image.shape]
+    for piece in image.pieces():
+        nonzero = image.any_nonzero(piece)
+        for axis, others in enumerate(((1, 2), (0, 2), (0, 1))):
+            occupied[axis][piece[axis]] |= nonzero.any(axis=others)
+    if not occupied[0].any():
+        return whole_box(image.shape)
+    bounds = [(int(found[0]), int(found[-1]) + 1) for found in map(np.flatnonzero, occupied)]
     (x, y, z), (x_stop, y_stop, z_stop) = zip(*bounds, strict=True)
     return Box(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
 
 
-def inside_mask(image: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:
     """Return the voxels that are not zero in every channel, and those that they enclose.
 
     Args:
-        image: Shape (C, X, Y, Z); cut to its box or not, the mask is the same there.
+        image: Cut to its box or not, the mask is the same there.
 
     Returns:
         Shape (X, Y, Z).
     """
-    filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(np.any(image, axis=0))
+    nonzero = np.empty(image.shape, bool)
+    for piece in image.pieces():
+        nonzero[piece] = image.any_nonzero(piece)
+    filled: npt.NDArray[np.bool_] = ndimage.binary_fill_holes(nonzero)
     return filled
 
 

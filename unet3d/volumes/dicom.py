@@ -19,6 +19,7 @@ from unet3d.volumes.dicom_slice import SAME_DIRECTION, Slice, read_pixels, read_
 from unet3d.volumes.files import is_dicom_folder, members, times
 from unet3d.volumes.grids import is_sheared, shear_degrees
 from unet3d.volumes.nifti_like import stored_like_nifti
+from unet3d.volumes.scratch import Scratch
 from unet3d.volumes.stored import StoredVolume
 
 SAME_SPACING = 1e-3
@@ -38,9 +39,9 @@ MISSING = 1.5
 
 
 class SeriesVoxels:
-    """The voxels of slices in their order, with the attributes of nibabel's proxies."""
+    """The voxels of slices in their order."""
 
-    slope, inter, order, offset = 1, 0, "F", 0
+    slope, inter, offset, is_mapped = 1.0, 0.0, 0, False
 
     def __init__(self, slices: Sequence[Slice]) -> None:
         self._slices = tuple(slices)
@@ -50,11 +51,12 @@ class SeriesVoxels:
         # As an image is in the end; NumPy would take float64 for one that has integers too.
         self.dtype = np.dtype(np.float32) if is_real else np.result_type(*types)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        voxels = np.empty(self.shape, self.dtype, order="F")
+    def read(self, scratch: Scratch, what: str) -> npt.NDArray[Any]:
+        """Return them, one slice after the other."""
+        voxels = scratch.empty(self.shape, self.dtype, what, "F")
         for number, one in enumerate(self._slices):
             voxels[:, :, number] = read_pixels(one)
-        return voxels.astype(dtype or self.dtype, copy=False)
+        return voxels
 
 
 def open_series(folder: Path) -> StoredVolume:

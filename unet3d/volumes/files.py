@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nibabel as nib
+from isal import igzip
 
 from unet3d.atomic import creating, replacing
 from unet3d.errors import VolumeError
@@ -32,6 +33,9 @@ SUFFIXES = (".nii.gz", ".nii", ".hdr", ".img", ".mgz", ".mgh", NRRD_SUFFIX, *MET
 """File endings of a volume; a NIfTI pair is named by its .hdr or its .img."""
 
 PARTNERS = {".hdr": ".img", ".img": ".hdr"}
+
+PACKING_LEVEL = 2
+"""Of ISA-L, which packs label maps as small as zlib's level 1, five times as fast."""
 
 DICOM_MARK = b"DICM"
 DICOM_MARK_AT = 128
@@ -181,8 +185,17 @@ def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
         OSError: The file cannot be written.
     """
     with (replacing if overwrite else creating)(path) as unfinished:
-        # nibabel's save would change the case of letters in the ending.
-        image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
+        if not is_gzip_file(path):
+            # nibabel's save would change the case of letters in the ending.
+            image.to_file_map({"image": nib.FileHolder(filename=str(unfinished))})
+            return
+        with (
+            unfinished.open("xb") as file,
+            igzip.IGzipFile(  # type: ignore[no-untyped-call]
+                "", "wb", PACKING_LEVEL, file, mtime=0
+            ) as packed,
+        ):
+            image.to_file_map({"image": nib.FileHolder(fileobj=packed)})
 
 
 def times(numbers: Any) -> str:

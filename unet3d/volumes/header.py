@@ -60,6 +60,12 @@ class VolumeHeader:
     stored_header: Any = field(repr=False)
     """A NIfTI header with nothing but the stored geometry, for ``write_label``."""
 
+    @property
+    def stored_shape(self) -> Shape:
+        """Voxels along each axis as they are stored."""
+        i, j, k = (self.shape[int(axis)] for axis in self.stored_orientation[:, 0])
+        return (i, j, k)
+
 
 def read_header(path: Path | str) -> VolumeHeader:
     """Read where a volume lies, without its voxels.
@@ -158,7 +164,7 @@ def _check_forms(path: Path, stored: StoredVolume) -> None:
     if int(stored.header["sform_code"]) > 0:
         return
     # nibabel turns a spacing of zero into 1, so look at what the file has.
-    spacing = stored.pixdim[: len(stored.proxy.shape)]
+    spacing = stored.pixdim[: len(stored.voxels.shape)]
     if not (np.abs(spacing) > 0).all():
         raise VolumeError(f"{path} has the spacing {times(spacing)} mm; fix its header")
     if int(stored.header["qform_code"]) <= 0:

@@ -10,7 +10,8 @@ from nibabel.spatialimages import SpatialImage
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.nifti_like import RAS_FROM_LPS, stored_like_nifti
-from unet3d.volumes.stored import HeldVoxels, StoredVolume, refuse_unreal
+from unet3d.volumes.stored import StoredVolume, refuse_unreal
+from unet3d.volumes.voxels import HeldVoxels
 
 NAME = Path("the image")
 """Stands in messages where other volumes have their file."""
@@ -44,7 +45,7 @@ def open_image(image: SpatialImage) -> StoredVolume:
         header.set_qform(image.affine, code="aligned")
         header.set_sform(image.affine, code="aligned")
     pixdim = tuple(float(size) for size in header["pixdim"][1:])
-    return StoredVolume(header=header, proxy=voxels, affine=image.affine, pixdim=pixdim)
+    return StoredVolume(header=header, voxels=voxels, affine=image.affine, pixdim=pixdim)
 
 
 def open_array(voxels: npt.NDArray[Any], affine: npt.ArrayLike) -> StoredVolume:

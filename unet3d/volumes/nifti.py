@@ -19,10 +19,12 @@ from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import is_nifti_file, times, write_nifti
 from unet3d.volumes.formats import open_volume
 from unet3d.volumes.grids import axes_between
-from unet3d.volumes.header import RAS, VolumeHeader, header_of, read_header, same_grid
-from unet3d.volumes.intensities import refuse_huge, refuse_non_finite
+from unet3d.volumes.header import RAS, VolumeHeader, header_of, same_grid
+from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
+from unet3d.volumes.intensities import refuse_non_finite, refuse_unusable
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
-from unet3d.volumes.stored import StoredVolume, stored_voxels
+from unet3d.volumes.scratch import Scratch
+from unet3d.volumes.stored import StoredVolume, raw_voxels, scaled_voxels
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
 
@@ -33,8 +35,17 @@ LABEL_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class ScanImage:
+    """An image whose voxels stay as they are stored until some of them are asked for."""
+
+    voxels: ImageVoxels
+    """Of all channels, in RAS."""
+    header: VolumeHeader
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Volume:
-    """An image or a label map."""
+    """An image or a label map, in memory."""
 
     array: npt.NDArray[Any]
     """float32 ``(C, X, Y, Z)`` of an image, integers ``(X, Y, Z)`` of a label map."""
@@ -54,29 +65,7 @@ def read_image(path: Path | str) -> Volume:
         VolumeError: The file cannot be read, is too large for the memory, or a voxel is NaN,
             infinite in float32, or so large that all others look alike.
     """
-    return image_of(Path(path), open_volume(Path(path)))
-
-
-def image_of(path: Path, opened: StoredVolume) -> Volume:
-    """Read the image of an opened volume, as :func:`read_image` does.
-
-    Args:
-        path: The volume, for messages.
-        opened: The volume, of a file or of memory.
-
-    Raises:
-        VolumeError: As there.
-    """
-    header = header_of(path, opened)
-    stored = stored_voxels(path, opened, FLOAT32_BYTES)
-    with explaining_memory(f"cannot read {path}"):
-        canonical = np.moveaxis(nib.apply_orientation(stored, header.stored_orientation), 3, 0)
-        # What float32 cannot hold becomes infinite, counted below.
-        with np.errstate(all="ignore"):
-            array = np.array(canonical, dtype=np.float32, order="C")
-        refuse_non_finite(path, array)
-        refuse_huge(path, array)
-    return Volume(array=array, header=header)
+    return read_channels([Path(path)])
 
 
 def read_channels(paths: Sequence[Path]) -> Volume:
@@ -89,33 +78,127 @@ def read_channels(paths: Sequence[Path]) -> Volume:
         The volume, its array float32 ``(C, X, Y, Z)`` with the channels of every file.
 
     Raises:
-        VolumeError: A file cannot be read, a voxel is NaN or infinite, or the files do not lie on
-            one grid.
+        VolumeError: As :func:`open_channels`.
     """
-    if len(paths) == 1:
-        return read_image(paths[0])
-    headers = [read_header(path) for path in paths]
-    first = headers[0]
-    for header in headers[1:]:
+    files = _on_one_grid(paths)
+    stored_bytes = _unpacked_bytes([volume for _, volume, _ in files])
+    num_channels = sum(header.num_channels for _, _, header in files)
+    shape = files[0][2].shape
+    refuse_beyond_memory(
+        stored_bytes + num_channels * math.prod(shape) * FLOAT32_BYTES,
+        f"{paths[0]}: reading {times((*shape, num_channels))} voxels",
+        "use a machine with more, or cut the volume into pieces",
+    )
+    image = _image_of(files, Scratch())
+    with explaining_memory(f"cannot read {paths[0]}"):
+        return Volume(array=image.voxels.whole(), header=image.header)
+
+
+def unpacked_bytes(paths: Sequence[Path]) -> int:
+    """Return what voxels take that are packed in their files.
+
+    Args:
+        paths: The files of an image.
+
+    Raises:
+        VolumeError: One cannot be read.
+    """
+    return _unpacked_bytes([open_volume(path) for path in paths])
+
+
+def _unpacked_bytes(volumes: Sequence[StoredVolume]) -> int:
+    stored = [volume.voxels for volume in volumes]
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in stored if not one.is_mapped)
+
+
+def open_channels(paths: Sequence[Path], scratch: Scratch | None = None) -> ScanImage:
+    """Open an image whose channels are in one file or in several, in RAS.
+
+    Args:
+        paths: The files in the order of their channels.
+        scratch: Where voxels go that are packed; None: into memory.
+
+    Raises:
+        VolumeError: A file cannot be read, is too large for the memory, the files do not lie on
+            one grid, or a voxel is NaN, infinite in float32, or so large that all others look
+            alike.
+    """
+    return _image_of(_on_one_grid(paths), scratch or Scratch())
+
+
+def open_stored(path: Path, opened: StoredVolume) -> ScanImage:
+    """Open the image of a volume whose header has been read, as :func:`open_channels` does.
+
+    Args:
+        path: The volume, for messages.
+        opened: The volume, of a file or of memory.
+
+    Raises:
+        VolumeError: As there.
+    """
+    return _image_of([(path, opened, header_of(path, opened))], Scratch())
+
+
+_File = tuple[Path, StoredVolume, VolumeHeader]
+"""A file of an image, opened."""
+
+
+def _on_one_grid(paths: Sequence[Path]) -> list[_File]:
+    """Open files whose voxels are not read until it is known that they lie on one grid."""
+    opened = [(path, open_volume(path)) for path in paths]
+    files = [(path, volume, header_of(path, volume)) for path, volume in opened]
+    first = files[0][2]
+    for _, _, header in files[1:]:
         disagreement = same_grid(first, header)
         if disagreement:
             raise VolumeError(f"{header.path} is not on the grid of {first.path}: {disagreement}")
-    num_channels = sum(header.num_channels for header in headers)
-    num_voxels = num_channels * math.prod(first.shape)
-    refuse_beyond_memory(
-        num_voxels * FLOAT32_BYTES,
-        f"{first.path} and {len(paths) - 1} more: {num_channels} channels of "
-        f"{times(first.shape)} voxels",
-        "use a machine with more, or cut the volume into pieces",
+    return files
+
+
+def _image_of(files: Sequence[_File], scratch: Scratch) -> ScanImage:
+    """Read the voxels of files on one grid."""
+    first = files[0][2]
+    channels = []
+    for path, volume, header in files:
+        stored = _channels(path, volume, header, scratch)
+        turn = axes_between(header.affine, first.affine)
+        if not np.array_equal(turn, RAS):
+            stored = replace(stored, voxels=_turned(stored.voxels, turn))
+        channels.append(stored)
+    num_channels = sum(header.num_channels for _, _, header in files)
+    return ScanImage(voxels=ImageVoxels(channels), header=replace(first, num_channels=num_channels))
+
+
+def _channels(
+    path: Path, opened: StoredVolume, header: VolumeHeader, scratch: Scratch
+) -> StoredChannels:
+    stored = np.moveaxis(raw_voxels(path, opened, scratch), 3, 0)
+    channels = StoredChannels(
+        voxels=_turned(stored, header.stored_orientation),
+        slope=opened.voxels.slope,
+        inter=opened.voxels.inter,
     )
-    with explaining_memory(f"cannot read {first.path}"):
-        array = np.empty((num_channels, *first.shape), np.float32)
-    start = 0
-    for header in headers:  # one after the other, so that each is in memory twice but not all
-        channels = on_grid_of(first, read_image(header.path)).array
-        array[start : start + header.num_channels] = channels
-        start += header.num_channels
-    return Volume(array=array, header=replace(first, num_channels=num_channels))
+    with explaining_memory(f"cannot read {path}"):
+        refuse_unusable(path, ImageVoxels([channels]))
+    return channels
+
+
+def turned_to_ras(stored: npt.NDArray[Any], header: VolumeHeader) -> npt.NDArray[Any]:
+    """Return a view in RAS of an array as a volume is stored.
+
+    Args:
+        stored: Of the volume's stored shape.
+        header: The volume's.
+    """
+    view: npt.NDArray[Any] = nib.apply_orientation(np.asarray(stored), header.stored_orientation)
+    return view
+
+
+def _turned(array: npt.NDArray[Any], orientation: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
+    """Return a view of (C, X, Y, Z) with its axes in another order and direction."""
+    turned = nib.apply_orientation(np.moveaxis(np.asarray(array), 0, 3), orientation)
+    view: npt.NDArray[Any] = np.moveaxis(turned, 3, 0)
+    return view
 
 
 def read_label(path: Path | str) -> Volume:
@@ -140,8 +223,8 @@ def read_label(path: Path | str) -> Volume:
             f"{path} has {header.num_channels} channels; a label map needs one label per voxel"
         )
     # Floats are rounded, compared and converted: each needs a copy.
-    copied_bytes = 4 * opened.proxy.dtype.itemsize
-    stored = stored_voxels(path, opened, copied_bytes)[..., 0]
+    copied_bytes = 4 * opened.voxels.dtype.itemsize
+    stored = scaled_voxels(path, opened, copied_bytes)[..., 0]
     with explaining_memory(f"cannot read {path}"):
         if stored.dtype.kind == "f":
             stored = _whole_numbers(path, stored)
@@ -164,8 +247,7 @@ def on_grid_of(target: VolumeHeader, volume: Volume) -> Volume:
     if np.array_equal(orientation, RAS):
         return volume
     array = volume.array if volume.array.ndim == 4 else volume.array[None]
-    turned = nib.apply_orientation(np.moveaxis(array, 0, 3), orientation)
-    array = np.ascontiguousarray(np.moveaxis(turned, 3, 0))
+    array = np.ascontiguousarray(_turned(array, orientation))
     header = replace(target, path=volume.header.path, num_channels=volume.header.num_channels)
     return Volume(array=array if volume.array.ndim == 4 else array[0], header=header)
 
@@ -221,7 +303,7 @@ def label_image(labels: npt.NDArray[Any], header: VolumeHeader) -> nib.Nifti1Ima
     if labels.dtype.kind not in "bui" or labels.min() < 0:
         raise ValueError(f"labels of type {labels.dtype}, {labels.min()} to {labels.max()}")
     restore = nib.orientations.ornt_transform(RAS, header.stored_orientation)
-    stored = nib.apply_orientation(labels.astype(_smallest_type(labels)), restore)
+    stored = nib.apply_orientation(labels.astype(_smallest_type(labels), copy=False), restore)
     nifti_header = header.stored_header.copy()
     nifti_header.set_data_dtype(stored.dtype)
     two = isinstance(nifti_header, nib.Nifti2Header)

@@ -1,7 +1,6 @@
 """What a volume of another format looks like to everything that reads: a NIfTI volume."""
 
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -17,24 +16,27 @@ from unet3d.volumes.grids import (
     is_flat,
 )
 from unet3d.volumes.stored import StoredVolume
+from unet3d.volumes.voxels import StoredVoxels
 
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 """ITK and DICOM count to the patient's left and back, NIfTI to the right and front."""
 
 
-def stored_like_nifti(path: Path, proxy: Any, affine_lps: npt.NDArray[np.float64]) -> StoredVolume:
+def stored_like_nifti(
+    path: Path, voxels: StoredVoxels, affine_lps: npt.NDArray[np.float64]
+) -> StoredVolume:
     """Return an opened volume whose header is that of a NIfTI file on the same grid.
 
     Args:
         path: The volume, for messages.
-        proxy: Gives the voxels, as nibabel's proxies do.
+        voxels: Reads the voxels.
         affine_lps: (4, 4): from the indices of a stored voxel to mm, to the left, back and top.
 
     Raises:
         VolumeError: It lies where no NIfTI file can.
     """
     affine = RAS_FROM_LPS @ affine_lps
-    shape = (proxy.shape[0], proxy.shape[1], proxy.shape[2])
+    shape = (voxels.shape[0], voxels.shape[1], voxels.shape[2])
     with np.errstate(all="ignore"):
         written = affine.astype(np.float32).astype(np.float64)
     lengths = column_lengths(affine)
@@ -48,10 +50,10 @@ def stored_like_nifti(path: Path, proxy: Any, affine_lps: npt.NDArray[np.float64
             f"{path} has an affine that no scan has: it begins at {times(affine[:3, 3])} mm, and "
             f"its spacing is {times(lengths)} mm; fix its header"
         )
-    two = max(proxy.shape) > np.iinfo(np.int16).max
+    two = max(voxels.shape) > np.iinfo(np.int16).max
     header = nib.Nifti2Header() if two else nib.Nifti1Header()
-    header.set_data_shape(proxy.shape)
+    header.set_data_shape(voxels.shape)
     header.set_xyzt_units("mm")
     header.set_qform(affine, code="scanner")
     header.set_sform(affine, code="scanner")
-    return StoredVolume(header=header, proxy=proxy, affine=affine, pixdim=())
+    return StoredVolume(header=header, voxels=voxels, affine=affine, pixdim=())

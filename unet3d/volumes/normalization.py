@@ -5,8 +5,8 @@ normalised by itself.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
 from unet3d.inputs.plain_data import PLAIN
+from unet3d.volumes.image_voxels import Counts, ImageVoxels, Values
 
 Kind = Literal["ct", "z-score", "none"]
 
@@ -28,9 +29,6 @@ SAFE_EXPONENT = 60
 
 MAX_INTENSITY = 1e38
 """No image in float32 has a larger one."""
-
-PIECE_VOXELS = 2**23
-"""Voxels that are looked at together."""
 
 Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=True)]
 
@@ -69,62 +67,80 @@ class ChannelScaling:
     """Whether what is outside becomes 0."""
 
     @classmethod
-    def of(cls, array: Array, how: ChannelNormalization, inside: Mask | None) -> "ChannelScaling":
+    def of(
+        cls, image: ImageVoxels, channel: int, how: ChannelNormalization, inside: Mask | None
+    ) -> "ChannelScaling":
         """Look at a whole channel.
 
         Args:
-            array: Shape (X, Y, Z).
+            image: The image.
+            channel: Number of the channel.
             how: What is wanted.
-            inside: The voxels that ``z-score`` counts, of the same shape; None: those not 0.
+            inside: The voxels that ``z-score`` counts, shape (X, Y, Z); None: those not 0.
         """
         if how.kind == "none":
             return cls()
         if how.kind == "ct":
             return cls(limits=(how.low, how.high), mean=how.mean, std=how.std)
-        largest, count = 0.0, 0
-        for part in _parts(array, inside):
-            largest = max(largest, float(part.max()), -float(part.min()))
-            count += part.size
+        extents = image.measure(channel, partial(_extent, counts_zero=inside is not None), inside)
+        largest, count = max(one[0] for one in extents), sum(one[1] for one in extents)
         if not largest:
             return cls()
         exponent = math.frexp(largest)[1]
         exponent = -exponent if abs(exponent) > SAFE_EXPONENT else 0
         largest = math.ldexp(largest, exponent)
+
         # Sums of 10^8 voxels in float32 lose digits.
-        parts = (np.ldexp(part, exponent, dtype=np.float64) for part in _parts(array, inside))
-        mean = math.fsum(float(part.sum()) for part in parts) / count
-        parts = (np.ldexp(part, exponent, dtype=np.float64) for part in _parts(array, inside))
-        variance = math.fsum(float(np.square(part - mean).sum()) for part in parts) / count
+        def total(values: Values, counts: Counts | None) -> float:
+            return _sum(np.ldexp(values, exponent, dtype=np.float64), counts)
+
+        mean = math.fsum(image.measure(channel, total, inside)) / count
+
+        def deviations(values: Values, counts: Counts | None) -> float:
+            if inside is None:
+                is_counted = values != 0
+                values, counts = values[is_counted], None if counts is None else counts[is_counted]
+            scaled = np.ldexp(values, exponent, dtype=np.float64)
+            return _sum(np.square(scaled - mean), counts)
+
+        variance = math.fsum(image.measure(channel, deviations, inside)) / count
         std = math.sqrt(variance)
         if std < CONSTANT_DEVIATION * largest:
             std = largest
         return cls(exponent=exponent, mean=mean, std=std, masks=inside is not None)
 
-    def apply(self, array: Array, inside: Mask | None = None) -> Array:
+    def apply(self, array: Array, inside: Mask | None = None, out: Array | None = None) -> Array:
         """Normalise a part of the channel.
 
         Args:
             array: The part, which is not changed.
             inside: Which of its voxels are inside.
+            out: Takes the result; None: new memory.
         """
+        normal = np.empty_like(array) if out is None else out
         if self == ChannelScaling():
-            return array
+            np.copyto(normal, array)
+            return normal
         if self.limits is not None:
-            array = array.clip(*self.limits)
+            array = np.clip(array, *self.limits, out=normal)
         if self.exponent:
-            array = np.ldexp(array, self.exponent)
-        normal: Array = (array - np.float32(self.mean)) / np.float32(self.std)
+            array = np.ldexp(array, self.exponent, out=normal)
+        np.subtract(array, np.float32(self.mean), out=normal)
+        np.divide(normal, np.float32(self.std), out=normal)
         if self.masks and inside is not None:
             normal[~inside] = 0
         return normal
 
 
-def _parts(array: Array, inside: Mask | None) -> Iterator[Array]:
-    """Yield the voxels that count, in pieces that are not empty."""
-    num_planes = max(1, PIECE_VOXELS * len(array) // max(1, array.size))
-    for first in range(0, len(array), num_planes):
-        planes = slice(first, first + num_planes)
-        block = array[planes]
-        counted: Array = block[block != 0 if inside is None else inside[planes]]
-        if counted.size:
-            yield counted
+def _extent(values: Values, counts: Counts | None, *, counts_zero: bool) -> tuple[float, int]:
+    """Return the largest magnitude, and how many voxels count."""
+    if not values.size:
+        return 0.0, 0
+    largest = max(float(values.max()), -float(values.min()))
+    if counts is not None:
+        return largest, int(counts.sum() if counts_zero else counts[values != 0].sum())
+    return largest, values.size if counts_zero else int(np.count_nonzero(values))
+
+
+def _sum(values: npt.NDArray[np.float64], counts: Counts | None) -> float:
+    return float(values.sum() if counts is None else values @ counts.astype(np.float64))

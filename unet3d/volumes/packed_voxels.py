@@ -11,7 +11,6 @@ the header claims. The tests compare every kind with SimpleITK.
 import logging
 import math
 import re
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from nibabel.arrayproxy import ArrayProxy
 
 from unet3d.config import Shape
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import printable
 from unet3d.volumes.nifti_like import stored_like_nifti
 from unet3d.volumes.stored import StoredVolume, refuse_false_claims
+from unet3d.volumes.voxels import FileVoxels
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +35,6 @@ MILLIMETRES = {
     "m": 1000.0,
 }
 """By the units of length that headers name; ITK takes all of them as mm."""
-
-CHUNK_BYTES = 2**20
-
-ZLIB_OR_GZIP = 47
-"""For zlib: the largest window, and whichever of the two headers there is."""
 
 MAX_SIZE = 2**31 - 1
 
@@ -61,46 +55,6 @@ class PackedVoxels:
     """Whether they are packed as zlib or gzip do it."""
 
 
-class DeflatedVoxels:
-    """Compressed voxels in a part of a file, with the attributes of nibabel's proxies."""
-
-    slope, inter, order = 1, 0, "F"
-
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int):
-        self.path = path
-        self.shape = shape
-        self.dtype = dtype
-        self.offset = offset
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        voxels = np.empty(math.prod(self.shape) * self.dtype.itemsize, np.uint8)
-        self._unpack(voxels.data)
-        shaped = voxels.view(self.dtype).reshape(self.shape, order="F")
-        return shaped.astype(dtype or self.dtype, copy=False)
-
-    def _unpack(self, target: memoryview) -> None:
-        """Fill memory with exactly what is packed, as far as its checksum."""
-        filled, inflater = 0, zlib.decompressobj(ZLIB_OR_GZIP)
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            while filled < len(target) or not inflater.eof:
-                if inflater.eof:  # parts that were packed one by one
-                    rest, inflater = inflater.unused_data, zlib.decompressobj(ZLIB_OR_GZIP)
-                    packed = rest or file.read(CHUNK_BYTES)
-                else:
-                    packed = inflater.unconsumed_tail or file.read(CHUNK_BYTES)
-                part = inflater.decompress(packed, CHUNK_BYTES)
-                if not packed and not part and not inflater.eof:
-                    raise EOFError(f"its compressed voxels end after {filled} bytes")
-                if filled + len(part) > len(target):
-                    raise VolumeError(
-                        f"{self.path} unpacks to more than the {len(target)} bytes that its header "
-                        "describes; it is damaged, or the shape in its header is wrong"
-                    )
-                target[filled : filled + len(part)] = part
-                filled += len(part)
-
-
 def opened(path: Path, packed: PackedVoxels, affine_lps: npt.NDArray[np.float64]) -> StoredVolume:
     """Return a volume, once its header has been compared with its file.
 
@@ -112,12 +66,15 @@ def opened(path: Path, packed: PackedVoxels, affine_lps: npt.NDArray[np.float64]
     Raises:
         VolumeError: The file is shorter or longer, or no NIfTI file can lie there.
     """
-    proxy = (
-        DeflatedVoxels(packed.file, packed.shape, packed.dtype, packed.start)
-        if packed.is_compressed
-        else ArrayProxy(str(packed.file), (packed.shape, packed.dtype, packed.start), order="F")
+    voxels = FileVoxels(
+        packed.file,
+        packed.shape,
+        packed.dtype,
+        offset=0 if packed.is_compressed else packed.start,
+        is_packed=packed.is_compressed,
+        packed_from=packed.start,
     )
-    volume = stored_like_nifti(path, proxy, affine_lps)
+    volume = stored_like_nifti(path, voxels, affine_lps)
     refuse_false_claims(path, packed.file, volume, packed.is_compressed)
     return volume
 

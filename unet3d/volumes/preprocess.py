@@ -23,6 +23,7 @@ from unet3d.volumes.case_boxes import boxes_of, remember_box
 from unet3d.volumes.cropping import nonzero_box, takes_much
 from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
 from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
@@ -166,13 +167,14 @@ def _prepare_case(task: _Preparation) -> None:
     case, preprocessing, store, key = task
     image, label = _read_case(case)
     spacing_mm = image.header.spacing_mm
-    box = kept_box(image.array, preprocessing).slices
+    voxels = ImageVoxels.of(image.array)
+    box = kept_box(voxels, preprocessing).slices
     try:
         classes = prepare_label(label.array[box], spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.label}: {error}") from error
     try:
-        prepared = prepare_image(image.array[:, *box], spacing_mm, preprocessing)
+        prepared = prepare_image(voxels.cut(box), spacing_mm, preprocessing)
     except VolumeError as error:
         raise VolumeError(f"{case.images[0]}: {error}") from error
     spacing_mm = preprocessing.spacing_mm or spacing_mm
@@ -290,7 +292,9 @@ def _load_intensities(task: _Collection) -> npt.NDArray[np.float32] | None:
 def _collect_intensities(task: _Collection) -> None:
     case, ignored, store, key = task
     image, label = _read_case(case)
-    remember_box(store, case, nonzero_box(image.array))  # the planning asks for it next
+    remember_box(
+        store, case, nonzero_box(ImageVoxels.of(image.array))
+    )  # the planning asks for it next
     is_inside = label.array != 0
     if ignored is not None:
         is_inside &= label.array != ignored

@@ -17,7 +17,7 @@ from unet3d.volumes.files import (
     stands_for_volume,
     volume_stem,
 )
-from unet3d.volumes.scans import Scan
+from unet3d.volumes.scans import Scan, Wanted
 
 SUFFIX = "_seg.nii.gz"
 """How the names of our segmentations end."""
@@ -42,9 +42,7 @@ def find_scans(
     inputs: Sequence[Path],
     output: Path | None,
     num_channels: int,
-    overwrite: bool,
-    statistics: bool = False,
-    preview: bool = False,
+    wanted: Wanted,
 ) -> FoundScans:
     """Return what to segment and where to, once all names have been checked.
 
@@ -58,9 +56,7 @@ def find_scans(
             several.
         output: A file for one scan, a folder for any number, None: beside each scan.
         num_channels: Channels that the network takes.
-        overwrite: Whether existing files may be replaced.
-        statistics: Whether statistics will be written too.
-        preview: Whether pictures will be.
+        wanted: What is to be written.
 
     Raises:
         VolumeError: There is nothing to segment, or the only scan lacks a channel.
@@ -81,13 +77,13 @@ def find_scans(
     for case, scan in zip(groups, scans, strict=True):
         try:
             _refuse_other_channels(case, scan.images, num_channels)
-            if not overwrite:
-                refuse_existing(scan, statistics, preview)
-            for path in scan.results(statistics, preview):
+            if not wanted.overwrite:
+                refuse_existing(scan, wanted)
+            for path in scan.results(wanted):
                 _refuse_unwritable(path)
             to_segment.append(scan)
         except ResultExistsError:
-            if len(scans) == 1:
+            if len(scans) == 1 and not wanted.goes_on:
                 raise
             kept.append(scan)
         except Unet3dError as error:
@@ -97,28 +93,29 @@ def find_scans(
     return FoundScans(to_segment=tuple(to_segment), kept=tuple(kept), faults=tuple(faults))
 
 
-def refuse_existing(scan: Scan, statistics: bool, preview: bool = False) -> None:
-    """Raise an error if a result of a scan exists.
+def refuse_existing(scan: Scan, wanted: Wanted) -> None:
+    """Raise an error if a result of a scan exists, or all of them where others are replaced.
 
     Args:
         scan: Says where the results are.
-        statistics: Whether the statistics are among them.
-        preview: Whether the picture is.
+        wanted: Which.
 
     Raises:
         ResultExistsError: All results exist.
         ConfigError: Some exist and others do not.
     """
-    results = scan.results(statistics, preview)
+    results = scan.results(wanted)
     existing = [path for path in results if os.path.lexists(path)]
     if existing == results:
-        raise ResultExistsError(f"{scan.output} exists; add --overwrite to replace it")
-    if existing:
+        raise ResultExistsError(
+            f"{scan.output} exists; add --overwrite to replace it, or --continue to keep it"
+        )
+    if existing and not wanted.goes_on:
         missing = [path.name for path in results if path not in existing]
         together = "both" if len(results) == 2 else "all"
         raise ConfigError(
             f"{existing[0]} exists, but not {' and '.join(missing)}; add --overwrite to make "
-            f"{together}"
+            f"{together}, or --continue where they are missing"
         )
 
 

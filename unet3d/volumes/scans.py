@@ -11,15 +11,33 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.ndimage import find_objects
 
 from unet3d.atomic import creating, make_folder, replacing
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
 from unet3d.volumes.files import members, volume_stem
 from unet3d.volumes.grids import voxel_mm3
 from unet3d.volumes.header import VolumeHeader, shear_warning
-from unet3d.volumes.nifti import Volume, read_channels, write_label
+from unet3d.volumes.nifti import ScanImage, open_channels, write_label
+from unet3d.volumes.scratch import Scratch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be written of each scan, and over what."""
+
+    statistics: bool = False
+    """Whether volume and intensity of each label are described, too."""
+    preview: bool = False
+    """Whether a picture is drawn."""
+    probabilities: bool = False
+    """Whether the probability of each class is written."""
+    overwrite: bool = False
+    """Whether results are replaced."""
+    goes_on: bool = False
+    """Whether results that are complete are kept also of a single scan, and others replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +59,23 @@ class Scan:
         """The picture of it, beside the segmentation."""
         return self.output.with_name(f"{volume_stem(self.output)}.png")
 
-    def results(self, statistics: bool, preview: bool = False) -> list[Path]:
+    @property
+    def probabilities(self) -> Path:
+        """The file of the probabilities, beside the segmentation."""
+        return self.output.with_name(f"{volume_stem(self.output)}.npy")
+
+    def results(self, wanted: Wanted) -> list[Path]:
         """Return the files to be written.
 
         Args:
-            statistics: Whether the statistics are among them.
-            preview: Whether the picture is.
+            wanted: What is asked for.
         """
-        return [self.output, *[self.statistics] * statistics, *[self.preview] * preview]
+        return [
+            self.output,
+            *[self.statistics] * wanted.statistics,
+            *[self.preview] * wanted.preview,
+            *[self.probabilities] * wanted.probabilities,
+        ]
 
 
 def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
@@ -71,13 +98,17 @@ def stamps(scan: Scan) -> list[tuple[int, int, int] | None]:
     return found
 
 
-def read_scan(scan: Scan) -> Volume:
-    """Read the image of a scan, with all its channels.
+def read_scan(scan: Scan, scratch: Scratch | None = None) -> ScanImage:
+    """Open the image of a scan, with all its channels.
+
+    Args:
+        scan: The scan.
+        scratch: Where packed voxels go; None: into memory.
 
     Raises:
         VolumeError: A file cannot be read, or the channels are on different grids.
     """
-    image = read_channels(scan.images)
+    image = open_channels(scan.images, scratch)
     warning = shear_warning(image.header)
     if warning is not None:
         logger.warning("%s", warning)
@@ -107,7 +138,7 @@ def write_segmentation(
 
 
 def label_statistics(
-    labels: npt.NDArray[Any], image: Volume, label_names: dict[int, str]
+    labels: npt.NDArray[Any], image: ScanImage, label_names: dict[int, str]
 ) -> dict[str, Any]:
     """Return volume and intensity of each label.
 
@@ -124,16 +155,22 @@ def label_statistics(
     voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
     names = Counter(label_names.values())
+    boxes = find_objects(labels, max(label_names, default=0))
+    channels = [image.voxels.channel(number) for number in range(image.voxels.num_channels)]
     for value, name in label_names.items():
-        inside = labels == value
-        count = int(inside.sum())
-        channels = [_intensity(channel[inside]) if count else None for channel in image.array]
+        box = boxes[value - 1]
+        count = 0
+        intensity: list[dict[str, float] | None] = [None] * len(channels)
+        if box is not None:
+            inside = labels[box] == value
+            count = int(inside.sum())
+            intensity = [_intensity(channel[box][inside]) for channel in channels]
         # Two labels may have one name.
         statistics[name if names[name] == 1 else f"{name} ({value})"] = {
             "value": value,
             "num_voxels": count,
             "volume_ml": count * voxel_ml,
-            "intensity": channels,
+            "intensity": intensity,
         }
     return statistics
 

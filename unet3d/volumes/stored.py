@@ -17,7 +17,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import numpy.typing as npt
-from nibabel.arrayproxy import ArrayProxy
+from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.errors import VolumeError, reason_of
 from unet3d.volumes.files import (
@@ -28,6 +28,8 @@ from unet3d.volumes.files import (
     volume_suffix,
 )
 from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
+from unet3d.volumes.scratch import Scratch
+from unet3d.volumes.voxels import FileVoxels, StoredVoxels
 
 HEADER_BYTES = 540
 """Size of the larger of the two NIfTI headers."""
@@ -65,26 +67,12 @@ class StoredVolume:
 
     header: Any
     """nibabel's, of the format of the file; of other formats one of NIfTI with the geometry."""
-    proxy: Any
-    """nibabel's, which reads the voxels, or something with its attributes."""
+    voxels: StoredVoxels
+    """What reads the voxels."""
     affine: npt.NDArray[np.float64]
     """(4, 4): from the indices of a stored voxel to the header's unit of length."""
     pixdim: tuple[float, ...]
     """The spacing as the header has it, where nibabel replaces 0 by 1; empty in an MGH file."""
-
-
-class HeldVoxels:
-    """Voxels in memory, with the attributes of nibabel's proxies."""
-
-    slope, inter, order = 1, 0, "F"
-
-    def __init__(self, voxels: npt.NDArray[Any]) -> None:
-        self._voxels = voxels
-        self.shape = voxels.shape
-        self.dtype = voxels.dtype
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        return np.array(self._voxels, dtype=dtype, copy=copy)
 
 
 def open_nifti(path: Path) -> StoredVolume:
@@ -107,7 +95,7 @@ def open_nifti(path: Path) -> StoredVolume:
         raise
     except Exception as error:  # a damaged header can raise anything in nibabel
         raise _unreadable(path, error) from error
-    refuse_unreal(path, volume.proxy.dtype)
+    refuse_unreal(path, volume.voxels.dtype)
     refuse_false_claims(path, files[-1], volume, is_gzip_file(files[-1]))
     return volume
 
@@ -154,22 +142,47 @@ def stored_axes(path: Path, volume: StoredVolume) -> tuple[int, int, int, int]:
     Raises:
         VolumeError: There are no voxels, or more axes than these.
     """
-    x, y, z, num_channels, *further = (*(int(size) for size in volume.proxy.shape), 1, 1, 1, 1)
+    x, y, z, num_channels, *further = (*volume.voxels.shape, 1, 1, 1, 1)
     if min(x, y, z, num_channels, *further) < 1:
-        raise VolumeError(f"{path} claims the shape {times(volume.proxy.shape)}; it has no voxels")
+        raise VolumeError(f"{path} claims the shape {times(volume.voxels.shape)}; it has no voxels")
     if max(further, default=1) > 1:
         raise VolumeError(
-            f"{path} has {len(volume.proxy.shape)} axes ({times(volume.proxy.shape)}); "
+            f"{path} has {len(volume.voxels.shape)} axes ({times(volume.voxels.shape)}); "
             "at most three and one for channels can be used"
         )
     return x, y, z, num_channels
 
 
-def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.NDArray[Any]:
-    """Read the voxels as they are stored, with the scaling in the header applied.
+def raw_voxels(path: Path, volume: StoredVolume, scratch: Scratch) -> npt.NDArray[Any]:
+    """Read the voxels as they are stored, without the scaling in the header.
 
     Args:
-        path: The file.
+        path: The volume.
+        volume: From ``open_volume``.
+        scratch: Where they go, unless they are mapped.
+
+    Returns:
+        The shape is that of :func:`stored_axes`; nobody may change it.
+
+    Raises:
+        VolumeError: The file is damaged, or too large for the memory.
+    """
+    axes = stored_axes(path, volume)
+    try:
+        with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
+            stored = volume.voxels.read(scratch, f"{path}: reading {times(axes)} voxels")
+            return stored.reshape(axes)
+    except VolumeError:
+        raise
+    except Exception as error:  # OSError, EOFError, an error of ISA-L's, pydicom's, ...
+        raise _unreadable(path, error) from error
+
+
+def scaled_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.NDArray[Any]:
+    """Read the voxels with the scaling in the header applied.
+
+    Args:
+        path: The volume.
         volume: From ``open_volume``.
         copied_bytes: What the caller will allocate beside them for each voxel.
 
@@ -179,37 +192,24 @@ def stored_voxels(path: Path, volume: StoredVolume, copied_bytes: int) -> npt.ND
     Raises:
         VolumeError: The file is damaged, or too large for the memory.
     """
-    proxy = volume.proxy
+    voxels = volume.voxels
     axes = stored_axes(path, volume)
-    scaled_bytes = 8 if (proxy.slope, proxy.inter) != (1, 0) else 0
-    read_bytes = 0 if isinstance(proxy, HeldVoxels) else proxy.dtype.itemsize + scaled_bytes
+    is_scaled = (voxels.slope, voxels.inter) != (1, 0)
+    read_bytes = (0 if voxels.is_mapped else voxels.dtype.itemsize) + (8 if is_scaled else 0)
     refuse_beyond_memory(
         math.prod(axes) * (read_bytes + copied_bytes),
         f"{path}: reading {times(axes)} voxels",
         "use a machine with more, or cut the volume into pieces",
     )
-    try:
-        # Numbers that overflow become infinite, and are counted as such.
-        with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
-            if not is_gzip_file(path):
-                voxels: npt.NDArray[Any] = np.asanyarray(proxy).reshape(axes)
-                return voxels
-            with gzip.open(path) as stream:
-                unpacked = ArrayProxy(stream, _spec(proxy), order=proxy.order)
-                voxels = np.asanyarray(unpacked).reshape(axes)
-                # gzip checks its checksum only at the end of the file.
-                refuse_long_tail(path, len(stream.read(MAX_TAIL_BYTES + 1)))
-                return voxels
-    except VolumeError:
-        raise
-    except Exception as error:  # OSError, EOFError, zlib.error, nibabel's own, ...
-        raise _unreadable(path, error) from error
-
-
-def _spec(proxy: Any) -> tuple[Any, ...]:
-    """Return what makes another proxy, its shape in Python's integers, which do not overflow."""
-    shape = tuple(int(size) for size in proxy.shape)
-    return shape, proxy.dtype, int(proxy.offset), proxy.slope, proxy.inter
+    stored = raw_voxels(path, volume, Scratch())
+    if not is_scaled:
+        return stored
+    # Numbers that overflow become infinite, and are counted as such.
+    with explaining_memory(f"cannot read {path}"), np.errstate(all="ignore"):
+        scaled: npt.NDArray[Any] = apply_read_scaling(
+            np.asarray(stored), voxels.slope, voxels.inter
+        )
+        return scaled
 
 
 def _load(header: Path, voxels: Path | None = None) -> StoredVolume:
@@ -260,10 +260,20 @@ def _start(file: Path) -> bytes:
 
 
 def _stored(format_: Any, voxels: Path, header: Any, pixdim: tuple[float, ...]) -> StoredVolume:
-    proxy = format_.ImageArrayProxy(str(voxels), header)
+    proxy = format_.ImageArrayProxy(str(voxels), header)  # which knows the format's rules
     return StoredVolume(
         header=header,
-        proxy=ArrayProxy(str(voxels), _spec(proxy), order=proxy.order),
+        voxels=FileVoxels(
+            voxels,
+            tuple(int(size) for size in proxy.shape),
+            proxy.dtype,
+            offset=int(proxy.offset),
+            order=proxy.order,
+            slope=float(proxy.slope),
+            inter=float(proxy.inter),
+            is_packed=is_gzip_file(voxels),
+            max_tail_bytes=MAX_TAIL_BYTES,
+        ),
         affine=np.array(header.get_best_affine(), np.float64),
         pixdim=pixdim,
     )
@@ -286,14 +296,14 @@ def refuse_false_claims(path: Path, file: Path, volume: StoredVolume, is_compres
         file_bytes = file.stat().st_size
     except OSError as error:
         raise VolumeError(f"cannot read {file}: {reason_of(error)}") from error
-    proxy = volume.proxy
-    offset, voxel_bytes = proxy.offset, math.prod(map(int, proxy.shape)) * proxy.dtype.itemsize
+    voxels = volume.voxels
+    offset, voxel_bytes = voxels.offset, math.prod(voxels.shape) * voxels.dtype.itemsize
     if not 0 <= offset <= MAX_OFFSET_BYTES:
         raise VolumeError(f"{path} claims that its voxels begin at byte {offset}; it is damaged")
     num_bytes = offset + voxel_bytes
     if num_bytes > file_bytes * (MAX_DEFLATE_RATIO if is_compressed else 1):
         raise VolumeError(
-            f"{path} claims the shape {times(volume.proxy.shape)}, {num_bytes} bytes, but "
+            f"{path} claims the shape {times(volume.voxels.shape)}, {num_bytes} bytes, but "
             f"{file.name} has only {file_bytes}; it is damaged or incomplete"
         )
     # Of a compressed file the tail is known once it is unpacked; but the file may not be so long

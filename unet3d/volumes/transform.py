@@ -18,6 +18,7 @@ from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
 from unet3d.volumes.classes import LabelValue, Region, class_indices
 from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, whole_box
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.memory_limits import explaining_memory
 from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
 from unet3d.volumes.resample import (
@@ -121,28 +122,28 @@ class Preprocessing:
         return self
 
 
-def kept_box(array: npt.NDArray[np.float32], preprocessing: Preprocessing) -> Box:
+def kept_box(image: ImageVoxels, preprocessing: Preprocessing) -> Box:
     """Return the part of an image that is prepared, and to which its label map is cut too.
 
     Args:
-        array: The whole image, shape (C, X, Y, Z).
+        image: The whole image.
         preprocessing: The plan.
     """
     if preprocessing.crops_to_nonzero:
-        return nonzero_box(array)
-    return whole_box(grid_shape(array))
+        return nonzero_box(image)
+    return whole_box(image.shape)
 
 
 class PreparedImage:
     """An image that is normalised and resampled where its planes are asked for."""
 
     def __init__(
-        self, array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
+        self, image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
     ) -> None:
         """Look at its intensities.
 
         Args:
-            array: Shape (C, X, Y, Z), cut to its :func:`kept_box`; it is kept and not changed.
+            image: Cut to its :func:`kept_box`; it is kept and not changed.
             spacing_mm: Its spacing.
             preprocessing: The plan.
 
@@ -151,34 +152,45 @@ class PreparedImage:
                 left at the target spacing.
         """
         num_channels = len(preprocessing.channels)
-        if len(array) != num_channels:
+        if image.num_channels != num_channels:
             raise VolumeError(
-                f"the image has {len(array)} channel(s); {num_channels} are needed: "
+                f"the image has {image.num_channels} channel(s); {num_channels} are needed: "
                 f"{', '.join(preprocessing.channel_names)}"
             )
         target_mm = preprocessing.spacing_mm
-        size = grid_shape(array)
-        self.shape = visible_shape(size, spacing_mm, target_mm)
+        self.shape = visible_shape(image.shape, spacing_mm, target_mm)
         """Voxels along X, Y, Z at the target spacing."""
-        self._array = array
+        self._image = image
         with explaining_memory("the image cannot be prepared"):
-            self._inside = inside_mask(array) if preprocessing.masks_outside else None
+            self._inside = inside_mask(image) if preprocessing.masks_outside else None
             self._scalings = [
-                ChannelScaling.of(channel, how, self._inside)
-                for channel, how in zip(array, preprocessing.channels, strict=True)
+                ChannelScaling.of(image, channel, how, self._inside)
+                for channel, how in enumerate(preprocessing.channels)
             ]
         thick = thick_axes(spacing_mm, target_mm or spacing_mm)
-        self._resampling = Resampling(size, self.shape, thick)
+        self._resampling = Resampling(image.shape, self.shape, thick)
+
+    @property
+    def num_channels(self) -> int:
+        """Channels."""
+        return self._image.num_channels
 
     @property
     def largest(self) -> float:
         """The largest magnitude of its normalised intensities."""
         magnitudes = []
-        for channel, scaling in zip(self._array, self._scalings, strict=True):
+        for channel, scaling in enumerate(self._scalings):
             with np.errstate(over="ignore", invalid="ignore"):
-                extremes = scaling.apply(np.array([channel.min(), channel.max()]))
+                extremes = scaling.apply(np.array(self._extremes(channel), np.float32))
             magnitudes.append(np.abs(extremes).max())
         return float(np.max(magnitudes))  # Python's own max overlooks a NaN
+
+    def _extremes(self, channel: int) -> tuple[float, float]:
+        found = self._image.measure(
+            channel, lambda values, counts: (float(values.min()), float(values.max()))
+        )
+        lowest, highest = zip(*found, strict=True)
+        return min(lowest), max(highest)
 
     def planes(self, axis: int, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Return some planes at the target spacing.
@@ -189,53 +201,58 @@ class PreparedImage:
             end: The one after the last.
 
         Returns:
-            Shape (C, X', Y', Z').
+            Shape (C, X', Y', Z'), in any order of memory.
 
         Raises:
             VolumeError: They do not fit in memory, or are not finite.
         """
-        source = (slice(None),) * axis + (self._resampling.needed(axis, begin, end),)
-        inside = None if self._inside is None else self._inside[source]
+        source = self._resampling.needed(axis, begin, end)
+        inside = None
+        if self._inside is not None:
+            inside = self._inside[(slice(None),) * axis + (source,)]
         with (
             explaining_memory("the image cannot be prepared"),
             np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # looked for below
         ):
-            normalized = np.stack(
-                [
-                    scaling.apply(channel[source], inside)
-                    for channel, scaling in zip(self._array, self._scalings, strict=True)
-                ]
-            )
-            prepared = self._resampling.planes(normalized, axis, begin, end)
-            if not np.isfinite(prepared).all():
+            image = self._image.planes(axis, source)
+            for channel, scaling in zip(image, self._scalings, strict=True):
+                scaling.apply(channel, inside, out=channel)
+            prepared = self._resampling.planes(image, axis, begin, end)
+            # NaN anywhere is the least and the largest, and this takes no memory.
+            if not (np.isfinite(prepared.min()) and np.isfinite(prepared.max())):
+                largest = max(
+                    abs(extreme)
+                    for channel in range(self.num_channels)
+                    for extreme in self._extremes(channel)
+                )
                 raise VolumeError(
-                    f"intensities up to {np.abs(self._array).max():.3g} become infinite when they "
+                    f"intensities up to {largest:.3g} become infinite when they "
                     "are prepared; scale the image, or train with data.normalization=z-score"
                 )
         return prepared
 
 
 def prepare_image(
-    array: npt.NDArray[np.float32], spacing_mm: Spacing, preprocessing: Preprocessing
+    image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
 ) -> npt.NDArray[np.float32]:
     """Normalise an image and resample it to the target spacing, all of it at once.
 
     Args:
-        array: As for :class:`PreparedImage`.
+        image: As for :class:`PreparedImage`.
         spacing_mm: As there.
         preprocessing: As there.
 
     Returns:
-        Shape (C, X', Y', Z').
+        Shape (C, X', Y', Z'), C-contiguous.
 
     Raises:
         VolumeError: As there; or at the target spacing it does not fit in memory, or what comes out
             is not finite.
     """
     target_mm = preprocessing.spacing_mm
-    affordable_shape(grid_shape(array), spacing_mm, target_mm, len(preprocessing.channels))
-    image = PreparedImage(array, spacing_mm, preprocessing)
-    return image.planes(0, 0, image.shape[0])
+    affordable_shape(image.shape, spacing_mm, target_mm, len(preprocessing.channels))
+    prepared = PreparedImage(image, spacing_mm, preprocessing)
+    return np.ascontiguousarray(prepared.planes(0, 0, prepared.shape[0]))
 
 
 def prepare_label(

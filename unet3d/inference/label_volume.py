@@ -1,0 +1,122 @@
+"""What is found in a scan, on its own grid: label values, and the probability of each class."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from unet3d.inference.slab_sink import SlabSink
+from unet3d.volumes.cropping import Box
+from unet3d.volumes.header import VolumeHeader
+from unet3d.volumes.nifti import turned_to_ras
+from unet3d.volumes.scratch import Scratch, new_mapped
+from unet3d.volumes.transform import Preprocessing, classes_of
+
+
+class LabelVolume:
+    """Label values, in memory or on a disk, in the order of the scan's file."""
+
+    def __init__(
+        self, header: VolumeHeader, box: Box, preprocessing: Preprocessing, scratch: Scratch
+    ) -> None:
+        """Make room.
+
+        Args:
+            header: The scan's.
+            box: The part of it that is segmented; the rest is background.
+            preprocessing: Says what logits mean.
+            scratch: Where the labels go.
+
+        Raises:
+            VolumeError: There is no room.
+        """
+        self._preprocessing = preprocessing
+        values = np.array(preprocessing.label_values)
+        values = values.astype(np.min_scalar_type(values.max()))
+        what = f"{header.path}: its segmentation"
+        stored = scratch.empty(header.stored_shape, values.dtype, what, order="F")
+        if box.shape != header.shape:
+            stored[...] = values[0]
+        self.array: npt.NDArray[Any] = turned_to_ras(stored, header)
+        """Shape (X, Y, Z)."""
+        is_index = bool((values == np.arange(len(values))).all())
+        convert = (lambda classes: classes) if is_index else values.__getitem__
+        self._sink = SlabSink(self.array[box.slices], convert)
+
+    def begin(self) -> None:
+        """Begin anew, with the first slab."""
+        self._sink.begin()
+
+    def add(self, logits: Tensor, axis: int) -> None:
+        """Take the next planes.
+
+        Args:
+            logits: Shape (K, X, Y, Z), on any device.
+            axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
+        """
+        classes = classes_of(logits, self._preprocessing)
+        if len(self._preprocessing.label_values) <= 256:
+            classes = classes.to(torch.uint8)
+        self._sink.add(classes, axis)
+
+    def finish(self) -> None:
+        """Wait until all planes are there."""
+        self._sink.finish()
+
+
+class ProbabilityVolume:
+    """The probability of each class, or of each region, in a NumPy file.
+
+    It has the shape (K, ...) with the axes of the scan's file in reverse, the slowest first, as
+    SimpleITK and nnU-Net have them, in float16.
+    """
+
+    def __init__(
+        self, path: Path, header: VolumeHeader, box: Box, preprocessing: Preprocessing
+    ) -> None:
+        """Make the file, and take its space.
+
+        Args:
+            path: Where to.
+            header: The scan's.
+            box: The part of it that is segmented; the rest is background.
+            preprocessing: Says what logits mean.
+
+        Raises:
+            OSError: The file cannot be made, or the disk is full.
+        """
+        self._of_regions = bool(preprocessing.regions)
+        shape = (preprocessing.num_outputs, *reversed(header.stored_shape))
+        stored = new_mapped(path, shape, np.dtype(np.float16))
+        classes = [turned_to_ras(one.T, header)[None] for one in stored]
+        # The same memory as views (X, Y, Z) of each class, again in one array.
+        strides = (stored.strides[0], *classes[0].strides[1:])
+        whole = np.lib.stride_tricks.as_strided(
+            classes[0], (len(classes), *header.shape), strides, writeable=True
+        )
+        if box.shape != header.shape:
+            whole[...] = 0
+            if not self._of_regions:
+                whole[0] = 1
+        self._sink = SlabSink(whole[:, *box.slices])
+
+    def begin(self) -> None:
+        """Begin anew, with the first slab."""
+        self._sink.begin()
+
+    def add(self, logits: Tensor, axis: int) -> None:
+        """Take the next planes.
+
+        Args:
+            logits: Shape (K, X, Y, Z), on any device.
+            axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
+        """
+        probabilities = logits.sigmoid() if self._of_regions else logits.softmax(0)
+        self._sink.add(probabilities.to(torch.float16), axis)
+
+    def finish(self) -> None:
+        """Wait until all planes are there."""
+        self._sink.finish()
