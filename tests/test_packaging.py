@@ -68,6 +68,15 @@ def test_a_training_starts_without_the_metrics_of_its_end():
     assert found == "False\n"
 
 
+def test_a_prediction_imports_nothing_that_only_others_need(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "network.pt", patch_size=(8, 8, 8))
+    scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
+    names = ("monai", "matplotlib", "sympy", "tensorboard")
+    predict = f"unet3d.load({str(checkpoint)!r}, devices='cpu').segment({str(scan)!r})"
+    report = f"print(*(name for name in {names} if name in sys.modules))"
+    assert python("-c", f"import sys, unet3d; {predict}; {report}") == "\n"
+
+
 @pytest.mark.parametrize("arguments", [["-m", "unet3d"], [str(ROOT / "cli.py")]])
 def test_every_way_to_start_it_is_the_same_program(arguments):
     assert python(*arguments, "--version", cwd=ROOT) == f"unet3d {__version__}\n"

@@ -148,6 +148,7 @@ def test_a_program_stays_as_it_was(
 
 
 def _state() -> dict[str, Any]:
+    main = sys.modules["__main__"]
     loggers = [logging.getLogger(name) for name in (None, "unet3d", "unet3d.training")]
     return {
         "handlers": [signal.getsignal(number) for number in SIGNALS],
@@ -159,7 +160,7 @@ def _state() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "loggers": [(one.level, tuple(one.handlers)) for one in loggers],
         "hooks": (sys.excepthook, sys.unraisablehook, tuple(sys.warnoptions)),
-        "main": sys.modules["__main__"],
+        "main": {name: vars(main).get(name) for name in ("__file__", "__name__", "__spec__")},
         "gradients": torch.is_grad_enabled(),
         "dtype": torch.get_default_dtype(),
     }

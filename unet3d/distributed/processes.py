@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Thread
-from types import ModuleType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -94,12 +93,13 @@ def without_main_module() -> Iterator[None]:
     What our children do is in modules of ours. A script that trains, and does not ask for its
     ``__name__``, would train again in each of them.
     """
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    main = vars(sys.modules["__main__"])
+    origin: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main.update(dict.fromkeys(origin))  # a child is told neither of a name nor of a file
     try:
         yield
     finally:
-        sys.modules["__main__"] = main
+        main.update(origin)
 
 
 def said_by(stream: IO[str], say: Callable[[str], object]) -> Thread:
