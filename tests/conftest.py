@@ -23,6 +23,7 @@ TRAINING_WORDS = {
     "tests.parallel.rank_gradients",
     "tests.parallel.spatial.slab_gradients",
     "tests.training.shard_training",
+    "training_script.py",
 }
 """Words of a command that starts a training."""
 

@@ -1,13 +1,15 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.ranks import environment
-from unet3d.interruption import deferred_interruption
+from unet3d.interruption import deferred_interruption, postponed_interruption
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -46,6 +48,38 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     with deferred_interruption() as request:
         signal.raise_signal(signal.SIGHUP)
         assert request.signal_number is None
+
+
+@pytest.mark.parametrize("context", [deferred_interruption, postponed_interruption])
+def test_a_thread_of_another_program_changes_no_handler(context: Callable[[], Any]) -> None:
+    def handlers_within() -> list[object]:
+        with context():
+            return [signal.getsignal(number) for number in SIGNALS]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(handlers_within).result() == [signal.default_int_handler] * 3
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_another_program_handles_what_was_postponed_once(number: int) -> None:
+    heard: list[int] = []
+    signal.signal(number, lambda heard_number, _: heard.append(heard_number))
+    with postponed_interruption():
+        with postponed_interruption():
+            signal.raise_signal(number)
+        assert heard == []
+    assert heard == [number]
+
+
+def test_a_handler_that_is_not_pythons_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tells none, and could not put it back."""
+    known = signal.getsignal
+    monkeypatch.setattr(signal, "getsignal", lambda one: None if one == 15 else known(one))
+    with deferred_interruption() as request:
+        with pytest.raises(KeyboardInterrupt):  # by the handler of these tests
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert request.signal_number == signal.SIGINT
 
 
 def in_a_program(code: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

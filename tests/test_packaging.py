@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from tests.command_line import scan_array
 from tests.networks import write_checkpoint
-from tests.volumes.samples import write_volume
+from tests.volumes.samples import write_msd, write_volume
 from unet3d import __version__
 from unet3d.cli.app import commands
 from unet3d.config import load_config
@@ -66,6 +66,23 @@ def test_loads_nothing_heavy(statement):
 def test_a_training_starts_without_the_metrics_of_its_end():
     found = python("-c", "import sys, unet3d.training.job; print('monai' in sys.modules)")
     assert found == "False\n"
+
+
+def test_a_prediction_imports_nothing_that_only_others_need(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "network.pt", patch_size=(8, 8, 8))
+    scan = write_volume(tmp_path / "scan.nii.gz", scan_array())
+    names = ("monai", "matplotlib", "sympy", "tensorboard")
+    predict = f"unet3d.load({str(checkpoint)!r}, devices='cpu').segment({str(scan)!r})"
+    report = f"print(*(name for name in {names} if name in sys.modules))"
+    assert python("-c", f"import sys, unet3d; {predict}; {report}") == "\n"
+
+
+@pytest.mark.parametrize("before", ["enable", "disable"])
+def test_no_garbage_is_looked_for_while_the_interface_is_imported(before):
+    look = "import gc; found = []; gc.callbacks.append(lambda *what: found.append(what))"
+    load = "import unet3d; unet3d.load; print(len(found) < 40, gc.isenabled())"  # else hundreds
+    found = python("-c", f"{look}; gc.{before}(); {load}")
+    assert found == f"True {before == 'enable'}\n"
 
 
 @pytest.mark.parametrize("arguments", [["-m", "unet3d"], [str(ROOT / "cli.py")]])
@@ -336,16 +353,23 @@ def test_the_layers_of_the_design_are_those_that_imports_are_checked_by():
     assert shown == layers
 
 
+@pytest.mark.trains
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_msd(tmp_path / "DATASET")
     write_checkpoint(tmp_path / "runs/mine/checkpoint-latest.pt", patch_size=(8, 8, 8))
     write_volume(tmp_path / "scan.nii.gz", scan_array())
     text = (ROOT / "README.md").read_text()
     names = {}
-    predicting, training = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    predicting, training, placing = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(predicting, names)
     assert nib.load("scan_seg.nii.gz").shape == names["labels"].shape == scan_array().shape
-    exec(training, names)
+    assert '"training.epochs": 100}' in training
+    exec(training.replace(": 100}", ': 1, "training.steps_per_epoch": 1}'), names)
+    assert names["segmenter"].label_names == {1: "left", 2: "right"}
+    assert names["run"].folder == tmp_path / "runs/new"
+    exec(placing, names)
     assert names["logits"].shape == (2, 3, 64, 64, 32) and names["loss"].total.isfinite()
 
 

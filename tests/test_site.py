@@ -100,6 +100,7 @@ def test_every_setting_is_explained(site: Path, pages: dict[Path, Page]) -> None
         "unet3d.parallel.parallelize",
         "unet3d.parallel.placement.Layout",
         "unet3d.planning.memory_estimate.predict_memory",
+        "unet3d.trainer.train",
         "unet3d.volumes.dataset.load_dataset",
         "unet3d.volumes.nifti.read_image",
     ],

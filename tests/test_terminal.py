@@ -16,7 +16,7 @@ from tests.volumes.samples import write_msd
 from unet3d.cli.output import working
 from unet3d.config import DataSettings
 from unet3d.reports.progress import ProgressLine
-from unet3d.terminal import bar, live
+from unet3d.terminal import bar, live, no_bars
 from unet3d.volumes.dataset import load_dataset
 from unet3d.volumes.preprocess import plan_preprocessing, prepare_cases
 
@@ -115,6 +115,17 @@ def test_there_is_no_bar_in_a_file_or_beside_another_live_line(
     with bar("preparing cases", 40) as show:
         assert show is None
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+
+
+def test_there_is_no_bar_on_the_terminal_of_another_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with on_terminal(monkeypatch) as terminal:
+        with no_bars(), bar("preparing cases", 40) as show:
+            assert show is None
+        assert terminal.getvalue() == ""
+        with bar("preparing cases", 40) as show:
+            assert show is not None
 
 
 def test_a_bar_that_is_interrupted_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:

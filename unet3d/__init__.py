@@ -1,22 +1,35 @@
 """unet3d: 3D U-Net segmentation of volumes that outgrow one GPU.
 
 From Python, ``unet3d.load("runs/mine").segment("scan.nii.gz")`` segments as ``unet3d predict``
-does, see :func:`unet3d.segmenter.load`.
+does, see :func:`unet3d.segmenter.load`, and ``unet3d.train("DATASET")`` trains as ``unet3d train``
+does, see :func:`unet3d.trainer.train`.
 """
 
+import gc
 import importlib
 from typing import Any
 
 __version__ = "0.1.0"
 
-_INTERFACE = ("Segmenter", "load")
+_INTERFACE = {
+    "Segmenter": "unet3d.segmenter",
+    "TrainedRun": "unet3d.trainer",
+    "load": "unet3d.segmenter",
+    "train": "unet3d.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Return what the Python interface has; importing it takes seconds, so nothing else waits."""
-    if name in _INTERFACE:
-        return getattr(importlib.import_module("unet3d.segmenter"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _INTERFACE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_enabled = gc.isenabled()
+    gc.disable()  # modules make no garbage, and looking for it again and again takes a tenth longer
+    try:
+        return getattr(importlib.import_module(_INTERFACE[name]), name)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -14,11 +14,15 @@
 
 A second signal ends the process at once. Only small modules are imported here, because this must be
 in force before anything else is loaded.
+
+Another program that uses this package has handlers of its own. The last two take their place, in
+the main thread, and give it back.
 """
 
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -137,10 +141,21 @@ def postponed_interruption() -> Iterator[None]:
 
     PyTorch's C++ code calls Python for each operation while fake tensors are in use. In some of
     these calls it expects no exception, and ends the process by ``abort`` where there is one.
+    Another program's handlers are called at the end of the context, too.
 
     Raises:
         Interrupted: There was a signal in the context.
     """
+    handler: object = signal.getsignal(signal.SIGINT)
+    if handler is not _stop:
+        request = InterruptionRequest()
+        try:
+            with deferred_interruption() as request:
+                yield
+        finally:
+            if request.signal_number is not None:
+                signal.raise_signal(request.signal_number)
+        return
     _stop.num_postponing += 1
     try:
         yield
@@ -154,6 +169,8 @@ def postponed_interruption() -> Iterator[None]:
 @contextmanager
 def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest]:
     """Turn the first Ctrl-C, SIGTERM or SIGHUP into a request; a second one acts at once.
+
+    Only the main thread can do so, in which Python runs handlers; in another one nothing changes.
 
     Args:
         is_rank: Whether another command has started this process, as a rank or for a fold; then a
@@ -182,9 +199,14 @@ def deferred_interruption(is_rank: bool = False) -> Iterator[InterruptionRequest
 
 
 def _wanted() -> list[signal.Signals]:
-    """Return the signals to handle: not SIGHUP where nohup has had it ignored."""
-    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [one for one in SIGNALS if one != signal.SIGHUP or not ignores_hangup]
+    """Return the signals to handle: not SIGHUP where nohup has had it ignored; in threads none."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    handlers = {one: signal.getsignal(one) for one in SIGNALS}
+    if handlers[signal.SIGHUP] is signal.SIG_IGN:
+        del handlers[signal.SIGHUP]
+    # None: a handler that is not Python's, which could not be put back.
+    return [one for one, handler in handlers.items() if handler is not None]
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -132,15 +132,23 @@ def load(
     inference = [network.config.with_values(changes).inference for network in networks.described]
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
-    if isinstance(devices, (str, int, torch.device)):
-        names = str(devices).split(",")
-    else:
-        names = [str(device) for device in devices]
+    names = names_of(devices)
     # Slabs of a volume need a process for each device, which unet3d predict starts.
     mode = "model" if len(names) > 1 else "none"
     placement = {"parallel.mode": mode, "parallel.devices": names}
     parallel = Config().with_values(placement).parallel
     return Segmenter(Predictor(networks, parallel, inference, group))
+
+
+def names_of(devices: Device | Sequence[Device]) -> list[str]:
+    """Return devices as settings name them.
+
+    Args:
+        devices: One, or several, also as text with commas between them.
+    """
+    if isinstance(devices, (str, int, torch.device)):
+        return str(devices).split(",")
+    return [str(device) for device in devices]
 
 
 def _volume(image: Image, affine: npt.ArrayLike | None) -> ScanImage:

@@ -4,7 +4,20 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
+
+_is_left_alone: ContextVar[bool] = ContextVar("is_left_alone", default=False)
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Show no bar in the context: the terminal is that of a program which uses this package."""
+    token = _is_left_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_left_alone.reset(token)
 
 
 @contextmanager
@@ -44,8 +57,12 @@ def bar(text: str, total: int) -> Iterator[Callable[[int], object] | None]:
         total: How many times it is done.
 
     Yields:
-        Takes how many times are done. None: stderr is no terminal, or has another live line.
+        Takes how many times are done. None: stderr is no terminal, has another live line, or is
+        left alone (:func:`no_bars`).
     """
+    if _is_left_alone.get():
+        yield None
+        return
     from rich.console import Console
     from rich.file_proxy import FileProxy
     from rich.progress import (

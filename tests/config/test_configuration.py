@@ -2,10 +2,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
-from unet3d.config import Config, load_config
+from unet3d.config import Config, load_config, overrides_of
 from unet3d.errors import ConfigError
 
 
@@ -53,6 +54,37 @@ def test_round_trip_of_every_kind_of_value(tmp_path: Path) -> None:
     assert Config.from_yaml(config.to_yaml()) == config
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_values_of_python_are_settings() -> None:
+    values = {
+        "data.dataset": Path("/somewhere, else #1"),
+        "data.cache": None,
+        "data.spacing_mm": (1.0, 1.5, 3e-7),
+        "patches.size": np.array([32, 48, 64]),
+        "patches.augmentation.enabled": False,
+        "patches.augmentation.mirror_axes": ["x", "y"],
+        "model.channels": [8, 16, 32],
+        "memory.recompute": "off",
+        "training.epochs": np.int64(3),
+        "training.weight_decay": np.float32(0.5),
+        "training.learning_rate": 1e-7,
+        "parallel": {"mode": "model", "devices": "0,cpu"},
+        "inference.window": "whole",
+    }
+    config = load_config(None, overrides_of(values))
+    assert config.data.dataset == Path("/somewhere, else #1") and config.data.cache is None
+    assert config.data.spacing_mm == (1.0, 1.5, 3e-7)
+    assert config.patches.size == (32, 48, 64)
+    assert not config.patches.augmentation.enabled
+    assert config.patches.augmentation.mirror_axes == ("x", "y")
+    assert config.model.channels == (8, 16, 32)
+    assert config.memory.recompute == "off"
+    assert config.training.epochs == 3
+    assert config.training.weight_decay == 0.5
+    assert config.training.learning_rate == 1e-7
+    assert config.parallel.mode == "model" and config.parallel.devices == ("0", "cpu")
+    assert config.inference.window == "whole"
 
 
 def test_a_file_holds_only_what_differs_and_overrides_win(tmp_path: Path) -> None:

@@ -130,7 +130,13 @@ def test_round_trip_is_bit_exact(
     assert loaded.config == checkpoint.config
     assert_same(dict(loaded.model), dict(checkpoint.model))
     assert_same(loaded.training, checkpoint.training)
-    assert_same(dict(loaded.build_model().state_dict()), dict(checkpoint.model))
+    model = loaded.build_model()
+    assert_same(dict(model.state_dict()), dict(checkpoint.model))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.zero_()
+    assert_same(dict(loaded.model), dict(checkpoint.model))
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
 
 

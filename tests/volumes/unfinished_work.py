@@ -16,9 +16,11 @@ def write_slowly(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    from tests.volumes.unfinished_work import write_slowly as work  # workers know no __main__
+
     stop_on_signals(is_rank=False)
     try:
         with interruptible():
-            map_items(write_slowly, [Path(sys.argv[1], str(number)) for number in range(6)], 2)
+            map_items(work, [Path(sys.argv[1], str(number)) for number in range(6)], 2)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)

@@ -1,6 +1,6 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
-from unet3d.config.configuration import Config, load_config
+from unet3d.config.configuration import Config, load_config, overrides_of
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
     RATE_DIVISOR_OF_INIT,
@@ -49,4 +49,5 @@ __all__ = [
     "Strides",
     "TrainingSettings",
     "load_config",
+    "overrides_of",
 ]

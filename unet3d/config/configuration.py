@@ -5,6 +5,8 @@ A configuration file is YAML with the sections below and holds only what differs
 ``config.yaml`` in its folder.
 """
 
+import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -180,6 +182,26 @@ def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> Conf
             raise ConfigError(f"--set {printable(override)}: write section.key=value")
         _put(tree, key.strip(), _value_of(key.strip(), text))
     return _validated(tree, source)
+
+
+def overrides_of(values: Mapping[str, Any]) -> list[str]:
+    """Return settings as overrides of :func:`load_config`.
+
+    Args:
+        values: Dotted key to value: text is taken as it stands, other values as JSON has them, and
+            of arrays and what else JSON does not have their lists or their text.
+    """
+    return [f"{key}={_as_text(value)}" for key, value in values.items()]
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(
+        value, default=lambda one: one.tolist() if hasattr(one, "tolist") else str(one)
+    )
 
 
 def _parsed(text: str, source: str) -> dict[str, Any]:

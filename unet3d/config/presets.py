@@ -1,8 +1,11 @@
 """Settings that belong together, under a name: ``--preset quick``."""
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from unet3d.config.configuration import overrides_of
+from unet3d.errors import ConfigError
+from unet3d.inputs.plain_data import shown
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "quick": {"training.epochs": 50},
@@ -20,5 +23,13 @@ def preset_changes(names: Iterable[str]) -> list[str]:
 
     Args:
         names: Keys of :data:`PRESETS`.
+
+    Raises:
+        ConfigError: There is no such preset.
     """
-    return [f"{key}={json.dumps(value)}" for name in names for key, value in PRESETS[name].items()]
+    changes: list[str] = []
+    for name in names:
+        if name not in PRESETS:
+            raise ConfigError(f"there is no preset {shown(name)}; take one of {', '.join(PRESETS)}")
+        changes += overrides_of(PRESETS[name])
+    return changes

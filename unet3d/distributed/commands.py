@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Thread
-from typing import IO
 
 from unet3d.distributed.launched import PARENT, SHARED_BY
-from unet3d.distributed.launcher import import_variables
-from unet3d.distributed.processes import blocked
+from unet3d.distributed.launcher import Say, import_variables
+from unet3d.distributed.processes import blocked, said_by
 from unet3d.distributed.purpose import TRAINING
 from unet3d.distributed.ranks import num_cores
 from unet3d.interruption import SIGNALS, Interrupted, deferred_interruption
@@ -27,8 +26,6 @@ POLL_SECONDS = 0.05
 
 STOP_SECONDS = TRAINING.stop_seconds + 15
 """Time for commands that are asked to stop; each may itself be waiting for ranks that save."""
-
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +133,8 @@ def _start(
         )
     reader = None
     if process.stderr is not None:
-        reader = Thread(target=_show, args=(process.stderr, command.name, say), daemon=True)
-        reader.start()
+        reader = said_by(process.stderr, lambda line: say(f"{command.name}: {line}"))
     return _Running(command=command, process=process, reader=reader)
-
-
-def _show(lines: IO[str], name: str, say: Say) -> None:
-    with lines:
-        for line in lines:
-            say(f"{name}: {line.rstrip()}")
 
 
 def _stop(running: Sequence[_Running], signal_number: int) -> None:

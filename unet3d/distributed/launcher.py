@@ -16,21 +16,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import unet3d
 from unet3d.distributed.launched import LAUNCHED, MEETING_FOLDER, is_one_of_several
-from unet3d.distributed.processes import blocked
+from unet3d.distributed.processes import blocked, said_by
 from unet3d.distributed.purpose import TRAINING, Purpose
 from unet3d.distributed.ranks import ERROR_FILE, RESTART_COUNT, Kind, num_cores
 from unet3d.errors import RankError, Unet3dError
 from unet3d.interruption import SIGNALS, Interrupted, InterruptionRequest, deferred_interruption
 
 logger = logging.getLogger(__name__)
+
+Say = Callable[[str], object]
 
 POLL_SECONDS = 0.05
 
@@ -69,8 +72,10 @@ class Failure:
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     error_file: Path
+    reader: Thread | None
+    """Passes on what it says; None: it says that to the terminal itself."""
 
     def failure(self) -> Failure | None:
         """Return how it failed; None: it runs or has come to its end."""
@@ -128,6 +133,7 @@ def launch(
     max_restarts: int,
     on_gpus: bool,
     purpose: Purpose = TRAINING,
+    say: Say | None = None,
 ) -> None:
     """Run a ``unet3d`` command in several ranks on this machine, until all have ended.
 
@@ -140,6 +146,8 @@ def launch(
             was asked to stop, nor after an explained error, which would come again.
         on_gpus: Whether they compute on GPUs; on CPUs they share the cores.
         purpose: What they do.
+        say: Takes the lines that they write to stderr, from threads, and nothing is left of their
+            results; None: both go to the terminal.
 
     Raises:
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after the ranks have ended.
@@ -155,7 +163,7 @@ def launch(
                 MEETING_FOLDER: str(folder),
                 RESTART_COUNT: str(restart_count),
             }
-            with _started(arguments, num_ranks, variables, folder) as ranks:
+            with _started(arguments, num_ranks, variables, folder, say) as ranks:
                 failures = _wait(ranks, request, purpose.stop_seconds)
             if not failures:
                 return
@@ -174,7 +182,11 @@ def launch(
 
 @contextmanager
 def _started(
-    arguments: Sequence[str], num_ranks: int, variables: dict[str, str], folder: Path
+    arguments: Sequence[str],
+    num_ranks: int,
+    variables: dict[str, str],
+    folder: Path,
+    say: Say | None,
 ) -> Iterator[list[_Rank]]:
     """Start the ranks, and leave none of them running."""
     ranks: list[_Rank] = []
@@ -195,8 +207,17 @@ def _started(
                     [sys.executable, "-m", "unet3d", *arguments],
                     env={**variables, **places},
                     start_new_session=True,
+                    stdout=None if say is None else subprocess.DEVNULL,
+                    stderr=None if say is None else subprocess.PIPE,
+                    text=True,
+                    errors="backslashreplace",
                 )
-            ranks.append(_Rank(number=number, process=process, error_file=error_file))
+            reader = None
+            if say is not None and process.stderr is not None:
+                reader = said_by(process.stderr, say)
+            ranks.append(
+                _Rank(number=number, process=process, error_file=error_file, reader=reader)
+            )
         yield ranks
     finally:
         _kill(ranks)
@@ -259,6 +280,8 @@ def _kill(ranks: Sequence[_Rank]) -> None:
         rank.process.kill()
     for rank in ranks:
         rank.process.wait()
+        if rank.reader is not None:  # a process of the rank may outlive it for a moment
+            rank.reader.join(END_SECONDS)
 
 
 def _reason_of_stop(

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from threading import Thread
+from typing import IO, Any, Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -77,12 +78,46 @@ def shielded_children(*signals: signal.Signals) -> Iterator[None]:
 
     sys.warnoptions.append("ignore:resource_tracker")  # new processes inherit these options
     try:
-        with blocked(*signals):
+        with blocked(*signals), without_main_module():
             resource_tracker.ensure_running()  # which unblocks some when it starts
             with blocked(*signals):
                 yield
     finally:
         sys.warnoptions.remove("ignore:resource_tracker")
+
+
+@contextmanager
+def without_main_module() -> Iterator[None]:
+    """Start processes with multiprocessing that do not run the program's own file first.
+
+    What our children do is in modules of ours. A script that trains, and does not ask for its
+    ``__name__``, would train again in each of them.
+    """
+    main = vars(sys.modules["__main__"])
+    origin: dict[str, Any] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+    main.update(dict.fromkeys(origin))  # a child is told neither of a name nor of a file
+    try:
+        yield
+    finally:
+        main.update(origin)
+
+
+def said_by(stream: IO[str], say: Callable[[str], object]) -> Thread:
+    """Start a thread that passes on what a process writes, until it ends.
+
+    Args:
+        stream: The end of a pipe; it is closed.
+        say: Takes a line, from that thread.
+    """
+
+    def pass_on() -> None:
+        with stream:
+            for line in stream:
+                say(line.rstrip())
+
+    thread = Thread(target=pass_on, daemon=True)
+    thread.start()
+    return thread
 
 
 def end_children(children: Iterable[Child], within_seconds: float) -> None:

@@ -187,7 +187,7 @@ def _train(
         from_plain=Config.from_plain,
     )
     experiment = replace(experiment, config=config)
-    torch.manual_seed(config.training.seed)
+    torch.default_generator.manual_seed(config.training.seed)  # nothing is drawn on GPUs
     refuse_beyond_memory(experiment.topology)
     model = UNet3d(experiment.topology)
     if config.training.init is not None and not resume:

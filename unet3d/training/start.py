@@ -12,7 +12,7 @@ from rich.console import Console
 
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
-from unet3d.distributed.launcher import launch, meeting_folder
+from unet3d.distributed.launcher import Say, launch, meeting_folder
 from unet3d.distributed.ranks import Ranks
 from unet3d.distributed.rendezvous import joined
 from unet3d.errors import ConfigError
@@ -82,16 +82,37 @@ def start_training(
         Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
     """
     with joined(ranks) as group:
-        run = choose_run(request, group)
-        try:
-            dims = ParallelDims.resolve(run.config.parallel, ranks=ranks)
-            if group.size < dims.num_processes:
-                start_ranks(run, dims, quiet)
-                return None
-            return train(run.config, run.folder, run.resume, console, quiet, group)
-        finally:
-            if group.is_first:
-                run.folder.discard_if_empty()
+        return train_run(choose_run(request, group), group, console, quiet)
+
+
+def train_run(
+    run: Run, group: Group, console: Console, quiet: bool, say: Say | None = None
+) -> TrainingResult | None:
+    """Train a run, in this process or in one for each replica.
+
+    Args:
+        run: What is trained.
+        group: The ranks that do it together; all of them call it.
+        console: For the live line.
+        quiet: No progress at all.
+        say: Takes the lines of the processes that are started; None: they go to the terminal.
+
+    Returns:
+        What this process has trained; None where it has started others.
+
+    Raises:
+        Unet3dError: For every reason that we can explain.
+        Interrupted: Ctrl-C, SIGTERM or SIGHUP, after a checkpoint was saved.
+    """
+    try:
+        dims = ParallelDims.resolve(run.config.parallel, ranks=group.ranks)
+        if group.size < dims.num_processes:
+            start_ranks(run, dims, quiet, say)
+            return None
+        return train(run.config, run.folder, run.resume, console, quiet, group)
+    finally:
+        if group.is_first:
+            run.folder.discard_if_empty()
 
 
 def choose_run(request: RunRequest, group: Group) -> Run:
@@ -261,13 +282,14 @@ def run_name(config: Config, folds: str | None = None) -> str:
     return f"{name}-{folds}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
+def start_ranks(run: Run, dims: ParallelDims, quiet: bool, say: Say | None = None) -> None:
     """Train in a process for each replica, each started with the settings as they are now.
 
     Args:
         run: What they train.
         dims: The devices of each.
         quiet: No progress at all.
+        say: Takes the lines that they write; None: they write to the terminal.
 
     Raises:
         Unet3dError: A rank failed; the reason of the first one that did.
@@ -286,6 +308,7 @@ def start_ranks(run: Run, dims: ParallelDims, quiet: bool) -> None:
                 num_ranks=dims.num_processes,
                 max_restarts=run.config.parallel.max_restarts,
                 on_gpus=any(one.type == "cuda" for devices in dims.replicas for one in devices),
+                say=say,
             )
         except Interrupted as interruption:
             raise Interrupted(

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from unet3d.config import PatchSettings, Shape
-from unet3d.distributed.processes import die_with_parent, shielded_children
+from unet3d.distributed.processes import die_with_parent, shielded_children, without_main_module
 from unet3d.errors import DatasetError, Unet3dError
 from unet3d.volumes.augment import Gather, Slab
 from unet3d.volumes.cache import PreparedCase
@@ -139,7 +139,8 @@ class PatchLoader:
         """
         if self._loaded is None or self._next != (epoch, first_step):
             self._steps.first = (epoch, first_step)
-            self._loaded = iter(self._loader)
+            with without_main_module():
+                self._loaded = iter(self._loader)
         steps = range(first_step, self.num_steps)
         if self._on_device is None:
             yield from (self._load(epoch, step, Batch) for step in steps)
