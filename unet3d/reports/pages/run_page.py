@@ -64,7 +64,7 @@ def run_page(folder: Path) -> str:
         lead=found.lead,
         notes=[text for text in (*notes, note, cases_note, memory_note) if text],
         figures=found.figures,
-        curves=drawing_of(progress_figure(metrics, found.title)) if metrics else None,
+        curves=drawing_of(progress_figure(metrics, "")) if metrics else None,
         curves_in_words=found.curves_in_words,
         labels=None if cases is None else _label_rows(cases),
         cases=None if cases is None else _case_rows(cases),

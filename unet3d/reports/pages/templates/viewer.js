@@ -49,37 +49,45 @@
     showAllOrientationMarkers: true,
   });
 
+  // NiiVue looks a colour up at no less than 2/256 of the table, so the background is further up.
+  // It draws whatever has any opacity, so the width is a power of two: no rounding of the card's
+  // then finds a bit of the colour beside.
+  let width = 2;
+  const unused = () => Math.ceil(width / 128);
+  while (width < unused() + 1 + data.labels.length) width *= 2;
+  const numbers = Array.from({ length: width }, (_, place) => place - unused());
+  const each = (of, other = 0) =>
+    numbers.map((number) => (data.labels[number - 1] ? of(data.labels[number - 1], number) : other));
   const colours = () => ({
-    R: [0, ...data.labels.map((label) => label.colour[0])],
-    G: [0, ...data.labels.map((label) => label.colour[1])],
-    B: [0, ...data.labels.map((label) => label.colour[2])],
-    A: [0, ...shown.map((isShown) => (isShown ? 255 : 0))],
-    labels: ["", ...data.labels.map((label) => label.name)],
+    I: numbers,
+    R: each((label) => label.colour[0]),
+    G: each((label) => label.colour[1]),
+    B: each((label) => label.colour[2]),
+    A: each((_, number) => (shown[number - 1] ? 255 : 0)),
   });
-  const overlay = () => viewer.volumes[1];
+  // Each of these takes effect with the next update, which takes a while where volumes are large.
+  const update = () => viewer.updateGLVolume();
   const setOpacity = (percent) => {
     element("opacity").value = percent;
-    viewer.setOpacity(1, Number(element("opacity").value) / 100);
+    viewer.volumes[1].opacity = Number(element("opacity").value) / 100;
   };
-  const setView = (view) => {
-    radios.find((radio) => Number(radio.value) === view).checked = true;
-    viewer.setSliceType(view);
-  };
-  const setShown = (number, isShown) => {
+  const setShown = (isShown, number) => {
     shown[number - 1] = isShown;
-    toggles.find((toggle) => Number(toggle.dataset.number) === number).checked = isShown;
-    overlay().setColormapLabel(colours());
-    viewer.updateGLVolume();
+    toggles[number - 1].checked = isShown;
+  };
+  const setColours = () => viewer.volumes[1].setColormapLabel(colours());
+  const setGreys = (black, white) => {
+    const smallest = (data.greys[1] - data.greys[0]) / 255;
+    viewer.volumes[0].cal_min = black;
+    viewer.volumes[0].cal_max = Math.max(white, black + smallest);
   };
   const showGreys = () => {
     element("black").value = viewer.volumes[0].cal_min;
     element("white").value = viewer.volumes[0].cal_max;
   };
-  const setGreys = (black, white) => {
-    const smallest = (data.greys[1] - data.greys[0]) / 255;
-    viewer.volumes[0].cal_min = black;
-    viewer.volumes[0].cal_max = Math.max(white, black + smallest);
-    viewer.updateGLVolume();
+  const setView = (view) => {
+    radios.find((radio) => Number(radio.value) === view).checked = true;
+    viewer.setSliceType(view);
   };
   const goTo = (mm) => {
     viewer.scene.crosshairPos = viewer.mm2frac(mm);
@@ -99,10 +107,12 @@
     setCut(0);
     viewer.setPan2Dxyzmm([0, 0, 0, 1]);
     viewer.setRenderAzimuthElevation(150, 15);
-    data.labels.forEach((_, index) => setShown(index + 1, true));
+    data.labels.forEach((_, index) => setShown(true, index + 1));
+    setColours();
     setOpacity(50);
     setGreys(...data.shown);
     showGreys();
+    update();
     setView(ALL);
     if (largest) goTo(largest.mm);
     else viewer.createOnLocationChange();
@@ -134,20 +144,29 @@
     return;
   }
 
+  const then = (change) => (...values) => {
+    change(...values);
+    update();
+  };
+  const changeShown = then((isShown, number) => {
+    setShown(isShown, number);
+    setColours();
+  });
+  const changeOpacity = then(setOpacity);
   for (const id of ["black", "white"]) {
     [element(id).min, element(id).max] = data.greys;
     element(id).step = (data.greys[1] - data.greys[0]) / 255 || 1;
-    element(id).addEventListener("input", () =>
+    element(id).addEventListener("input", then(() =>
       setGreys(Number(element("black").value), Number(element("white").value)),
-    );
+    ));
   }
-  element("opacity").addEventListener("input", (event) => setOpacity(event.target.value));
+  element("opacity").addEventListener("input", (event) => changeOpacity(event.target.value));
   element("cut").addEventListener("click", () => setCut(cut + 1));
   element("reset").addEventListener("click", reset);
   radios.forEach((radio) => radio.addEventListener("change", () => setView(Number(radio.value))));
-  toggles.forEach((toggle) => {
+  toggles.forEach((toggle, index) => {
     toggle.disabled = false;
-    toggle.addEventListener("change", () => setShown(Number(toggle.dataset.number), toggle.checked));
+    toggle.addEventListener("change", () => changeShown(toggle.checked, index + 1));
   });
   document.querySelectorAll("button.place").forEach((button) => {
     button.disabled = false;
@@ -177,16 +196,16 @@
     v: () => setView(VIEWS[(VIEWS.indexOf(viewer.opts.sliceType) + 1) % VIEWS.length]),
     o: () => {
       if (opacity() > 0) before = opacity();
-      setOpacity(opacity() > 0 ? 0 : before);
+      changeOpacity(opacity() > 0 ? 0 : before);
     },
-    "+": () => setOpacity(opacity() + 10),
-    "-": () => setOpacity(opacity() - 10),
+    "+": () => changeOpacity(opacity() + 10),
+    "-": () => changeOpacity(opacity() - 10),
     c: () => setCut(cut + 1),
     r: reset,
   };
   keys["="] = keys["+"]; // the same key, without shift
   for (let number = 1; number <= Math.min(9, shown.length); number += 1) {
-    keys[number] = () => setShown(number, !shown[number - 1]);
+    keys[number] = () => changeShown(!shown[number - 1], number);
   }
   // NiiVue has keys of its own, which work only under the mouse; it is not asked.
   for (const kind of ["keydown", "keyup"]) {
