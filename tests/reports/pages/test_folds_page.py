@@ -41,6 +41,9 @@ def test_finished_folds_show_their_scores_and_lead_to_their_pages(tmp_path: Path
     assert f"unet3d report {folder / 'fold0'} makes it" in page.cells("fold 0")[4]
     assert page.cells("fold 2")[1:] == ["0.750", "4", "1 min 30 s", "report of fold 2"]
     assert page.cells("liver") == ["liver", "0.250", "0.500", "0.375", "0.178"]
+    write_run(folder / "fold1", **{"summary.json": None})  # which the summary does not know
+    page = Page(folds_page(folder, folder / "report.html"))
+    assert page.cells("liver") == ["liver", "0.250", "–", "0.500", "0.375", "0.178"]
     elsewhere = Page(folds_page(folder, tmp_path / "page.html"))
     assert elsewhere.links == ["all%20folds/fold2/report.html"]
 

@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
+from tests.mutations import mutated, property_test
 from tests.reports.pages import sample_run
 from tests.reports.pages.html import Page, assert_closed
 from tests.reports.pages.sample_run import write_run
@@ -91,6 +95,13 @@ def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     page = Page(run_page(folder))
     assert_closed(page)
     assert page.cells(EVIL) == [EVIL, "0.500"]
+
+
+def test_labels_in_any_script_are_drawn_and_named(tmp_path: Path) -> None:
+    line = {"epoch": 1, "loss": 1.0, "dice": {"肝臓": 0.5, "$x^": 0.25}, "mean_dice": 0.375}
+    changes = {"metrics.jsonl": json.dumps(line) + "\n", "validation/cases.json": None}
+    page = Page(run_page(write_run(tmp_path, **changes)))
+    assert page.cells("肝臓") == ["肝臓", "0.500"] and page.cells("$x^") == ["$x^", "0.250"]
 
 
 def test_what_cannot_be_shown_is_written_as_its_code(tmp_path: Path) -> None:
@@ -179,3 +190,30 @@ def test_headings_and_pictures_have_words(tmp_path: Path) -> None:
     assert re.findall("<h1", text) == ["<h1"] and '<html lang="en">' in text
     assert all(alt.strip() for alt in re.findall('<img [^>]*alt="([^"]*)"', text))
     assert text.count("<img ") == len(re.findall('<img [^>]*alt="', text))
+
+
+@property_test
+@given(data=st.data())
+def test_no_content_of_a_file_is_more_than_text(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Curves are left out, because each of them would take most of a second."""
+    contents = {
+        "data.json": sample_run.data(),
+        "summary.json": sample_run.summary(),
+        "memory.json": sample_run.memory(),
+        "validation/cases.json": sample_run.cases(),
+    }
+    name = data.draw(st.sampled_from(sorted(contents)))
+    changed = json.dumps(data.draw(mutated(contents[name])), default=repr, skipkeys=True)
+    pictures = dict.fromkeys(("memory.png", "validation/worst.png", "validation/best.png"))
+    folder = write_run(tmp_path_factory.mktemp("run"), **{name: changed, **pictures})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
+        text = run_page(folder)
+    text.encode()
+    page = Page(text)
+    assert_closed(page)
+    assert len(page.sources["script"]) == 1
+    if changed == json.dumps(contents[name]):
+        assert "damaged" not in page.text

@@ -1,7 +1,7 @@
 """The page of a training over several folds: each fold, their mean and spread, and their pages."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,24 +37,25 @@ def folds_page(folder: Path, output: Path) -> str:
         notes=[note] if note else [],
         kind=kind,
         mean=None if summary is None else getattr(summary, f"{kind}_mean_dice"),
-        labels=_labels(summary, kind),
+        labels=_labels(summary, kind, list(runs)),
         folds=[
             _row(number, run, folds.get(str(number)), kind, output) for number, run in runs.items()
         ],
     )
 
 
-def _labels(summary: FoldsSummary | None, kind: str) -> list[dict[str, Any]]:
+def _labels(
+    summary: FoldsSummary | None, kind: str, numbers: Sequence[int]
+) -> list[dict[str, Any]]:
     if summary is None:
         return []
     spreads: Mapping[str, Any] = getattr(summary, f"{kind}_dice")
+    folds = [summary.folds.get(str(number)) for number in numbers]
     return [
         {
             "name": name,
             "spread": spread,
-            "dice": [
-                (getattr(fold, f"{kind}_dice") or {}).get(name) for fold in summary.folds.values()
-            ],
+            "dice": [fold and (getattr(fold, f"{kind}_dice") or {}).get(name) for fold in folds],
         }
         for name, spread in spreads.items()
     ]

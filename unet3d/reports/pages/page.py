@@ -15,13 +15,12 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from unet3d import __version__
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import read_bytes
-from unet3d.reports.format import NOTHING
+from unet3d.reports.format import NOTHING, save_figure
 
 PICTURE_BYTES = 20 * 2**20
 """More than any picture that a training draws."""
@@ -95,9 +94,7 @@ def drawing_of(figure: Figure) -> str:
         figure: The drawn figure.
     """
     file = io.BytesIO()
-    # Without a salt and a date two pages of one run would differ.
-    with rc_context({"svg.hashsalt": "unet3d"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    save_figure(figure, file, "svg")
     return _url("image/svg+xml", file.getvalue())
 
 
