@@ -172,6 +172,16 @@ def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer: Opened) 
     assert columns.mean() < width / 2 and rows.mean() < height / 2
 
 
+def test_the_crosshair_is_seen_in_every_plane(viewer: Opened) -> None:
+    viewer.press("o")
+    for _ in range(3):
+        viewer.press("v")
+        for _ in range(3):  # wherever it lies between the pixels
+            viewer.press("ArrowLeft", "ArrowDown")
+            white = (viewer.pixels() > 170).all(axis=2)
+            assert white.mean(axis=0).max() > 0.6 and white.mean(axis=1).max() > 0.6
+
+
 def test_a_name_leads_to_its_label(viewer: Opened) -> None:
     # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
     viewer.page.click("button.place >> nth=1")

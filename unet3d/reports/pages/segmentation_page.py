@@ -143,6 +143,9 @@ def _page(content: _Content, scan: Volume, labels: Volume) -> str:
                 }
                 for row in rows
             ],
+            "extent_mm": [
+                size * mm for size, mm in zip(header.shape, header.spacing_mm, strict=True)
+            ],
             "greys": [greys.lowest, greys.highest],
             "shown": [greys.black, greys.white],
         },

@@ -35,9 +35,7 @@
   const viewer = new niivue.Niivue({
     clipPlaneColor: [0, 0, 0, 0],
     crosshairColor: [1, 1, 1, 0.7],
-    crosshairGap: 1.5,
-    crosshairWidth: 0.3,
-    crosshairWidthUnit: "percent",
+    crosshairWidthUnit: "mm",
     dragAndDropEnabled: false,
     isRadiologicalConvention: true,
     loadingText: "",
@@ -85,9 +83,25 @@
     element("black").value = viewer.volumes[0].cal_min;
     element("white").value = viewer.volumes[0].cal_max;
   };
+  // A crosshair has its width in the volume; thinner than a pixel it would vanish here and there.
+  const fitCrosshair = () => {
+    const [x, y, z] = data.extent_mm;
+    const fit = (across, up) => Math.min(canvas.clientWidth / across, canvas.clientHeight / up);
+    const fits = {
+      [ALL]: fit(x + y, y + z),
+      [AXIAL]: fit(x, y),
+      [CORONAL]: fit(x, z),
+      [SAGITTAL]: fit(y, z),
+      [RENDER]: fit(Math.max(x, y), Math.max(y, z)),
+    };
+    const pixel_mm = 1 / fits[viewer.opts.sliceType];
+    viewer.opts.crosshairGap = 6 * pixel_mm;
+    viewer.setCrosshairWidth(1.5 * pixel_mm);
+  };
   const setView = (view) => {
     radios.find((radio) => Number(radio.value) === view).checked = true;
     viewer.setSliceType(view);
+    fitCrosshair();
   };
   const goTo = (mm) => {
     viewer.scene.crosshairPos = viewer.mm2frac(mm);
@@ -172,6 +186,8 @@
     button.disabled = false;
     button.addEventListener("click", () => goTo(data.labels[button.dataset.number - 1].mm));
   });
+
+  new ResizeObserver(fitCrosshair).observe(canvas);
 
   let before = 50;
   const move = (direction, sign) => {
