@@ -60,8 +60,7 @@ class Opened:
             self.page.keyboard.press(key)
 
     @property
-    def place(self) -> dict[str, float]:
-        """Where the crosshair is, in mm to the right, front and top."""
+    def place(self) -> dict[str, float]:  # in mm to the right, front and top
         text = self.page.text_content("#place")
         found = re.match(r"([LR]) ([\d.]+)  ([PA]) ([\d.]+)  ([IS]) ([\d.]+) mm", text)
         assert found, text
@@ -223,13 +222,12 @@ def test_every_key_does_what_the_page_says(viewer: Opened) -> None:
     page = viewer.page
     page.click("button.place >> nth=0")
     begin = viewer.place
-    for keys, axis, step in (
-        (["ArrowLeft"], "x", 2),
-        (["ArrowUp"], "y", 2),
-        (["PageUp"], "z", 3),
+    for key, back, axis, step in (
+        ("ArrowLeft", "ArrowRight", "x", 2),
+        ("ArrowUp", "ArrowDown", "y", 2),
+        ("PageUp", "PageDown", "z", 3),
     ):
-        back = {"ArrowLeft": "ArrowRight", "ArrowUp": "ArrowDown", "PageUp": "PageDown"}[keys[0]]
-        viewer.press(*keys)
+        viewer.press(key)
         assert viewer.place == {**begin, axis: pytest.approx(begin[axis] + step)}
         viewer.press(back)
         assert viewer.place == pytest.approx(begin)
@@ -296,8 +294,7 @@ def test_on_paper_and_without_javascript_there_is_a_picture(
 def test_without_webgl_the_page_says_so_and_shows_a_picture(
     chromium: Any, segmentation: Path
 ) -> None:
-    flags = ["--no-sandbox", "--disable-3d-apis"]
-    browser = chromium.launch(executable_path=CHROMIUM, args=flags)
+    browser = chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-3d-apis"])
     opened = Opened(browser, segmentation)
     page = opened.page
     assert "WebGL 2" in page.inner_text("#viewer-note")
