@@ -106,8 +106,14 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path):
     metadata = f"unet3d_parallel-{__version__}.dist-info/"
     # py.typed tells type checkers that the annotations are to be trusted (PEP 561).
     in_package = {name for name in names if not name.startswith(metadata)}
-    assert in_package == sources | {"unet3d/py.typed", "unet3d/__init__.pyi"}
-    assert f"{metadata}licenses/LICENSE" in names
+    pages = {
+        str(path.relative_to(ROOT))
+        for folder in ("niivue", "templates")
+        for path in (ROOT / "unet3d/reports/pages" / folder).iterdir()
+    }
+    assert in_package == sources | pages | {"unet3d/py.typed", "unet3d/__init__.pyi"}
+    for licence in ("LICENSE", "unet3d/reports/pages/niivue/LICENSE"):
+        assert f"{metadata}licenses/{licence}" in names
     entry_points = archive.read(f"{metadata}entry_points.txt").decode()
     assert "unet3d = unet3d.__main__:main" in entry_points
 
@@ -374,6 +380,7 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
 
 
 def test_the_scripts_can_be_run():
-    for name in (".ci/run", "tools/demo.sh", "tools/docker-entrypoint.sh"):
+    scripts = ("demo.sh", "docker-entrypoint.sh", "vendor_niivue.sh")
+    for name in (".ci/run", *(f"tools/{script}" for script in scripts)):
         assert os.access(ROOT / name, os.X_OK)
         subprocess.run(["bash", "-n", ROOT / name], check=True)

@@ -20,6 +20,7 @@ from unet3d.cli.options import named_as_typed
 from unet3d.cli.output import show_error
 from unet3d.cli.plan import plan
 from unet3d.cli.predict import predict
+from unet3d.cli.report import report
 from unet3d.cli.train import train
 from unet3d.errors import Unet3dError, reason_of
 from unet3d.memory.allocator import keep_host_memory, use_expandable_segments
@@ -106,5 +107,5 @@ def commands(debug: bool) -> None:
     logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, predict, evaluate, check, plan, config):
+for _command in (train, predict, evaluate, report, check, plan, config):
     commands.add_command(_command)

@@ -3,8 +3,9 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -86,18 +87,23 @@ def write_figure(figure: Figure, path: Path) -> None:
     write_atomically(path, lambda file: save_figure(figure, file))
 
 
-def save_figure(figure: Figure, file: IO[bytes] | Path) -> None:
-    """Save a figure as PNG to a file that somebody else gives its name.
+def save_figure(
+    figure: Figure, file: IO[bytes] | Path, kind: Literal["png", "svg"] = "png"
+) -> None:
+    """Save a figure to a file that somebody else gives its name.
 
     Args:
         figure: The drawn figure.
         file: The file.
+        kind: What to save it as.
 
     Raises:
         OSError: It cannot be written.
     """
     FigureCanvasAgg(figure)
-    with warnings.catch_warnings():
+    # Without a salt and a date, two SVG files of one figure would differ.
+    metadata = {"Date": None} if kind == "svg" else None
+    with warnings.catch_warnings(), rc_context({"svg.hashsalt": "unet3d"}):
         # Labels are named in any script; a letter that the font lacks is drawn as a box.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure.savefig(file, format="png", dpi=DOTS_PER_INCH)
+        figure.savefig(file, format=kind, dpi=DOTS_PER_INCH, metadata=metadata)

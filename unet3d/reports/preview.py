@@ -266,7 +266,8 @@ def _draw_legend(
     axes.set_xlim(0, width)
     axes.set_ylim(height, 0)
     axes.set_axis_off()
-    heads, ends = (ONE_HEAD, (width,)) if len(rows[0].cells) == 1 else (HEADS, TRUE_ENDS)
+    has_truth = any(len(row.cells) > 1 for row in rows)
+    heads, ends = (HEADS, TRUE_ENDS) if has_truth else (ONE_HEAD, (width,))
     down = ROW / 2
     for head, end in zip(heads, ends, strict=True):
         axes.text(end, down, head, ha="right", va="center", fontsize=SMALL, color=DIM)

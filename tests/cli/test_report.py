@@ -1,0 +1,165 @@
+"""``unet3d report`` as a user meets it."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.command_line import SMALL, in_a_process, refusal, run, scan_array
+from tests.networks import write_checkpoint
+from tests.volumes.samples import write_json, write_volume
+from unet3d.reports.pages.page import resource
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def finished(folder: Path) -> Path:
+    """As little of a run as has a page."""
+    write_json(folder / "runs/mine/data.json", {"unet3d": "0.1.0"})
+    return folder / "runs/mine"
+
+
+@pytest.fixture
+def segmentation(folder: Path, scan: Path) -> Path:
+    labels = (scan_array() > 110).astype(np.uint8)
+    return write_volume(folder / "a scan_seg.nii.gz", labels)
+
+
+@pytest.mark.trains
+def test_a_training_and_its_prediction_have_pages(
+    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What other commands write is understood: no page finds a file damaged or missing."""
+    phantoms = ("--set", "data.phantom.shape=16,16,16", "--set", "data.phantom.num_cases=4")
+    assert run("train", *SMALL, *phantoms, "--output", "runs/mine", "--quiet") == 0
+    assert run("predict", scan, "--checkpoint", "runs/mine", "--statistics") == 0
+    capsys.readouterr()
+    assert run("report", "runs/mine") == 0
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"runs/mine -> runs/mine/report\.html \(\d+\.\d MB\)\n", out)
+    page = Path("runs/mine/report.html").read_text()
+    assert 'class="notes"' not in page and 'class="missing"' not in page
+    for word in ("ventricles", "measured", "predicted", "worst case", "Finished after 1 epochs"):
+        assert word in page, word
+    assert run("report", "a scan_seg.nii.gz", "--image", scan) == 0
+    page = Path("a scan_seg.html").read_text()
+    assert 'class="notes"' not in page.replace('<p id="viewer-note" class="notes"', "").replace(
+        '<noscript><p class="notes"', ""
+    )
+    assert "ventricles" in page and "checkpoint-latest.pt" in page
+
+
+def test_pages_are_beside_what_they_show(
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(folder)
+    assert run("report", finished) == 0
+    assert run("report", segmentation, "--image", scan) == 0
+    assert run("report", segmentation, "--image", scan, "-o", "pages.html") == 0
+    written = {finished / "report.html", folder / "a scan_seg.html", folder / "pages.html"}
+    after = contents(folder)
+    assert after.keys() - before.keys() == written
+    assert {path: after[path] for path in before} == before
+    assert all(after[path].startswith(b"<!doctype html>") for path in written)
+
+
+def test_a_page_replaces_another_only_when_asked(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = finished / "report.html"
+    page.write_text("old")
+    line = refusal(capsys, "report", finished)
+    assert f"{page} exists; add --overwrite to replace it" in line
+    assert page.read_text() == "old"
+    assert run("report", finished, "--overwrite") == 0
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_nothing_but_a_page_is_written_over(
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "link.html").symlink_to(finished / "data.json")
+    (folder / "folder.html").mkdir()
+    os.mkfifo(folder / "pipe.html")
+    before = contents(folder)
+    commands: tuple[tuple[Any, ...], ...] = (
+        ("report", finished, "--overwrite", "-o"),
+        ("report", segmentation, "--image", scan, "--overwrite", "-o"),
+    )
+    for command in commands:
+        for name in (finished / "data.json", segmentation, scan, "page", "page.png"):
+            assert "ends in .html" in refusal(capsys, *command, name)
+        for name in ("link.html", "folder.html", "pipe.html", "absent/page.html"):
+            assert f"cannot write {name}" in refusal(capsys, *command, name)
+    assert contents(folder) == before and (folder / "link.html").is_symlink()
+
+
+def test_what_has_no_page_is_refused_in_one_line(
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_volume(folder / "other.nii.gz", scan_array((9, 9, 9)))
+    (folder / "empty").mkdir()
+    for arguments, words in (
+        ((segmentation,), "--image"),
+        (("absent",), "no folder of a run"),
+        (("empty",), "no folder of a run"),
+        ((finished, "--checkpoint", write_checkpoint(folder / "a.pt")), "--image"),
+        ((segmentation, "--image", "absent.nii.gz"), "absent.nii.gz"),
+        (("absent.nii.gz", "--image", scan), "absent.nii.gz"),
+        ((segmentation, "--image", other), "do not lie on one grid"),
+        ((scan, "--image", scan), "a label map holds whole numbers"),
+        ((segmentation, "--image", scan, "--checkpoint", "absent.pt"), "absent.pt"),
+    ):
+        assert words in refusal(capsys, "report", *arguments)
+    assert not list(folder.rglob("*.html"))
+
+
+def test_a_network_names_the_labels(
+    folder: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    statistics = {"labels": {"pylorus": {"value": 1, "num_voxels": 1}}}
+    write_json(folder / "a scan_seg.json", statistics)
+    network = write_checkpoint(folder / "network.pt", label_values=(0, 1, 5))
+    assert run("report", segmentation, "--image", scan, "--checkpoint", network) == 0
+    page = (folder / "a scan_seg.html").read_text()
+    assert "label 5" in page and "pylorus" not in page
+
+
+def test_folds_have_a_page_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for fold in (0, 1):
+        write_json(folder / f"runs/all/fold{fold}/data.json", {"unet3d": "0.1.0", "fold": fold})
+    (folder / "runs/all/config.yaml").touch()
+    assert run("report", "runs/all/fold1") == 0
+    assert run("report", "runs/all") == 0
+    page = (folder / "runs/all/report.html").read_text()
+    assert '<a href="fold1/report.html">' in page and "unet3d report runs/all/fold0" in page
+    assert "all/fold1: fold 1" in (folder / "runs/all/fold1/report.html").read_text()
+
+
+def test_a_disk_that_is_full_leaves_no_page(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    assert "No space left on device" in refusal(capsys, "report", finished)
+    assert [path.name for path in finished.iterdir()] == ["data.json"]
+
+
+def test_an_address_of_another_machine_is_nowhere_in_our_files() -> None:
+    for name in ("base.html", "run.html", "folds.html", "segmentation.html", "page.css"):
+        assert not re.search(r"https?:|//[a-z]", resource(f"templates/{name}")), name
+    for name in ("viewer.css", "viewer.js", "table.js"):
+        assert not re.search(r"https?:|url\(|fetch\(|import\(", resource(f"templates/{name}")), name
+
+
+def test_help_is_instant() -> None:
+    done = in_a_process("report", "--help")
+    assert done.returncode == 0 and "RUN|SEGMENTATION" in done.stdout

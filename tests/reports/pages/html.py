@@ -1,0 +1,89 @@
+"""What is in a page, read with Python's own parser."""
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+
+VOID = {"meta", "img", "input", "br"}
+
+
+class Page(HTMLParser):
+    """The elements, texts and addresses of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        """Of everything that a browser loads."""
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.sources: dict[str, list[str]] = {"script": [], "style": []}
+        """Of scripts that run, and of styles."""
+        self.data: dict[str, str] = {}
+        """Content of the scripts that do not run, by their ids."""
+        self.policy = ""
+        self.handlers: list[str] = []
+        """Attributes that would run or style something."""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, self._open
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.tags.append(tag)
+        self.handlers += [name for name in values if name.startswith("on") or name == "style"]
+        if tag not in VOID:
+            self._open.append((tag, values))
+        if values.get("http-equiv") == "Content-Security-Policy":
+            self.policy = values["content"] or ""
+        for name in ("src", "srcset", "data", "poster", "background", "action"):
+            self.addresses += [values[name] or ""] if name in values else []
+        if values.get("href"):
+            (self.links if tag == "a" else self.addresses).append(values["href"] or "")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        opened, _ = self._open.pop()
+        assert opened == tag, f"</{tag}> ends <{opened}>"
+
+    def handle_data(self, data: str) -> None:
+        tag, values = self._open[-1] if self._open else ("", {})
+        if tag == "script" and values.get("type"):
+            self.data[str(values["id"])] = data
+        elif tag in self.sources:
+            self.sources[tag].append(data)
+        else:
+            self.texts.append(data)
+            if any(name in ("td", "th") for name, _ in self._open):
+                self.rows[-1][-1] += data
+
+    def cells(self, name: str, column: int = 0) -> list[str]:
+        """Return the cells of the first row that has a name in a column."""
+        return next([cell.strip() for cell in row] for row in self.rows if name in row[column])
+
+
+def assert_closed(page: Page) -> None:
+    """See that a page loads nothing, and that only its own scripts and styles can run."""
+    for address in page.addresses:
+        assert re.match(r"data:image/(png|svg\+xml);base64,", address), address[:60]
+    directives = dict(part.strip().partition(" ")[::2] for part in page.policy.split(";"))
+    assert directives["default-src"] == "'none'" and directives["img-src"] == "data:"
+    for kind, directive in (("script", "script-src"), ("style", "style-src")):
+        digests = [
+            base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+            for source in page.sources[kind]
+        ]
+        expected = " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"
+        assert directives[directive] == expected
+    assert page.handlers == []
+    assert not {"iframe", "object", "embed", "base", "form", "link"} & set(page.tags)

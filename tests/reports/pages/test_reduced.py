@@ -1,0 +1,134 @@
+"""Volumes as a page carries them, against loops and nibabel."""
+
+import base64
+import gzip
+import itertools
+import math
+
+import nibabel as nib
+import numpy as np
+import pytest
+from nibabel.affines import apply_affine
+
+from unet3d.reports.pages import reduced
+from unet3d.reports.pages.reduced import (
+    greys_of,
+    means,
+    middles,
+    numbered,
+    reduced_affine,
+    steps_for,
+)
+
+AFFINE = np.array([[-0.7, 0.1, 0, 30], [0.1, 0.8, 0.2, -20], [0, 0.1, 2.5, 5], [0, 0, 0, 1.0]])
+
+
+def file_of(text: str) -> nib.Nifti1Image:
+    return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text, validate=True)))
+
+
+def blocks(shape: tuple[int, ...], steps: tuple[int, ...]) -> dict[tuple[int, ...], list]:
+    """The voxels of each block, by its index."""
+    found: dict[tuple[int, ...], list] = {}
+    for voxel in itertools.product(*map(range, shape)):
+        block = tuple(one // step for one, step in zip(voxel, steps, strict=True))
+        found.setdefault(block, []).append(voxel)
+    return found
+
+
+@pytest.mark.parametrize("steps", [(1, 1, 1), (2, 3, 1), (4, 1, 5)])
+def test_blocks_become_their_mean_and_their_middle(steps: tuple[int, int, int]) -> None:
+    rng = np.random.default_rng(0)
+    shape = (8, 7, 6)  # 7 and 6 leave blocks that are not whole
+    image = rng.normal(100, 20, shape).astype(np.float32)
+    labels = rng.integers(0, 9, shape).astype(np.uint8)
+    mean, middle = means(image, steps), middles(labels, steps)
+    whole = blocks(shape, steps)
+    assert mean.shape == middle.shape == tuple(np.max(list(whole), axis=0) + 1)
+    assert mean.dtype == np.float32 and middle.dtype == np.uint8
+    affine = reduced_affine(AFFINE, steps)
+    for block, voxels in whole.items():
+        assert mean[block] == pytest.approx(np.mean([image[v] for v in voxels]), rel=1e-5)
+        assert middle[block] in [labels[v] for v in voxels]
+        if len(voxels) == math.prod(steps):
+            centre = np.mean(apply_affine(AFFINE, voxels), axis=0)
+            assert np.allclose(apply_affine(affine, block), centre)
+
+
+def test_a_label_keeps_its_place_within_half_a_block() -> None:
+    labels = np.zeros((30, 30, 30), np.uint8)
+    labels[9:21, 6:18, 12:24] = 1
+    steps = (3, 2, 4)
+    there = np.argwhere(middles(labels, steps))
+    mm = apply_affine(reduced_affine(AFFINE, steps), there).mean(axis=0)
+    true = apply_affine(AFFINE, np.argwhere(labels)).mean(axis=0)
+    half = np.abs(AFFINE[:3, :3]) @ np.array(steps) / 2
+    assert (np.abs(mm - true) <= half).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "steps"),
+    [
+        ((256, 256, 180), (1, 1, 1), (1, 1, 1)),
+        ((512, 512, 100), (0.7, 0.7, 5), (2, 2, 1)),
+        ((512, 512, 512), (1, 1, 1), (3, 2, 2)),
+        ((3000, 4, 4), (1, 1, 1), (3, 1, 1)),
+        ((2000, 2000, 1), (1, 1, 1), (2, 2, 1)),
+    ],
+)
+def test_the_finest_axes_are_reduced_first(shape, spacing_mm, steps) -> None:
+    assert steps_for(shape, spacing_mm) == steps
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (700, 600, 900), (10**6, 50, 2), (5000, 5000, 5000)])
+def test_what_a_page_carries_is_bounded(shape: tuple[int, int, int]) -> None:
+    sizes = [-(-n // step) for n, step in zip(shape, steps_for(shape, (1, 2, 3)), strict=True)]
+    assert math.prod(sizes) <= reduced.MAX_VOXELS == 12_000_000
+    assert max(sizes) <= reduced.MAX_SIDE
+    if math.prod(shape) > 10**8:  # and no smaller than it must be
+        assert math.prod(sizes) > reduced.MAX_VOXELS / 3 or max(sizes) > reduced.MAX_SIDE / 2
+
+
+def test_an_image_keeps_its_intensities_to_a_grey_level() -> None:
+    rng = np.random.default_rng(1)
+    image = rng.uniform(-1000, 1500, (20, 18, 16)).astype(np.float32)
+    image[3, 4, 5] = 1e6  # which would take all levels
+    greys = greys_of(image, AFFINE)
+    file = file_of(greys.nifti)
+    assert file.get_data_dtype() == np.uint8 and file.shape == image.shape
+    assert np.allclose(file.affine, AFFINE, atol=1e-5)
+    assert np.allclose(file.header.get_zooms(), np.linalg.norm(AFFINE[:3, :3], axis=0))
+    inside = (image >= greys.lowest) & (image <= greys.highest)
+    assert inside.mean() > 0.99 and greys.highest < 2000
+    level = (greys.highest - greys.lowest) / 255
+    assert np.abs(file.get_fdata() - image)[inside].max() < 0.51 * level
+    assert greys.lowest < greys.black < greys.white < greys.highest
+    assert (greys.black, greys.white) == pytest.approx((-975, 1475), abs=25)
+
+
+@pytest.mark.parametrize("value", [0.0, -7.5, 1e30])
+def test_an_image_of_one_intensity_is_one(value: float) -> None:
+    greys = greys_of(np.full((4, 4, 4), value, np.float32), np.eye(4))
+    assert np.allclose(file_of(greys.nifti).get_fdata(), value)
+
+
+def test_a_few_bright_voxels_in_nothing_are_seen() -> None:
+    image = np.zeros((50, 50, 50), np.float32)
+    image[:4, :4, :4] = 5  # less than 0.1 %
+    greys = greys_of(image, np.eye(4))
+    assert np.allclose(file_of(greys.nifti).get_fdata(), image) and greys.white == 5
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64])
+def test_labels_are_numbered_in_the_order_of_their_values(kind: type) -> None:
+    top = int(np.iinfo(kind).max)
+    labels = np.array([0, 3, 7, top, 5, 3], kind).reshape(2, 3, 1)
+    file = file_of(numbered(labels, [3, 7, top], AFFINE))
+    assert np.asarray(file.dataobj).ravel().tolist() == [0, 1, 2, 3, 0, 1]
+    assert np.allclose(file.affine, AFFINE, atol=1e-5)
+
+
+def test_many_labels_are_all_there() -> None:
+    labels = np.arange(1000, dtype=np.uint16).reshape(10, 10, 10)
+    file = file_of(numbered(labels, list(range(1, 1000)), np.eye(4)))
+    assert np.array_equal(np.asarray(file.dataobj), labels)

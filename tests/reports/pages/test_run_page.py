@@ -1,0 +1,219 @@
+"""The page of a training: everything that its folder holds, and no more."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+
+from tests.mutations import mutated, property_test
+from tests.reports.pages import sample_run
+from tests.reports.pages.html import Page, assert_closed
+from tests.reports.pages.sample_run import write_run
+from unet3d.errors import CheckpointError
+from unet3d.reports.pages.run_page import run_page
+
+EVIL = "</script><script>alert(1)</script>\"'&"
+"""What must be text wherever it stands."""
+
+
+def test_a_finished_run_shows_all_that_was_found(tmp_path: Path) -> None:
+    page = Page(run_page(write_run(tmp_path / "mine")))
+    assert_closed(page)
+    text = page.text
+    assert "mine: fold 2 of Task01_Sample" in text
+    assert "Finished after 4 epochs, in 1 h 02 min." in text
+    # Labels: mean Dice, HD95, NSD, volumes, number of cases.
+    assert page.cells("liver") == ["liver", "0.844", "2.25", "0.844", "12.50", "10.00", "2"]
+    assert page.cells("tumour") == ["tumour", "0.250", "4.75", "0.250", "12.50", "10.00", "1"]
+    assert "NSD (2 mm)" in text
+    assert "Only the largest component is kept of liver and tumour; of tumour." in text
+    # Cases: the worst first, and what has no Dice has none.
+    names = [row[0] for row in page.rows]
+    assert names.index("low") < names.index("high")
+    assert page.cells("low") == ["low", "0.500", "0.750", "0.250"]
+    assert page.cells("high") == ["high", "0.938", "0.938", "–"]
+    # Memory, measured and predicted, in MiB.
+    assert page.cells("0") == [
+        *("0", "cuda:0", "encoder.0.0", "measured"),
+        *("6.00", "6.00", "12.00", "70.00", "100", "81,920"),
+    ]
+    assert page.cells("predicted")[-1] == "110 (+10.0%)"
+    assert page.cells("1") == [
+        *("1", "cuda:1 of rank 1", "encoder.0.0 … encoder.0.1", "measured"),
+        *("6.00", "6.00", "12.00", "70.00", "100", "81,920"),
+    ]
+    for fact in (
+        *("/data/Task01_Sample", "2, 5", "2: a, b", "2: high, low", "1 x 1.25 x 3 mm"),
+        *("background, liver, tumour", "cuda:0 (NVIDIA H200), cuda:1 (NVIDIA H200)"),
+        *("model, bfloat16", "Dice 0.500 in epoch 2", "unet3d 0.1.0, python 3.12.1, torch 2.13.0"),
+        "epochs: 4",
+    ):
+        assert fact in text, fact
+    # The means over the labels, above everything.
+    assert "mean HD95 3.50 mm" in text and "mean Dice 0.547" in text
+
+
+def test_pictures_are_in_the_page(tmp_path: Path) -> None:
+    page = Page(run_page(write_run(tmp_path)))
+    pictures = [base64.b64decode(address.partition(",")[2]) for address in page.addresses]
+    drawn = [one for one in pictures if b"<svg" in one]
+    files = ("validation/worst.png", "validation/best.png", "memory.png")
+    assert pictures[1:] == [(tmp_path / name).read_bytes() for name in files]
+    assert drawn == pictures[:1]  # the curves
+    assert b'href="http' not in drawn[0] and b"<script" not in drawn[0]
+
+
+def test_the_same_run_has_the_same_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    assert run_page(folder) == run_page(folder)
+
+
+def test_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+    data = sample_run.data(EVIL) | {"training": {EVIL: "00"}}
+    data["preprocessing"]["channel_names"] = [EVIL]
+    metrics = [{"epoch": 1, "loss": 1.0, "dice": {EVIL: 0.5}, "mean_dice": 0.5}]
+    folder = write_run(
+        tmp_path / "<b>run",
+        **{
+            "data.json": data,
+            "validation/cases.json": sample_run.cases(EVIL, EVIL),
+            "metrics.jsonl": json.dumps(metrics[0]) + "\n",
+            "config.yaml": f"# {EVIL}\n",
+        },
+    )
+    page = Page(run_page(folder))
+    assert_closed(page)
+    assert len(page.sources["script"]) == 1
+    assert page.cells(EVIL)[0] == EVIL
+    assert f"# {EVIL}" in page.text and "<b>run" in page.text
+    (folder / "validation/cases.json").unlink()
+    page = Page(run_page(folder))
+    assert_closed(page)
+    assert page.cells(EVIL) == [EVIL, "0.500"]
+
+
+def test_labels_in_any_script_are_drawn_and_named(tmp_path: Path) -> None:
+    line = {"epoch": 1, "loss": 1.0, "dice": {"肝臓": 0.5, "$x^": 0.25}, "mean_dice": 0.375}
+    changes = {"metrics.jsonl": json.dumps(line) + "\n", "validation/cases.json": None}
+    page = Page(run_page(write_run(tmp_path, **changes)))
+    assert page.cells("肝臓") == ["肝臓", "0.500"] and page.cells("$x^") == ["$x^", "0.250"]
+
+
+def test_what_cannot_be_shown_is_written_as_its_code(tmp_path: Path) -> None:
+    # Half a character, as in a file name of another encoding, and letters that turn the text.
+    cases = sample_run.cases(low="half\udcff turned\u202e")
+    text = run_page(write_run(tmp_path, **{"validation/cases.json": cases}))
+    assert r"half\udcff turned\u202e" in text
+    text.encode()
+
+
+def test_a_run_that_has_not_ended_says_how_far_it_is(tmp_path: Path) -> None:
+    late = ("summary.json", "memory.json", "memory.png")
+    of_validation = [f"validation/{name}" for name in ("cases.json", "worst.png", "best.png")]
+    folder = write_run(tmp_path, **dict.fromkeys([*late, *of_validation]))
+    page = Page(run_page(folder))
+    assert_closed(page)
+    text = page.text
+    assert "Not finished: 4 of 4 epochs are done." in text
+    assert "Dice of the validation in epoch 4" in text
+    assert page.cells("tumour") == ["tumour", "0.250"]
+    assert "No memory was measured yet." in text and "Pictures" not in text
+
+
+@pytest.mark.parametrize("kept", ["data.json", "config.yaml", "metrics.jsonl"])
+def test_a_run_that_was_killed_early_has_a_page(tmp_path: Path, kept: str) -> None:
+    write_run(tmp_path)
+    for path in tmp_path.rglob("*.*"):
+        if path.name != kept:
+            path.unlink()
+    page = Page(run_page(tmp_path))
+    assert_closed(page)
+    assert "Not finished" in page.text
+    assert ("No epoch has ended yet." in page.text) == (kept != "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "name", ["data.json", "summary.json", "memory.json", "validation/cases.json"]
+)
+@pytest.mark.parametrize(
+    "damage", ["{", "[1]", '{"epochs": -1, "cases": 3, "slots": [], "unet3d": 5}', "\0"]
+)
+def test_a_damaged_file_is_named_and_the_rest_is_shown(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    page = Page(run_page(write_run(tmp_path, **{name: damage})))
+    assert_closed(page)
+    assert f"{Path(name).name} is damaged: " in page.text
+    assert page.cells("liver")[0] == "liver"
+
+
+def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path: Path) -> None:
+    changes = {
+        "memory.png": "no picture",
+        "validation/worst.png": "",
+        "config.yaml": None,
+        "metrics.jsonl": '{"epoch": 1, "loss": "x", "dice": {"liver": 1e999}, "mean_dice": []}\n',
+    }
+    folder = write_run(tmp_path, **changes)
+    (folder / "config.yaml").mkdir()
+    page = Page(run_page(folder))
+    assert_closed(page)
+    assert "There is no configuration." in page.text
+    assert len(page.addresses) == 2  # the curves, and the best case
+
+
+def test_of_many_labels_the_lowest_one_of_each_case_is_named(tmp_path: Path) -> None:
+    cases = sample_run.cases()
+    cases["mean"] = {str(n): sample_run.score(f"organ {n}", 0.5) for n in range(1, 31)}
+    for case in cases["cases"]:
+        case["labels"] = {
+            key: sample_run.score(f"organ {key}", 1 - int(key) / 100) for key in cases["mean"]
+        }
+    page = Page(run_page(write_run(tmp_path, **{"validation/cases.json": cases})))
+    assert page.cells("low") == ["low", "0.500", "organ 30 0.700"]
+    assert page.cells("organ 17")[:2] == ["organ 17", "0.500"]
+
+
+def test_another_folder_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is no folder of a run") as caught:
+        run_page(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_headings_and_pictures_have_words(tmp_path: Path) -> None:
+    text = run_page(write_run(tmp_path))
+    assert re.findall("<h1", text) == ["<h1"] and '<html lang="en">' in text
+    assert all(alt.strip() for alt in re.findall('<img [^>]*alt="([^"]*)"', text))
+    assert text.count("<img ") == len(re.findall('<img [^>]*alt="', text))
+
+
+@property_test
+@given(data=st.data())
+def test_no_content_of_a_file_is_more_than_text(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Curves are left out, because each of them would take most of a second."""
+    contents = {
+        "data.json": sample_run.data(),
+        "summary.json": sample_run.summary(),
+        "memory.json": sample_run.memory(),
+        "validation/cases.json": sample_run.cases(),
+    }
+    name = data.draw(st.sampled_from(sorted(contents)))
+    changed = json.dumps(data.draw(mutated(contents[name])), default=repr, skipkeys=True)
+    pictures = dict.fromkeys(("memory.png", "validation/worst.png", "validation/best.png"))
+    folder = write_run(tmp_path_factory.mktemp("run"), **{name: changed, **pictures})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
+        text = run_page(folder)
+    text.encode()
+    page = Page(text)
+    assert_closed(page)
+    assert len(page.sources["script"]) == 1
+    if changed == json.dumps(contents[name]):
+        assert "damaged" not in page.text

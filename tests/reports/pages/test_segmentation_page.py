@@ -1,0 +1,215 @@
+"""The page of a segmentation: its statistics, what the viewer gets, what is refused."""
+
+import base64
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from nibabel.affines import apply_affine
+
+from tests.reports.pages.html import Page, assert_closed
+from tests.volumes.samples import write_json, write_volume
+from unet3d.errors import VolumeError
+from unet3d.reports.pages import reduced
+from unet3d.reports.pages.segmentation_page import segmentation_page
+
+SHAPE, SPACING_MM = (24, 20, 16), (1.0, 1.5, 2.0)
+EVIL = "</script><script>alert(1)</script>"
+
+
+def scan_and_labels() -> tuple[np.ndarray, np.ndarray]:
+    """Noise; a box of the value 2 of 4 x 5 x 6 voxels, and one voxel of the value 9."""
+    image = np.random.default_rng(0).normal(100, 20, SHAPE).astype(np.float32)
+    labels = np.zeros(SHAPE, np.uint8)
+    labels[10:14, 5:10, 4:10] = 2
+    labels[20, 15, 12] = 9
+    return image, labels
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A segmentation and its scan."""
+    image, labels = scan_and_labels()
+    scan = write_volume(tmp_path / "scan.nii.gz", image, SPACING_MM)
+    return write_volume(tmp_path / "scan_seg.nii.gz", labels, SPACING_MM), scan
+
+
+def statistics(**names: int) -> dict[str, Any]:
+    _, labels = scan_and_labels()
+    return {
+        "image": ["scan.nii.gz"],
+        "checkpoints": ["runs/mine/checkpoint-latest.pt"],
+        "labels": {
+            name: {"value": value, "num_voxels": int((labels == value).sum()), "volume_ml": 0.0}
+            for name, value in names.items()
+        },
+    }
+
+
+def volume_of(page: Page, name: str) -> nib.Nifti1Image:
+    return nib.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(page.data[name])))
+
+
+def test_the_table_has_the_statistics_of_all_voxels(files: tuple[Path, Path]) -> None:
+    page = Page(segmentation_page(*files))
+    assert_closed(page)
+    image, labels = scan_and_labels()
+    inside = image[labels == 2]
+    # 120 voxels of 3 mm3.
+    expected = ["", "label 2", "2", "0.360 mL", "120", *mean_and_spread(inside)]
+    assert page.cells("label 2", 1) == expected
+    alone = f"{image[20, 15, 12]:.4g}"
+    assert page.cells("label 9", 1)[2:] == ["9", "0.00300 mL", "1", alone, "0"]
+    assert "24x20x16" in page.text and "1 x 1.5 x 2 mm" in page.text
+
+
+def mean_and_spread(values: np.ndarray) -> list[str]:
+    wide = values.astype(np.float64)
+    return [f"{wide.mean():.4g}", f"{wide.std():.4g}"]
+
+
+def test_the_viewer_gets_the_scan_its_labels_and_their_places(files: tuple[Path, Path]) -> None:
+    page = Page(segmentation_page(*files))
+    image, labels = scan_and_labels()
+    scan, numbers = volume_of(page, "viewer-image"), volume_of(page, "viewer-labels")
+    affine = np.diag([*SPACING_MM, 1])
+    assert np.allclose(scan.affine, affine) and np.allclose(numbers.affine, affine)
+    assert np.array_equal(np.asarray(numbers.dataobj), (labels > 0) + (labels == 9) * 1)
+    viewer = json.loads(page.data["viewer-data"])
+    step = (viewer["greys"][1] - viewer["greys"][0]) / 255
+    assert np.median(np.abs(scan.get_fdata() - image)) <= step / 2
+    assert [one["name"] for one in viewer["labels"]] == ["label 2", "label 9"]
+    # Okabe and Ito's sky blue and orange.
+    assert [one["colour"] for one in viewer["labels"]] == [[86, 180, 233], [230, 159, 0]]
+    for value, one in zip((2, 9), viewer["labels"], strict=True):
+        nearest = np.rint(apply_affine(np.linalg.inv(affine), one["mm"])).astype(int)
+        assert labels[tuple(nearest)] == value
+        centre = apply_affine(affine, np.argwhere(labels == value)).mean(axis=0)
+        assert np.linalg.norm(centre - one["mm"]) < 2
+
+
+def test_a_scan_in_any_orientation_lies_where_it_is(tmp_path: Path) -> None:
+    image, labels = scan_and_labels()
+    affine = np.array([[0, -1.0, 0, 50], [0, 0, 2, -30], [3, 0, 0, 7], [0, 0, 0, 1]])
+    for name, array in (("scan", image), ("seg", labels)):
+        nib.save(nib.Nifti1Image(array, affine), tmp_path / f"{name}.nii.gz")
+    page = Page(segmentation_page(tmp_path / "seg.nii.gz", tmp_path / "scan.nii.gz"))
+    numbers = volume_of(page, "viewer-labels")
+    for number, value in ((1, 2), (2, 9)):
+        ours = apply_affine(numbers.affine, np.argwhere(np.asarray(numbers.dataobj) == number))
+        true = apply_affine(affine, np.argwhere(labels == value))
+        assert sorted(map(tuple, np.round(ours, 3))) == sorted(map(tuple, np.round(true, 3)))
+
+
+def test_a_large_scan_is_reduced_and_the_page_says_so(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "voxels are shown as one" not in Page(segmentation_page(*files)).text
+    monkeypatch.setattr(reduced, "MAX_VOXELS", 2000)
+    page = Page(segmentation_page(*files))
+    shown = volume_of(page, "viewer-image").shape
+    assert np.prod(shown) <= 2000 and volume_of(page, "viewer-labels").shape == shown
+    factors = "x".join(str(round(n / small)) for n, small in zip(SHAPE, shown, strict=True))
+    words = f"{factors} voxels are shown as one, {'x'.join(map(str, shown))} instead of 24x20x16"
+    assert words in page.text
+    # Volumes are still those of all voxels.
+    assert page.cells("label 2", 1)[3:5] == ["0.360 mL", "120"]
+
+
+def test_a_label_that_gets_lost_in_the_reduction_says_so(
+    files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduced, "MAX_VOXELS", 60)
+    page = Page(segmentation_page(*files))
+    row = page.cells("label 9", 1)
+    assert row[1] == "label 9 (too small for the viewer)" and row[4] == "1"
+    assert json.loads(page.data["viewer-data"])["labels"][1]["mm"] is None
+
+
+def test_the_statistics_beside_it_name_the_labels(files: tuple[Path, Path]) -> None:
+    beside = write_json(
+        files[0].with_name("scan_seg.json"), statistics(liver=2, tumour=9, spleen=11)
+    )
+    page = Page(segmentation_page(*files))
+    names = [one["name"] for one in json.loads(page.data["viewer-data"])["labels"]]
+    assert names == ["liver", "tumour", "spleen"]
+    assert page.cells("spleen", 1)[2:] == ["11", "0 mL", "0", "–", "–"]
+    assert "runs/mine/checkpoint-latest.pt" in page.text
+    # Another name is stronger, and a value without one has its number.
+    named = Page(segmentation_page(*files, {2: "organ"}))
+    names = [one["name"] for one in json.loads(named.data["viewer-data"])["labels"]]
+    assert names == ["organ", "label 9"]
+    content = statistics(liver=2, tumour=9)
+    content["labels"]["liver"]["num_voxels"] += 1
+    write_json(beside, content)
+    other = Page(segmentation_page(*files))
+    assert "scan_seg.json is of another segmentation, and is not used." in other.text
+    assert "liver" not in other.text
+    beside.write_text("{")
+    assert "scan_seg.json is damaged" in Page(segmentation_page(*files)).text
+
+
+def test_names_and_paths_are_text_and_nothing_else(tmp_path: Path) -> None:
+    image, labels = scan_and_labels()
+    folder = tmp_path / "<img src=x>"
+    scan = write_volume(folder / "a&b.nii.gz", image, SPACING_MM)
+    segmentation = write_volume(folder / "<b>seg.nii.gz", labels, SPACING_MM)
+    write_json(folder / "<b>seg.json", statistics(**{EVIL: 2, "]]><!--<script>": 9}))
+    page = Page(segmentation_page(segmentation, scan))
+    assert_closed(page)
+    assert len(page.sources["script"]) == 2 and len(page.data) == 3
+    names = [one["name"] for one in json.loads(page.data["viewer-data"])["labels"]]
+    assert names == [EVIL, "]]><!--<script>"]
+    assert EVIL in page.text and "<b>seg.nii.gz" in page.text and str(scan) in page.text
+
+
+def test_the_page_is_small_and_names_the_viewer(files: tuple[Path, Path]) -> None:
+    text = segmentation_page(*files)
+    assert len(text) < 2_000_000
+    page = Page(text)
+    assert "The viewer is NiiVue 0." in page.text
+    assert "BSD 2-Clause License" in page.text and "fflate" in page.text
+    assert text == segmentation_page(*files)
+
+
+def test_an_empty_segmentation_says_so(tmp_path: Path) -> None:
+    image, labels = scan_and_labels()
+    scan = write_volume(tmp_path / "scan.nii.gz", image)
+    empty = write_volume(tmp_path / "seg.nii.gz", labels * 0)
+    page = Page(segmentation_page(empty, scan))
+    assert_closed(page)
+    assert "Nothing was segmented." in page.text
+    assert json.loads(page.data["viewer-data"])["labels"] == []
+
+
+def test_of_several_channels_the_first_is_shown(tmp_path: Path) -> None:
+    image, labels = scan_and_labels()
+    scan = write_volume(tmp_path / "scan.nii.gz", np.stack([image, -image], axis=3), SPACING_MM)
+    segmentation = write_volume(tmp_path / "seg.nii.gz", labels, SPACING_MM)
+    page = Page(segmentation_page(segmentation, scan))
+    assert "The first of 2 channels is shown." in page.text
+    assert volume_of(page, "viewer-image").get_fdata().mean() == pytest.approx(100, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((24, 20, 15), np.uint8), ("do not lie on one grid", "24x20x15")),
+        (np.arange(7680).reshape(SHAPE).astype(np.int16), ("7680 different values", "an image?")),
+        (np.full(SHAPE, -3, np.int16), ("from -3 to -3",)),
+        (np.full(SHAPE, 0.5, np.float32), ("no integer labels",)),
+    ],
+)
+def test_what_is_no_segmentation_of_the_scan_is_refused(
+    files: tuple[Path, Path], array: np.ndarray, words: tuple[str, ...]
+) -> None:
+    wrong = write_volume(files[0].with_name("wrong.nii.gz"), array, SPACING_MM)
+    with pytest.raises(VolumeError) as caught:
+        segmentation_page(wrong, files[1])
+    assert "\n" not in str(caught.value) and str(wrong) in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)

@@ -1,0 +1,147 @@
+"""What every page has: its frame, its rights, numbers in words, pictures within it.
+
+All text is escaped by jinja2, and what cannot be shown, such as half a character in the name of a
+file, is written as its code. The Content-Security-Policy of a page lets nothing be loaded, and
+names the digest of each of its own scripts and styles, so nothing else in it can run.
+"""
+
+import base64
+import hashlib
+import io
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from unet3d import __version__
+from unet3d.inputs.plain_data import printable
+from unet3d.inputs.reading import read_bytes
+from unet3d.reports.format import NOTHING, save_figure
+
+PICTURE_BYTES = 20 * 2**20
+"""More than any picture that a training draws."""
+
+
+def render(template: str, *, styles: Sequence[str], scripts: Sequence[str], **content: Any) -> str:
+    """Return a page as HTML.
+
+    Args:
+        template: File in ``templates``.
+        styles: Files of the package with its CSS.
+        scripts: Files of the package with its JavaScript, in the order in which they run.
+        content: What the template shows; all text in it is escaped.
+    """
+    style = "\n".join(map(resource, styles))
+    sources = [resource(script) for script in scripts]
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"style-src {_digest(style)}",
+            f"script-src {' '.join(map(_digest, sources)) or _NONE}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    return _ENVIRONMENT.get_template(template).render(
+        policy=Markup(policy),  # of digests alone
+        style=Markup(style),
+        scripts=[Markup(source) for source in sources],
+        version=__version__,
+        **content,
+    )
+
+
+def resource(name: str) -> str:
+    """Return a text file of this package.
+
+    Args:
+        name: Its path from the folder of this module.
+    """
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def encoded(page: str) -> bytes:
+    """Return a page as the content of its file.
+
+    Args:
+        page: From :func:`render`.
+    """
+    return page.encode(errors="replace")
+
+
+def picture_of(path: Path) -> str | None:
+    """Return a PNG file as a URL that holds it, or None where there is no such file.
+
+    Args:
+        path: The file.
+    """
+    try:
+        content = read_bytes(path, PICTURE_BYTES)
+    except OSError:
+        return None
+    return _url("image/png", content) if content.startswith(b"\x89PNG\r\n\x1a\n") else None
+
+
+def drawing_of(figure: Figure) -> str:
+    """Return a figure as a URL that holds it, sharp at any size.
+
+    Args:
+        figure: The drawn figure.
+    """
+    file = io.BytesIO()
+    save_figure(figure, file, "svg")
+    return _url("image/svg+xml", file.getvalue())
+
+
+def score(value: float | None, digits: int = 3) -> str:
+    """Return a score as people read it.
+
+    Args:
+        value: The score; None: there is none.
+        digits: Behind the point.
+    """
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def shade(dice: float | None) -> int | None:
+    """Return which of the ten shades of the style sheet a Dice has; None: none.
+
+    Args:
+        dice: From 0 to 1.
+    """
+    return None if dice is None else min(9, max(0, int(dice * 10)))
+
+
+def _finalize(value: Any) -> Any:
+    """Return what a template shows of a value: text without what cannot be shown."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value, max_length=len(value))
+    return value
+
+
+def _url(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _digest(source: str) -> str:
+    digest = hashlib.sha256(source.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+_NONE = "'none'"
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader(__package__),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    finalize=_finalize,
+)
+_ENVIRONMENT.filters["score"] = score
+_ENVIRONMENT.filters["shade"] = shade

@@ -1,0 +1,167 @@
+"""Volumes as small as a page can carry: fewer voxels, 256 grey levels, labels numbered through.
+
+A page holds them as NIfTI, compressed, in base64. Blocks of voxels become one: the mean of the
+image, the middle one of the labels.
+"""
+
+import base64
+import gzip
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+
+MAX_VOXELS = 12_000_000
+"""Of an image, a byte each: with noise everywhere a page of 17 MB. 256 x 256 x 180 are fewer."""
+
+MAX_SIDE = 1024
+"""Voxels along an axis; graphics cards of some telephones take no more in a texture."""
+
+LEVELS = 255
+GREY_PERCENTILES = (0.1, 99.9)
+"""Intensities of the first and the last grey level."""
+SHOWN_PERCENTILES = (1.0, 99.0)
+"""Intensities that are black and white at first."""
+
+Affine = npt.NDArray[np.float64]
+
+_HEADER_BYTES = 352
+"""Of a NIfTI file, with the four that say that nothing follows but voxels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greys:
+    """An image in a page."""
+
+    nifti: str
+    """Its file, compressed, in base64."""
+    lowest: float
+    """Intensity of the first grey level."""
+    highest: float
+    """Intensity of the last one."""
+    black: float
+    white: float
+
+
+def steps_for(shape: Sequence[int], spacing_mm: Sequence[float]) -> tuple[int, int, int]:
+    """Return how many voxels along X, Y, Z become one.
+
+    The finest axis comes first, so that blocks become as near to cubes as whole numbers allow.
+
+    Args:
+        shape: Voxels of the volume.
+        spacing_mm: Their distances.
+    """
+    steps = [1, 1, 1]
+
+    def size(axis: int) -> int:
+        return math.ceil(shape[axis] / steps[axis])
+
+    while True:
+        long = [axis for axis in range(3) if size(axis) > MAX_SIDE]
+        if not long and math.prod(map(size, range(3))) <= MAX_VOXELS:
+            return steps[0], steps[1], steps[2]
+        candidates = long or [axis for axis in range(3) if size(axis) > 1]
+        steps[min(candidates, key=lambda axis: (spacing_mm[axis] * steps[axis], -size(axis)))] += 1
+
+
+def reduced_affine(affine: Affine, steps: Sequence[int]) -> Affine:
+    """Return the affine of blocks of voxels, from their indices to the mm of their centres.
+
+    Args:
+        affine: (4, 4), that of the voxels.
+        steps: Voxels of a block along X, Y, Z.
+    """
+    blocks = np.diag([*steps, 1.0])
+    blocks[:3, 3] = [(step - 1) / 2 for step in steps]
+    return np.asarray(affine @ blocks)
+
+
+def means(image: npt.NDArray[np.float32], steps: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Return the mean of each block; one at the end of an axis may have fewer voxels.
+
+    Args:
+        image: Shape (X, Y, Z).
+        steps: Voxels of a block along X, Y, Z.
+    """
+    for axis, step in enumerate(steps):
+        if step > 1:
+            size = image.shape[axis]
+            starts = np.arange(0, size, step)
+            counts = np.minimum(starts + step, size) - starts
+            sums = np.add.reduceat(image, starts, axis=axis)
+            along = [-1 if other == axis else 1 for other in range(3)]
+            image = np.divide(sums, counts.reshape(along), dtype=np.float32)
+    return image
+
+
+def middles(labels: npt.NDArray[Any], steps: Sequence[int]) -> npt.NDArray[Any]:
+    """Return the label in the middle of each block.
+
+    Args:
+        labels: Shape (X, Y, Z).
+        steps: Voxels of a block along X, Y, Z.
+    """
+    for axis, step in enumerate(steps):
+        if step > 1:
+            size = labels.shape[axis]
+            where = np.minimum(np.arange(0, size, step) + step // 2, size - 1)
+            labels = labels.take(where, axis=axis)
+    return labels
+
+
+def greys_of(image: npt.NDArray[np.float32], affine: Affine) -> Greys:
+    """Return an image for a page.
+
+    Args:
+        image: Intensities, shape (X, Y, Z).
+        affine: (4, 4), from its indices to mm.
+    """
+    ends = [*GREY_PERCENTILES, *SHOWN_PERCENTILES]
+    lowest, highest, black, white = np.percentile(image, ends).tolist()
+    if black == white:  # nearly everything is background
+        lowest, highest = float(image.min()), float(image.max())
+        black, white = lowest, highest
+    step = (highest - lowest) / LEVELS or 1.0
+    levels = np.rint((np.clip(image, lowest, highest) - lowest) / step).astype(np.uint8)
+    return Greys(
+        nifti=_in_base64(levels, affine, slope=step, intercept=lowest),
+        lowest=lowest,
+        highest=lowest + LEVELS * step,
+        black=black,
+        white=white,
+    )
+
+
+def numbered(labels: npt.NDArray[Any], values: Sequence[int], affine: Affine) -> str:
+    """Return a label map for a page, as a NIfTI file in base64.
+
+    Args:
+        labels: Label values, shape (X, Y, Z).
+        values: Those of the labels, ascending; the first becomes 1. All others become background.
+        affine: (4, 4), from its indices to mm.
+    """
+    known = np.array([0, *values], labels.dtype)
+    places = np.minimum(np.searchsorted(known, labels), len(known) - 1)
+    numbers = np.where(known[places] == labels, places, 0)
+    kind = np.uint8 if len(values) < 256 else np.uint16
+    return _in_base64(numbers.astype(kind), affine)
+
+
+def _in_base64(
+    array: npt.NDArray[Any], affine: Affine, slope: float = 1.0, intercept: float = 0.0
+) -> str:
+    file = nib.Nifti1Image(array, None)
+    file.header.set_slope_inter(slope, intercept)
+    file.header.set_xyzt_units("mm")
+    file.set_sform(affine, code=1)
+    file.header.set_zooms(np.linalg.norm(affine[:3, :3], axis=0))
+    # nibabel would scale the array itself; these are its voxels already.
+    file.header.set_data_offset(_HEADER_BYTES)
+    header = file.header.binaryblock.ljust(_HEADER_BYTES, b"\0")
+    content = header + array.tobytes(order="F")
+    return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()

@@ -1,0 +1,223 @@
+"""The page of a segmentation: a viewer of the scan with its labels, and a table of them."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from markupsafe import Markup
+
+from unet3d.errors import VolumeError
+from unet3d.reports.format import millilitres, save_figure, size_text
+from unet3d.reports.pages.page import render, resource
+from unet3d.reports.pages.reduced import (
+    Affine,
+    greys_of,
+    means,
+    middles,
+    numbered,
+    reduced_affine,
+    steps_for,
+)
+from unet3d.reports.pages.run_files import Statistics, content_of
+from unet3d.reports.planes import Structure
+from unet3d.reports.preview import COLOURS, Preview, preview_figure
+from unet3d.volumes.grids import voxel_mm3
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.memory_limits import explaining_memory
+from unet3d.volumes.nifti import Volume, on_grid_of, read_image, read_label
+from unet3d.volumes.scans import Scan, label_statistics
+
+MAX_LABELS = 1000
+"""Different values of a label map; more are the grey values of an image."""
+
+NIIVUE = "niivue/niivue.js"
+LICENCES = ("niivue/LICENSE", "niivue/LICENSES-OF-PARTS.txt")
+
+
+def segmentation_page(
+    segmentation: Path, image: Path, names: Mapping[int, str] | None = None
+) -> str:
+    """Return the page of a segmentation.
+
+    Args:
+        segmentation: The label map; the statistics that ``unet3d predict --statistics`` has written
+            beside it name its labels.
+        image: The scan, on the same grid.
+        names: Name of each label by its value, instead of those of the statistics.
+
+    Raises:
+        VolumeError: A file cannot be read, they do not lie on one grid, the segmentation is none,
+            or memory does not suffice.
+    """
+    disagreement = same_grid(read_header(segmentation), read_header(image))
+    if disagreement is not None:
+        raise VolumeError(
+            f"{segmentation} and {image} do not lie on one grid: {disagreement}; name the scan "
+            "that was segmented"
+        )
+    with explaining_memory(f"cannot show {segmentation}"):
+        scan = read_image(image)
+        labels = on_grid_of(scan.header, read_label(segmentation))
+        return _page(_Content.of(scan, labels, names), scan, labels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Content:
+    """What the labels of a segmentation are, and where that is known from."""
+
+    statistics: dict[str, Any]
+    """By the name of each label, as :func:`unet3d.volumes.scans.label_statistics` has it."""
+    checkpoints: Sequence[str]
+    """Networks that have made it, as far as is known."""
+    notes: Sequence[str]
+
+    @classmethod
+    def of(cls, scan: Volume, labels: Volume, names: Mapping[int, str] | None) -> "_Content":
+        """Count the labels.
+
+        Args:
+            scan: The image.
+            labels: The segmentation, on its grid.
+            names: Name of each label by its value; None: as the statistics name them.
+
+        Raises:
+            VolumeError: The segmentation is none.
+        """
+        path = labels.header.path
+        values, counts = (found.tolist() for found in np.unique(labels.array, return_counts=True))
+        if len(values) > MAX_LABELS or values[0] < 0:
+            raise VolumeError(
+                f"{path} holds {len(values)} different values, from {values[0]} to {values[-1]}; "
+                f"is it an image? name a label map, of at most {MAX_LABELS} values from 0"
+            )
+        there = {value: count for value, count in zip(values, counts, strict=True) if value}
+        beside = Scan(images=(scan.header.path,), output=path).statistics
+        written, note = content_of(beside, Statistics)
+        notes = [note] if note else []
+        if written is not None:
+            told = {one.value: one.num_voxels for one in written.labels.values() if one.num_voxels}
+            if told != there:
+                notes.append(f"{beside.name} is of another segmentation, and is not used.")
+                written = None
+        if names is None:
+            found = {} if written is None else written.labels
+            names = {one.value: name for name, one in found.items()}
+        every = sorted(names.keys() | there.keys())
+        named = {value: names.get(value, f"label {value}") for value in every}
+        return cls(
+            statistics=label_statistics(labels.array, scan, named),
+            checkpoints=() if written is None else written.checkpoints,
+            notes=notes,
+        )
+
+
+def _page(content: _Content, scan: Volume, labels: Volume) -> str:
+    header, image = scan.header, scan.array[0]
+    steps = steps_for(header.shape, header.spacing_mm)
+    affine = reduced_affine(header.affine, steps)
+    reduced = middles(labels.array, steps)
+    rows = _rows(content.statistics, reduced, affine)
+    greys = greys_of(means(image, steps), affine)
+    return render(
+        "segmentation.html",
+        styles=["templates/page.css", "templates/viewer.css"],
+        scripts=[NIIVUE, "templates/viewer.js"],
+        title=labels.header.path.name,
+        notes=content.notes,
+        rows=rows,
+        picture=_picture(scan, labels, rows),
+        image=Markup(greys.nifti),  # base64
+        labels=Markup(numbered(reduced, [row["value"] for row in rows], affine)),
+        viewer={
+            "labels": [
+                {
+                    "name": row["name"],
+                    "colour": _rgb(row["colour"]),
+                    "mm": row["mm"],
+                    "num_voxels": row["num_voxels"],
+                }
+                for row in rows
+            ],
+            "extent_mm": [
+                size * mm for size, mm in zip(header.shape, header.spacing_mm, strict=True)
+            ],
+            "greys": [greys.lowest, greys.highest],
+            "shown": [greys.black, greys.white],
+        },
+        is_reduced=max(steps) > 1,
+        steps=size_text(steps),
+        shape=size_text(header.shape),
+        shown_shape=size_text(reduced.shape),
+        num_channels=header.num_channels,
+        facts=[
+            (what, value)
+            for what, value in (
+                ("segmentation", str(labels.header.path)),
+                ("scan", str(header.path)),
+                ("voxels", size_text(header.shape)),
+                ("spacing", " x ".join(f"{mm:.4g}" for mm in header.spacing_mm) + " mm"),
+                ("networks", ", ".join(content.checkpoints)),
+            )
+            if value
+        ],
+        niivue=resource(NIIVUE).partition(",")[0].removeprefix("// "),
+        licences="\n\n".join(map(resource, LICENCES)).splitlines(),
+    )
+
+
+def _rows(
+    statistics: Mapping[str, Any], reduced: npt.NDArray[Any], affine: Affine
+) -> list[dict[str, Any]]:
+    """Return the lines of the table, in ascending order of the values."""
+    rows = []
+    for index, (name, found) in enumerate(statistics.items()):
+        intensity = found["intensity"][0]
+        rows.append(
+            {
+                "name": name,
+                "value": found["value"],
+                "colour": COLOURS[index % len(COLOURS)],
+                "volume": millilitres(found["volume_ml"]),
+                "volume_ml": found["volume_ml"],
+                "num_voxels": found["num_voxels"],
+                "intensity": intensity,
+                "mm": _middle(reduced == found["value"], affine) if intensity else None,
+            }
+        )
+    return rows
+
+
+def _middle(mask: npt.NDArray[np.bool_], affine: Affine) -> list[float] | None:
+    """Return the place in mm of the voxel nearest to the middle of all; None without any."""
+    where = np.argwhere(mask)
+    if not len(where):
+        return None
+    apart = (where - where.mean(axis=0)) @ affine[:3, :3].T
+    nearest = where[int(np.argmin((apart**2).sum(axis=1)))]
+    return [float(mm) for mm in affine[:3, :3] @ nearest + affine[:3, 3]]
+
+
+def _picture(scan: Volume, labels: Volume, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what is seen without the viewer, and on paper."""
+    figure = preview_figure(
+        Preview(
+            title=scan.header.path.name,
+            image=scan.array[0],
+            labels=labels.array,
+            structures=[Structure(name=row["name"], values=(row["value"],)) for row in rows],
+            spacing_mm=scan.header.spacing_mm,
+            voxel_ml=voxel_mm3(scan.header.affine) / 1000,
+        )
+    )
+    file = io.BytesIO()
+    save_figure(figure, file)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def _rgb(colour: str) -> list[int]:
+    return list(bytes.fromhex(colour.removeprefix("#")))
