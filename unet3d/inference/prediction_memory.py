@@ -19,7 +19,6 @@ from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.windows import (
     BFLOAT16_BYTES,
     MAPS_OF_FINEST_LEVEL,
-    Window,
     Windows,
     bytes_of_voxel,
 )

@@ -7,7 +7,6 @@ at most 65536 rows.
 """
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
+from unet3d.distributed.ranks import num_cores
 from unet3d.volumes.scratch import forget_pages
 
 PIECE_VOXELS = 2**20
@@ -193,7 +193,9 @@ class ImageVoxels:
         return found
 
     def _in_threads(self, part: Callable[[tuple[slice, slice, slice]], Found]) -> Iterator[Found]:
-        with ThreadPoolExecutor(_num_threads(), thread_name_prefix="intensities") as threads:
+        with ThreadPoolExecutor(
+            min(MOST_THREADS, num_cores()), thread_name_prefix="intensities"
+        ) as threads:
             yield from threads.map(part, self.pieces())
 
     def _counted(self, file: StoredChannels, number: int) -> tuple[Values, Counts]:
@@ -251,7 +253,3 @@ def _is_ready(file: StoredChannels) -> bool:
 
 def _is_counted(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "iub" and dtype.itemsize <= TABLE_BYTES
-
-
-def _num_threads() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))
