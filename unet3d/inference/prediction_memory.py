@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,9 @@ CUDA_BYTES = 1024**3
 
 CUDA_HOST_BYTES = 0
 """What CUDA's libraries take of the host, beside this program."""
+
+COMPUTING_BYTES = 128 * 1024**2
+"""What libraries take of the host once they compute: kernels, threads, what the heap keeps."""
 
 FLOAT32_BYTES = 4
 
@@ -72,6 +76,31 @@ class PredictionMemory:
     def scratch_bytes(self) -> int:
         """Of that folder."""
         return self.voxel_bytes + self.label_bytes
+
+    def to_dict(self, device: str, gpu_bytes: int, available_bytes: int) -> dict[str, Any]:
+        """Return plain values, for JSON and reports.
+
+        Args:
+            device: Where it computes.
+            gpu_bytes: Memory of the GPU, if it is one.
+            available_bytes: What the host has available.
+        """
+        return {
+            "device": device,
+            "num_windows": len(self.windows.starts),
+            "window": list(self.windows.shape),
+            "windows_at_a_time": self.windows.batch_size,
+            "device_bytes": self.device_bytes,
+            "device_has_bytes": gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "host_available_bytes": available_bytes,
+            "program_bytes": self.program_bytes,
+            "slab_bytes": self.slab_bytes,
+            "voxel_bytes": self.voxel_bytes,
+            "label_bytes": self.label_bytes,
+            "scratch_host_bytes": self.scratch_host_bytes,
+            "scratch_bytes": self.scratch_bytes,
+        }
 
 
 def prediction_memory(
@@ -117,8 +146,9 @@ def prediction_memory(
     weights = sum(value.nbytes for value in network.model.values())
     prepared = _prepared_bytes(header, windows, topology.in_channels)
     on_gpu = device.type == "cuda"
+    # Before anything is counted, which imports what a prediction does not.
+    program = _resident_bytes() + COMPUTING_BYTES + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     computed = _computed_bytes(network, windows, device, precision)
-    program = _resident_bytes() + 2 * weights + (CUDA_HOST_BYTES if on_gpu else 0)
     largest = max(preprocessing.label_values)
     return PredictionMemory(
         windows=windows,

@@ -6,6 +6,7 @@ folder of slices. Endings count in any case of their letters: ``SCAN.NII.GZ``, `
 ``scan.IMG``.
 """
 
+import io
 import itertools
 import logging
 from collections.abc import Iterator
@@ -201,10 +202,11 @@ def write_nifti(path: Path, image: Any, overwrite: bool = True) -> None:
             image.to_file_map({"image": nib.FileHolder(fileobj=_Onward(packed))})
 
 
-class _Onward:
+class _Onward(io.RawIOBase):
     """A stream that is written from its beginning to its end, where nibabel asks for its place."""
 
     def __init__(self, stream: IO[bytes]) -> None:
+        super().__init__()
         self._stream = stream
         self._place = 0
 
