@@ -19,7 +19,7 @@ from tests.volumes.samples import noise, write_volume
 
 pytestmark = pytest.mark.slow
 
-SPATIAL = ("--devices", "cpu,cpu")
+SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
 SLOW_WINDOWS = ("--window", "8,8,8", "--overlap", "0.8")
 """So many of them that there is time to end a prediction."""
 
@@ -62,7 +62,8 @@ def test_ranks_write_the_files_of_one_process(
     write_checkpoint(folder / "network.pt", dtype=dtype, changes=changes, postprocessing=rules)
     arguments = ("predict", scans, "--checkpoint", "network.pt", *options)
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
-    done = in_a_process(*arguments, "--devices", "cpu,cpu,cpu", "-o", "ranks")
+    spatial = ("--parallel", "spatial", "--devices", "cpu,cpu,cpu")
+    done = in_a_process(*arguments, *spatial, "-o", "ranks")
     assert done.returncode == 1
     computing, *said, skipped, error = done.stderr.splitlines()
     words = {
@@ -105,7 +106,7 @@ def test_what_cannot_begin_is_one_line(folder: Path, scan: Path, checkpoint: Pat
     arguments = ("predict", "--checkpoint", checkpoint, *SPATIAL)
     (folder / "empty").mkdir()
     assert "empty holds no volumes" in error_line(in_a_process(*arguments, "empty").stderr)
-    planes = ("--parallel", "spatial", "--window", "2,8,8", "--devices", "cpu,cpu,cpu,cpu,cpu")
+    planes = (*SPATIAL, "--window", "2,8,8", "--devices", "cpu,cpu,cpu,cpu,cpu")
     few = in_a_process("predict", "--checkpoint", checkpoint, *planes, scan)
     assert few.returncode == 1 and few.stdout == f"using {checkpoint}\n"
     _, error = few.stderr.splitlines()

@@ -85,7 +85,7 @@ class _Request:
     "several networks are averaged. Default: the newest finished run.",
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
-@placement_options("auto", "none", "spatial", "model")
+@placement_options("auto", "none", "data", "spatial", "model")
 @click.option(
     "--overlap",
     type=click.FloatRange(0, 1, max_open=True),
@@ -211,7 +211,7 @@ def predict(
         ]
         spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
         dims = ParallelDims.resolve(spread, ranks=ranks)
-        if dims.num_processes > group.size:
+        if dims.num_shards > group.size:
             _start_ranks(request, checkpoints, dims)
             return
         job = None

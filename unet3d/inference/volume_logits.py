@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,18 +18,21 @@ from unet3d.inference.mirroring import MirroredNetwork
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.replaying import ReplayedNetwork
+from unet3d.inference.replicated import ReplicatedNetwork
 from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
-from unet3d.inference.windows import GPU_SHARE, Window, Windows, longest_axis
+from unet3d.inference.windows import (
+    GPU_SHARE,
+    Window,
+    Windows,
+    bytes_of_maps,
+    bytes_of_voxel,
+    longest_axis,
+)
 from unet3d.memory.host import shortage
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
-
-MAPS_OF_FINEST_LEVEL = 3
-"""The skip, what is upsampled to it, and the result of both."""
-
-BFLOAT16_BYTES = 2
 
 CERTAIN_LOGIT = 15.0
 """A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
@@ -61,10 +65,13 @@ class VolumeLogits:
         self._num_ranks_here = num_ranks_here
         self._skips_empty = skips_empty
         self._most_at_a_time: int | None = None
-        """Windows, where that is less than would be fastest, for lack of memory."""
+        """Windows of a replica, where that is less than would be fastest, for lack of memory."""
         self._num_at_a_time = 1
         self._predicting = [
-            MirroredNetwork(placed, network.mirror_axes if one.tta else ())
+            [
+                MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica)
+                for replica in range(len(placed.replicas))
+            ]
             for network, one in zip(networks.described, settings, strict=True)
         ]
 
@@ -189,7 +196,7 @@ class VolumeLogits:
         index = self._placed.index
         windows = self._windows(index, image.shape, size)
         slab = ImageSlab(image, windows, self._networks.described[index].dtype)
-        join_windows(self._predicting[index], slab, windows)
+        join_windows(self._predicting[index][0], slab, windows)
 
     def _network_slabs(
         self, index: int, image: Planes, size: Window, windows_done: WindowsDone
@@ -201,9 +208,10 @@ class VolumeLogits:
         self._refuse_beyond_host(index, windows)
         network = self._networks.described[index]
         num_classes = network.topology.num_classes
-        predicting: Predicting = self._predicting[index]
-        if self._placed.is_on_one_gpu and len(self._networks) == 1:
-            predicting = ReplayedNetwork(predicting)
+        replicas: Sequence[Predicting] = self._predicting[index]
+        if self._placed.is_replayable and len(self._networks) == 1:
+            replicas = [ReplayedNetwork(replica) for replica in replicas]
+        predicting = ReplicatedNetwork(replicas) if len(replicas) > 1 else replicas[0]
         device = self._slab_device(network, windows, predicting.input_device)
         slabs = logit_slabs(
             predicting,
@@ -226,22 +234,25 @@ class VolumeLogits:
         if batch_size == "auto":
             # Several would need what has just turned out not to be there.
             batch_size = 1 if self._size(index) is None else self._most_at_a_time or "auto"
-        topology = network.topology
-        maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+        num_replicas = len(self._placed.replicas)
         windows = Windows.of(
             shape,
-            topology,
+            network.topology,
             size,
             settings.overlap,
             batch_size,
-            [slot.device for slot in self._placed.executor.slots],
+            self._devices,
             # Ranks that join know of no other's memory.
             None
             if isinstance(self._placed, TrainedNetwork)
-            else maps + topology.num_classes * (BFLOAT16_BYTES + network.dtype.itemsize),
+            else bytes_of_voxel(network.topology, network.dtype, num_replicas),
         )
         self._num_at_a_time = windows.batch_size
-        return windows
+        return replace(windows, batch_size=windows.batch_size * num_replicas)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [slot.device for replica in self._placed.replicas for slot in replica.slots]
 
     def _slab_device(
         self, network: Checkpoint, windows: Windows, device: torch.device
@@ -273,11 +284,10 @@ class VolumeLogits:
         network = self._networks.described[index]
         topology, itemsize = network.topology, network.dtype.itemsize
         needed = topology.in_channels * math.prod(windows.slab) * itemsize
-        if not any(slot.device.type == "cuda" for slot in self._placed.executor.slots):
-            maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+        if not any(device.type == "cuda" for device in self._devices):
             # Each rank has all of them for a moment, of its maps a slab.
             logits = topology.num_classes * itemsize * self._num_ranks_here
-            needed += (maps + logits) * math.prod(windows.shape)
+            needed += (bytes_of_maps(topology) + logits) * math.prod(windows.shape)
         lacking = shortage(needed)
         if lacking is not None:
             raise DoesNotFitError(

@@ -41,6 +41,11 @@ of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
 GPU_SHARE = 1 / 4
 """Of what is free on it, the part that they may take."""
 
+MAPS_OF_FINEST_LEVEL = 3
+"""The skip, what is upsampled to it, and the result of both."""
+
+BFLOAT16_BYTES = 2
+
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     """Return the voxels of a window that a network can halve.
@@ -52,6 +57,29 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     # If the lowest level were one voxel, instance norm would not be defined.
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
+
+
+def bytes_of_maps(topology: Topology) -> int:
+    """Return what the maps of a voxel of a window take while it is computed.
+
+    Args:
+        topology: The network's.
+    """
+    return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+
+
+def bytes_of_voxel(topology: Topology, dtype: torch.dtype, num_replicas: int = 1) -> int:
+    """Return what a voxel of a window takes of a GPU while it is computed: its maps and its logits.
+
+    Args:
+        topology: The network's.
+        dtype: The type of its parameters.
+        num_replicas: Replicas that compute as many windows each, whose logits come together.
+    """
+    # As they arrive, and joined.
+    num_logits = 2 * num_replicas if num_replicas > 1 else 1
+    logits = num_logits * BFLOAT16_BYTES + dtype.itemsize
+    return bytes_of_maps(topology) + topology.num_classes * logits
 
 
 def windows_at_a_time(
