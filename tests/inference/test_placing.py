@@ -74,6 +74,7 @@ def test_a_mode_that_is_named_stays(mode: Any) -> None:
 def test_several_ranks_have_a_slab_each() -> None:
     assert mode_of("cpu", "cpu", ranks=place(1, 2)) == "spatial"
     assert mode_of(ranks=place(0, 2), mode="spatial") == "spatial"
+    assert mode_of(ranks=place(0, 2), mode="data") == "data"  # or scans of its own
     for mode in ("none", "model"):
         with pytest.raises(ConfigError, match=f"2 ranks were started, but --parallel {mode} pred"):
             mode_of(ranks=place(0, 2), mode=mode)

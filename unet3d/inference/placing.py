@@ -54,16 +54,18 @@ def choose_mode(
         DeviceError: A device is unknown or absent.
     """
     if ranks.world_size > 1:
-        if settings.mode not in ("auto", "spatial"):
+        if settings.mode not in ("auto", "data", "spatial"):
             raise ConfigError(
                 f"{ranks.world_size} ranks were started, but --parallel {settings.mode} predicts "
                 "in one process; use --parallel spatial, or do not use torchrun"
             )
-        return settings.model_copy(update={"mode": "spatial"})
+        # In mode data each of them has scans of its own.
+        of_ranks = "spatial" if settings.mode == "auto" else settings.mode
+        return settings.model_copy(update={"mode": of_ranks})
     if settings.mode != "auto":
         return settings
     dims = ParallelDims.resolve(settings)
-    mode: str = dims.mode
+    mode = dims.mode
     if mode == "spatial":
         wanted = list(zip(networks.described, windows, strict=True))
         if all(_fits_each(network, window, dims.all_devices) for network, window in wanted):
