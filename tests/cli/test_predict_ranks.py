@@ -276,3 +276,7 @@ def test_torchrun_starts_the_ranks_as_well(folder: Path, scans: Path, checkpoint
         (labels(folder / of / f"{name}_seg.nii.gz")) for name in "ac" for of in ("alone", "ranks")
     ]
     assert (found[0] == found[1]).mean() > 0.99 and (found[2] == found[3]).mean() > 0.99  # bfloat16
+    dealt = torchrun("--parallel", "data", "--overwrite")
+    assert dealt.stderr.count("Error: 1 of 3 scans could not be segmented: scans/b.nii.gz") == 1
+    assert dealt.stdout.count(" -> ") == 2
+    assert_same(folder / "ranks", folder / "alone", "ac")

@@ -12,6 +12,7 @@ import click
 
 from unet3d.cli.dealing import show_left
 from unet3d.cli.output import show_error
+from unet3d.distributed.launched import is_launched
 from unet3d.errors import (
     CheckpointError,
     DatasetError,
@@ -149,7 +150,8 @@ class Segmentation:
                     seconds = time.monotonic() - began
                     click.echo(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
         finally:
-            if not is_alone and self._group is None:
+            # Of the ranks that it has started, the command says what they leave.
+            if not is_alone and (self._group is None or not is_launched()):
                 show_left(left, self._wanted.overwrite)
         predictor.end()
 
