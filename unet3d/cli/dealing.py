@@ -1,4 +1,4 @@
-"""Scans dealt to ranks: each has a device and every so manieth scan, and the first one sums up."""
+"""Scans dealt to ranks: each of n has a device and every n-th scan, and the first one sums up."""
 
 import os
 from collections.abc import Iterator, Sequence

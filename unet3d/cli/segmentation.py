@@ -101,14 +101,15 @@ class Segmentation:
         return self._error
 
     def gather(self) -> None:
-        """Have the first rank know of the failures of all ranks that scans are dealt to.
+        """Leave the failures of all ranks that scans are dealt to with the first one.
 
         Raises:
             RankError: Another rank hangs.
         """
         if self._group is not None:
             of_ranks = self._group.exchange([str(path) for path in self._failures])
-            self._failures = [Path(path) for paths in of_ranks for path in paths]
+            is_first = self._group.is_first
+            self._failures = [Path(path) for paths in of_ranks for path in paths if is_first]
 
     def segment(self, predictor: "Predictor") -> None:
         """Segment one scan after the other, then let the ranks go that follow.
