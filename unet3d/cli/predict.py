@@ -1,6 +1,7 @@
 """``unet3d predict``."""
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,7 +129,7 @@ class _Request:
 )
 @click.option(
     "--scratch",
-    type=click.Path(path_type=Path, exists=True, file_okay=False, writable=True),
+    type=FILE,
     metavar="DIR",
     help="Keep unpacked scans and labels in files there, and not in memory.",
 )
@@ -161,6 +162,10 @@ def predict(
     """Segment IMAGES, files or folders: scan.nii.gz becomes scan_seg.nii.gz."""
     if goes_on and overwrite:
         raise click.UsageError("--continue keeps results and --overwrite replaces them; drop one")
+    if scratch is not None and not os.path.isdir(scratch):
+        raise click.BadParameter(
+            f"{scratch} is no folder; name one on a disk with space", param_hint="'--scratch'"
+        )
     from unet3d.config import load_config
     from unet3d.distributed.launched import is_launched
 
