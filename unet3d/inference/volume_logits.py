@@ -18,17 +18,20 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
-from unet3d.inference.windows import GPU_SHARE, Window, Windows, longest_axis
+from unet3d.inference.windows import (
+    BFLOAT16_BYTES,
+    GPU_SHARE,
+    MAPS_OF_FINEST_LEVEL,
+    Window,
+    Windows,
+    bytes_of_voxel,
+    longest_axis,
+)
 from unet3d.memory.host import shortage
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
-
-MAPS_OF_FINEST_LEVEL = 3
-"""The skip, what is upsampled to it, and the result of both."""
-
-BFLOAT16_BYTES = 2
 
 CERTAIN_LOGIT = 15.0
 """A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
@@ -227,7 +230,6 @@ class VolumeLogits:
             # Several would need what has just turned out not to be there.
             batch_size = 1 if self._size(index) is None else self._most_at_a_time or "auto"
         topology = network.topology
-        maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
         windows = Windows.of(
             shape,
             topology,
@@ -238,7 +240,7 @@ class VolumeLogits:
             # Ranks that join know of no other's memory.
             None
             if isinstance(self._placed, TrainedNetwork)
-            else maps + topology.num_classes * (BFLOAT16_BYTES + network.dtype.itemsize),
+            else bytes_of_voxel(topology, network.dtype),
         )
         self._num_at_a_time = windows.batch_size
         return windows

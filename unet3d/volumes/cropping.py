@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, model_validator
-from scipy import ndimage
 
 from unet3d.config import Shape
 from unet3d.inputs.plain_data import PLAIN
@@ -95,6 +94,8 @@ def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:
     Returns:
         Shape (X, Y, Z).
     """
+    from scipy import ndimage  # takes a third of a second, and most images need it not
+
     nonzero = np.empty(image.shape, bool)
     for piece in image.pieces():
         nonzero[piece] = image.any_nonzero(piece)

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
@@ -266,6 +265,8 @@ def resample_classes(
     """
     if classes.shape == shape:
         return classes
+    from scipy import ndimage
+
     matrices = [
         _matrix(size, new_size, order=1)
         for size, new_size in zip(classes.shape, shape, strict=True)
@@ -296,6 +297,8 @@ def _matrix(size: int, new_size: int, order: Literal[1, 3]) -> torch.Tensor:
     """Return the interpolation from ``size`` to ``new_size`` voxels, shape (new_size, size)."""
     if size == new_size:
         return torch.eye(size)
+    from scipy import ndimage  # takes a third of a second, and images at their own spacing do not
+
     rows = [
         ndimage.zoom(column, new_size / size, order=order, mode="nearest", grid_mode=True)
         for column in np.eye(size)

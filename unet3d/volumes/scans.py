@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.ndimage import find_objects
 
 from unet3d.atomic import creating, make_folder, replacing
 from unet3d.errors import ResultExistsError, VolumeError, reason_of
@@ -152,6 +151,8 @@ def label_statistics(
         and per channel the mean, standard deviation, minimum and maximum of the scan's intensities
         (None for an absent label).
     """
+    from scipy.ndimage import find_objects  # takes a third of a second, and few ask for it
+
     voxel_ml = voxel_mm3(image.header.affine) / 1000
     statistics: dict[str, Any] = {}
     names = Counter(label_names.values())

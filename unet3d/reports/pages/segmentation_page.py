@@ -28,8 +28,9 @@ from unet3d.reports.planes import Structure
 from unet3d.reports.preview import COLOURS, Preview, preview_figure
 from unet3d.volumes.grids import voxel_mm3
 from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.nifti import Volume, on_grid_of, read_image, read_label
+from unet3d.volumes.nifti import ScanImage, Volume, on_grid_of, read_image, read_label
 from unet3d.volumes.scans import Scan, label_statistics
 
 MAX_LABELS = 1000
@@ -110,7 +111,11 @@ class _Content:
         every = sorted(names.keys() | there.keys())
         named = {value: names.get(value, f"label {value}") for value in every}
         return cls(
-            statistics=label_statistics(labels.array, scan, named),
+            statistics=label_statistics(
+                labels.array,
+                ScanImage(voxels=ImageVoxels.of(scan.array), header=scan.header),
+                named,
+            ),
             checkpoints=() if written is None else written.checkpoints,
             notes=notes,
         )

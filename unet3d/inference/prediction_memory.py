@@ -1,0 +1,183 @@
+"""How much memory a prediction takes of the host and of its device, known before it starts.
+
+What the network takes of a GPU is counted on fake tensors, as for training. The rest follows from
+shapes: the slab of the image that windows reach, their sums, and what of a scan is in memory.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unet3d.config import InferenceSettings
+from unet3d.inference.sliding_window import PIECE_NUMBERS
+from unet3d.inference.windows import (
+    BFLOAT16_BYTES,
+    MAPS_OF_FINEST_LEVEL,
+    Window,
+    Windows,
+    bytes_of_voxel,
+)
+from unet3d.memory.allocations import counted_allocations, make_parameters_fake
+from unet3d.memory.fake_devices import fake_device
+from unet3d.parallel import Layout, autocast_dtype, parallelize
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.header import VolumeHeader
+from unet3d.volumes.resample import visible_shape
+
+CUDA_BYTES = 1024**3
+"""What a GPU needs besides the tensors: the CUDA context, cuDNN's work space, gaps."""
+
+CUDA_HOST_BYTES = 0
+"""What CUDA's libraries take of the host, beside this program."""
+
+FLOAT32_BYTES = 4
+
+CLASS_BYTES = 9
+"""Of a voxel whose class is looked for: the class as a number of 8 bytes, and as one of 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictionMemory:
+    """What the prediction of a scan takes."""
+
+    windows: Windows
+    """The windows."""
+    device_bytes: int
+    """Of the GPU; 0 on a CPU."""
+    program_bytes: int
+    """Of the host: the program with its libraries, and the network."""
+    slab_bytes: int
+    """Of the host: what is prepared, added up and written of the scan at a time."""
+    voxel_bytes: int
+    """Of the host, or of a disk: voxels that are packed in their file."""
+    label_bytes: int
+    """Of the host, or of a disk: the labels."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the host, if nothing is on a disk."""
+        return self.program_bytes + self.slab_bytes + self.voxel_bytes + self.label_bytes
+
+    @property
+    def scratch_host_bytes(self) -> int:
+        """Of the host, with a folder for what is worked on."""
+        return self.program_bytes + self.slab_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of that folder."""
+        return self.voxel_bytes + self.label_bytes
+
+
+def prediction_memory(
+    header: VolumeHeader,
+    packed_bytes: int,
+    network: Checkpoint,
+    settings: InferenceSettings,
+    device: torch.device,
+    precision: str,
+    gpu_bytes: int,
+) -> PredictionMemory:
+    """Predict the memory that a scan takes.
+
+    Args:
+        header: The scan's.
+        packed_bytes: What its voxels take that are packed in their file.
+        network: The network.
+        settings: Its windows.
+        device: Where it computes; it need not exist.
+        precision: A resolved precision, such as ``bfloat16``.
+        gpu_bytes: Memory of the GPU, if it is one.
+
+    Raises:
+        VolumeError: Nothing of the scan would be left at the network's spacing.
+    """
+    preprocessing, topology = network.preprocessing, network.topology
+    shape = visible_shape(header.shape, header.spacing_mm, preprocessing.spacing_mm)
+    window = network.patch_size if settings.window == "auto" else settings.window
+    windows = Windows.of(
+        shape,
+        topology,
+        window or "whole",
+        settings.overlap,
+        settings.batch_size if window is not None else 1,
+        [device],
+        bytes_of_voxel(topology, network.dtype),
+        max(0, gpu_bytes - CUDA_BYTES),
+    )
+    slab, classes = math.prod(windows.slab), topology.num_classes
+    sums = slab * (classes + 1) * FLOAT32_BYTES if len(windows.starts) > 1 else 0
+    image = slab * topology.in_channels * network.dtype.itemsize
+    means = _means_bytes(windows, classes)
+    weights = sum(value.nbytes for value in network.model.values())
+    prepared = _prepared_bytes(header, windows, topology.in_channels)
+    on_gpu = device.type == "cuda"
+    computed = _computed_bytes(network, windows, device, precision)
+    program = _resident_bytes() + 2 * weights + (CUDA_HOST_BYTES if on_gpu else 0)
+    largest = max(preprocessing.label_values)
+    return PredictionMemory(
+        windows=windows,
+        device_bytes=CUDA_BYTES + computed + image + sums + means if on_gpu else 0,
+        program_bytes=program,
+        slab_bytes=prepared + (0 if on_gpu else computed + image + sums + means),
+        voxel_bytes=packed_bytes,
+        label_bytes=math.prod(header.shape) * np.min_scalar_type(largest).itemsize,
+    )
+
+
+def _means_bytes(windows: Windows, num_classes: int) -> int:
+    """Return what becomes of the sums of the planes that are finished at a time."""
+    of_plane = math.prod(windows.slab) // windows.slab[windows.axis]
+    planes = max(1, min(windows.slab[windows.axis], PIECE_NUMBERS // (of_plane * num_classes)))
+    return planes * of_plane * (num_classes * FLOAT32_BYTES + CLASS_BYTES)
+
+
+def _prepared_bytes(header: VolumeHeader, windows: Windows, num_channels: int) -> int:
+    """Return what is prepared at once: the planes of a window, and those of the next ahead."""
+    axis = windows.axis
+    of_plane = math.prod(windows.size) // windows.size[axis]
+    made = of_plane * windows.slab[axis]
+    if header.shape == windows.size:
+        return 2 * num_channels * made * FLOAT32_BYTES
+    # Resampling has the planes that it needs, and after each axis those that it has made, twice.
+    share = windows.slab[axis] / windows.size[axis]
+    source = math.ceil(math.prod(header.shape) * share)
+    return num_channels * (2 * made + source) * FLOAT32_BYTES + 3 * max(made, source) * (
+        FLOAT32_BYTES
+    )
+
+
+def _computed_bytes(
+    network: Checkpoint, windows: Windows, device: torch.device, precision: str
+) -> int:
+    """Return what the network takes while it computes windows."""
+    topology = network.topology
+    count = min(windows.batch_size, len(windows.starts))
+    if device.type != "cuda":
+        maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+        logits = topology.num_classes * network.dtype.itemsize
+        return count * math.prod(windows.shape) * (maps + logits)
+    model = network.build_model().eval()
+    with counted_allocations() as recorder:
+        stand_in = fake_device(device)
+        executor = parallelize(
+            model, Layout(devices=(stand_in,), autocast=autocast_dtype(precision))
+        )
+        make_parameters_fake(model)
+        size = (count, topology.in_channels, *windows.shape)
+        image = torch.empty(size, dtype=network.dtype, device=stand_in)
+        logits_of: Sequence[Tensor] = [executor.predict(image)]
+        del logits_of
+        return recorder.peak[stand_in] + recorder.workspace_bytes[stand_in]
+
+
+def _resident_bytes() -> int:
+    """Return what this process has in memory, with all that a prediction imports."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
