@@ -65,7 +65,8 @@ class VolumeLogits:
         self._skips_empty = skips_empty
         self._most_at_a_time: int | None = None
         """Windows, where that is less than would be fastest, for lack of memory."""
-        self._num_at_a_time = 1
+        self._num_at_a_time = [1] * len(networks)
+        """Windows of each network."""
         self._predicting = [
             MirroredNetwork(placed, network.mirror_axes if one.tta else ())
             for network, one in zip(networks.described, settings, strict=True)
@@ -118,8 +119,9 @@ class VolumeLogits:
         window = sizes[index]
         if self._most_at_a_time is None and self._settings[index].batch_size == "auto":
             self._most_at_a_time = 1
-            if self._num_at_a_time > 1:
-                logger.info("%d windows at a time do not fit; trying one", self._num_at_a_time)
+            num = self._num_at_a_time[index]
+            if num > 1:
+                logger.info("%d windows at a time do not fit; trying one", num)
                 return list(sizes)
         if self._size(index) is not None or window == "whole":
             return None
@@ -242,7 +244,7 @@ class VolumeLogits:
             if isinstance(self._placed, TrainedNetwork)
             else bytes_of_voxel(topology, network.dtype),
         )
-        self._num_at_a_time = windows.batch_size
+        self._num_at_a_time[index] = windows.batch_size
         return windows
 
     def _slab_device(
