@@ -25,6 +25,7 @@ from peers import Problem, find_variants, make_network
 
 from unet3d.config import Shape
 from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.sliding_window import logit_slabs
 from unet3d.inference.windows import Windows
 from unet3d.kernels import strongest_class
@@ -52,7 +53,8 @@ def segment_ours(
     topology, device = executor.module.topology, executor.input_device
     windows = Windows.of((x, y, z), topology, window, overlap, batch_size, [device])
     slab = ImageSlab(WholeImage(image), windows, torch.float32, device)
-    for logits in logit_slabs(executor, slab, windows, NUM_CLASSES):
+    predicting = ReplayedNetwork(executor) if device.type == "cuda" else executor
+    for logits in logit_slabs(predicting, slab, windows, NUM_CLASSES):
         strongest_class(logits).to(torch.uint8).cpu()
 
 

@@ -360,7 +360,7 @@ def test_what_memory_cannot_hold_is_refused_before_it_is_taken(
     for available, words in (
         (
             200_000,
-            "a scan.nii.gz: adding up the logits of 40x30x20 voxels and 3 classes takes 375 KiB",
+            "a scan.nii.gz: adding up the logits of 40x30x20 voxels and 3 classes takes 281.2 KiB",
         ),
         (10_000, "a window of 8x8x8 voxels, with the image around it, takes 36.75 KiB"),
     ):

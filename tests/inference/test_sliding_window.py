@@ -99,7 +99,10 @@ def test_a_voxelwise_network_gives_the_same_with_windows(
     logits = predict_logits(executor, image, (16, 16, 8), overlap, batch_size)
     torch.testing.assert_close(logits, 2 * image - 1, rtol=1e-5, atol=1e-5)
     assert {shape[2:] for shape in executor.batches} == {(16, 16, 8)}
-    assert all(shape[0] == batch_size for shape in executor.batches[:-1])
+    # At the end of a row of windows there may be fewer at a time.
+    assert max(shape[0] for shape in executor.batches) <= batch_size
+    count = Windows.count(size, executor.module.topology, (16, 16, 8), overlap)
+    assert sum(shape[0] for shape in executor.batches) == count
 
 
 def test_the_last_batch_is_a_partial_one_and_counts() -> None:
@@ -383,13 +386,13 @@ def test_the_memory_of_a_slab_does_not_depend_on_the_length(
     monkeypatch.setattr(sliding_window, "refuse_beyond_memory", lambda n, *_: needed.append(n))
     for length in (48, 480):
         all_slabs(Voxelwise(), make_image((length, 20, 8)), (16, 16, 8), 0.5, 1)
-    # Two classes in float32 and a weight, of as many planes as a window has.
-    assert needed == [16 * 20 * 8 * 3 * 4] * 2
+    # Two classes in float32, of as many planes as a window has.
+    assert needed == [16 * 20 * 8 * 2 * 4] * 2
 
 
 def test_logits_that_the_host_cannot_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host, "available_bytes", lambda: 16 * 20 * 8 * 3 * 4 - 1)
+    monkeypatch.setattr(host, "available_bytes", lambda: 16 * 20 * 8 * 2 * 4 - 1)
     with pytest.raises(VolumeError, match="logits of 16x20x8 voxels and 2 classes"):
         all_slabs(Voxelwise(), make_image((48, 20, 8)), (16, 16, 8), 0.5, 1)
 

@@ -109,3 +109,16 @@ def test_windows_advance_along_the_longest_axis_and_reach_no_further(
 def test_the_plane_from_which_a_place_is_counted() -> None:
     windows = Windows.of((20, 16, 40), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     assert windows.place((4, 0, 12), 10) == (slice(4, 20), slice(0, 16), slice(2, 10))
+
+
+@pytest.mark.parametrize(("device", "reach"), [("cpu", 16), ("cuda:0", 16 + 8)])
+def test_on_a_cpu_no_slab_is_longer_than_a_window(device: str, reach: int) -> None:
+    devices = [torch.device(device)]
+    windows = Windows.of((160, 40, 8), TOPOLOGY, (16, 16, 8), 0.5, 3, devices)
+    assert windows.slab == (reach, 40, 8)
+    batches = list(windows.batches())
+    assert [start for batch in batches for start in batch] == windows.starts
+    assert max(map(len, batches)) == 3
+    # Where a row has fewer, they would be slower for nothing.
+    few = Windows.of((160, 24, 8), TOPOLOGY, (16, 16, 8), 0.5, 3, devices)
+    assert {len(batch) for batch in list(few.batches())[:-1]} == {3}

@@ -12,11 +12,13 @@ from unet3d.cli.options import (
     balance_option,
     changes_of,
     config_options,
+    files_of_checkpoints,
     offload_option,
     placement_options,
     replicas_option,
 )
 from unet3d.cli.output import check_writable, files_of, refuse_input, show_line, working, write_json
+from unet3d.cli.planned_prediction import plan_prediction
 from unet3d.errors import ConfigError, DoesNotFitError, reason_of
 
 if TYPE_CHECKING:
@@ -56,6 +58,23 @@ TOO_LARGE = (
     metavar="GIB",
     help="Memory of each GPU; default: as in this machine.",
 )
+@click.option(
+    "--predict",
+    "scan",
+    type=FILE,
+    metavar="SCAN",
+    multiple=True,
+    help="Instead, what the prediction of this scan takes, with --checkpoint; repeatable: the "
+    "files of its channels.",
+)
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    type=FILE,
+    multiple=True,
+    callback=files_of_checkpoints,
+    help="With --predict: as for unet3d predict.",
+)
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
 @click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(
@@ -75,16 +94,29 @@ def plan(
     offload: str | None,
     replicas: int | None,
     device_memory: float | None,
+    scan: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
     json_path: Path | None,
     step_record: Path | None,
 ) -> None:
     """Predict the memory that training takes of each device, on DATASET or for --shape.
+
+    With --predict, what the prediction of a scan takes of the host and of a GPU.
 
     No GPU is needed: --device-memory 80 describes one. With --measure, times are taken on the
     devices of this machine.
     """
     if step_record is not None:
         _measure_rank(config_path, step_record)
+        return
+    if checkpoints and not scan:
+        raise click.UsageError("--checkpoint is the network of --predict SCAN; add that")
+    if scan:
+        if dataset is not None or measure:
+            raise click.UsageError("--predict plans one scan; drop DATASET and --measure")
+        refuse_input(json_path, *scan, *checkpoints)
+        check_writable(json_path)
+        plan_prediction(scan, checkpoints, devices, device_memory, json_path)
         return
     if measure and device_memory is not None:
         raise click.UsageError("--measure takes the devices of this machine; drop --device-memory")

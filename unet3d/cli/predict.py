@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
 from unet3d.cli.options import FILE, changes_of, files_of_checkpoints, placement_options
-from unet3d.cli.output import begin_as_rank
+from unet3d.cli.output import begin_as_rank, imports_at_once
 from unet3d.cli.segmentation import Segmentation
-from unet3d.errors import ConfigError
 
 if TYPE_CHECKING:
     from unet3d.parallel import ParallelDims
-    from unet3d.runs.checkpoint import Checkpoint
     from unet3d.volumes.scans import Wanted
 
 
@@ -160,19 +159,20 @@ def predict(
 
     ranks = begin_as_rank()
     if not checkpoints and ranks.is_first:
-        checkpoints = _newest_checkpoints()
+        checkpoints = newest_checkpoints()
     if ranks.is_first and not is_launched():
         # What follows takes seconds before anything else can be seen.
         click.echo(f"using {_in_words(checkpoints)}")
 
-    from unet3d.distributed.purpose import PREDICTION
-    from unet3d.distributed.rendezvous import joined
-    from unet3d.inference.networks import Networks
-    from unet3d.inference.placing import choose_mode
-    from unet3d.inference.predictor import Predictor
-    from unet3d.parallel import ParallelDims
-    from unet3d.volumes.scan_search import find_scans
-    from unet3d.volumes.scratch import Scratch
+    with imports_at_once():
+        from unet3d.distributed.purpose import PREDICTION
+        from unet3d.distributed.rendezvous import joined
+        from unet3d.inference.networks import Networks
+        from unet3d.inference.placing import choose_mode
+        from unet3d.inference.predictor import Predictor
+        from unet3d.parallel import ParallelDims
+        from unet3d.volumes.scan_search import find_scans
+        from unet3d.volumes.scratch import Scratch
 
     request = _Request(
         images=images,
@@ -206,7 +206,7 @@ def predict(
             }
         )
         inference = [
-            load_config(None, [*_trained_inference(network), *changes]).inference
+            load_config(None, [*trained_inference(network), *changes]).inference
             for network in networks.described
         ]
         spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
@@ -230,20 +230,6 @@ def predict(
     # Only now, because ranks that miss the first one would wait for it.
     if job is not None and job.error is not None:
         raise job.error
-
-
-def _trained_inference(network: "Checkpoint") -> list[str]:
-    """Return the settings of prediction that a network was trained with."""
-    trained = network.config.inference
-    return changes_of(
-        {
-            "inference.window": trained.window,
-            "inference.overlap": trained.overlap,
-            "inference.batch_size": trained.batch_size,
-            "inference.tta": trained.tta,
-            "inference.postprocessing": trained.postprocessing,
-        }
-    )
 
 
 def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "ParallelDims") -> None:
@@ -279,16 +265,3 @@ def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "Parall
 def _in_words(paths: tuple[Path, ...]) -> str:
     names = ", ".join(map(str, paths))
     return names if len(paths) == 1 else f"the mean of {len(paths)} networks: {names}"
-
-
-def _newest_checkpoints() -> tuple[Path, ...]:
-    from unet3d.runs.finding import checkpoints_in, newest_run
-    from unet3d.runs.run_folder import RUNS
-
-    run = newest_run(finished=True)
-    if run is None:
-        raise ConfigError(
-            f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
-            "--checkpoint FILE, or make one with unet3d train DATASET"
-        )
-    return checkpoints_in(run.path)

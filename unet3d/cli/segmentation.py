@@ -102,6 +102,7 @@ class Segmentation:
 
         from unet3d.reports.scan_progress import ScanProgress
 
+        predictor.warm_up()
         progress = ScanProgress(Console(stderr=True), len(self._scans))
         left = list(self._scans)
         is_alone = self._num_scans == 1

@@ -1,6 +1,8 @@
 """The planes of an image that windows reach, made when they do and forgotten after."""
 
+import math
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -12,6 +14,9 @@ from unet3d.inference.windows import Windows
 from unet3d.inputs.ahead import ahead
 
 CPU = torch.device("cpu")
+
+PIECE_VOXELS = 2**25
+"""Voxels that are made at a time, unless a plane has more."""
 
 
 class Planes(Protocol):
@@ -95,15 +100,14 @@ class ImageSlab:
         """
         self._image = image
         self._windows = windows
-        self._first = self._end = 0  # planes of the padded volume that are there
+        self._first = 0
+        """The plane of the padded volume with which those begin that are there."""
         size = (image.num_channels, *windows.slab)
         self._planes = torch.zeros(size, dtype=dtype, device=device)
-        self._ahead: tuple[tuple[int, int], Future[Tensor]] | None = None
-        ends = (
-            batch[-1][windows.axis] + windows.shape[windows.axis] for batch in windows.batches()
-        )
-        self._ends = deque(dict.fromkeys(ends))
-        """Where the planes end that are asked for next."""
+        self._missing = deque(_pieces(windows))
+        """Planes of the padded volume that are to be made, in their order."""
+        self._ahead: Future[Tensor] | None = None
+        """The first of them, if it is being made."""
 
     def cut(self, starts: list[tuple[int, ...]]) -> Tensor:
         """Return windows, shape (N, C, X, Y, Z), outside of the image 0.
@@ -126,35 +130,37 @@ class ImageSlab:
 
     def _fill(self, end: int) -> None:
         """Make the planes before ``end`` that are not there."""
-        axis, inside = self._windows.axis, self._windows.inside
-        asked = self._needed(end)
-        if asked is not None:
-            place = list(inside)
-            place[axis] = slice(asked[0] - self._first, asked[1] - self._first)
-            self._planes[(slice(None), *place)] = self._made(asked)
-        self._end = max(self._end, end)
-        while self._ends and self._ends[0] <= self._end:
-            self._ends.popleft()
-        asked = self._needed(self._ends[0]) if self._ends else None
-        if asked is not None and self._ahead is None:
-            first, behind = self._of_image(asked)
-            self._ahead = asked, ahead(lambda: self._image.planes(axis, first, behind))
+        axis = self._windows.axis
+        place = list(self._windows.inside)
+        while self._missing and self._missing[0][0] < end:
+            begun, self._ahead = self._ahead or self._begun(), None
+            first, behind = self._missing.popleft()
+            place[axis] = slice(first - self._first, behind - self._first)
+            self._planes[(slice(None), *place)] = begun.result()
+            del begun
+            if self._missing:
+                self._ahead = self._begun()
 
-    def _needed(self, end: int) -> tuple[int, int] | None:
-        """Return the planes of the padded volume before ``end`` that must be made, if any."""
-        along = self._windows.inside[self._windows.axis]
-        low, high = max(self._end, along.start), min(end, along.stop)
-        return (low, high) if low < high else None
+    def _begun(self) -> "Future[Tensor]":
+        """Begin to make the next planes."""
+        axis = self._windows.axis
+        start = self._windows.inside[axis].start
+        first, behind = (plane - start for plane in self._missing[0])
+        return ahead(lambda: self._image.planes(axis, first, behind))
 
-    def _made(self, asked: tuple[int, int]) -> Tensor:
-        begun, self._ahead = self._ahead, None
-        if begun is not None and begun[0] == asked:
-            return begun[1].result()
-        return self._image.planes(self._windows.axis, *self._of_image(asked))
 
-    def _of_image(self, planes: tuple[int, int]) -> tuple[int, int]:
-        start = self._windows.inside[self._windows.axis].start
-        return planes[0] - start, planes[1] - start
+def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:
+    """Yield the planes of the padded volume, as far as the image goes, that are made at a time."""
+    axis = windows.axis
+    along, reach = windows.inside[axis], windows.shape[axis]
+    most = max(1, PIECE_VOXELS * windows.size[axis] // math.prod(windows.size))
+    first = along.start
+    for batch in windows.batches():
+        end = min(batch[-1][axis] + reach, along.stop)
+        while first < end:
+            behind = min(first + most, end)
+            yield first, behind
+            first = behind
 
 
 def drop_planes(tensor: Tensor, dim: int, number: int) -> None:

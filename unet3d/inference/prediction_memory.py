@@ -9,17 +9,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings
+from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.windows import (
     BFLOAT16_BYTES,
     MAPS_OF_FINEST_LEVEL,
-    Window,
     Windows,
     bytes_of_voxel,
 )
@@ -35,6 +36,9 @@ CUDA_BYTES = 1024**3
 
 CUDA_HOST_BYTES = 0
 """What CUDA's libraries take of the host, beside this program."""
+
+COMPUTING_BYTES = 128 * 1024**2
+"""What libraries take of the host once they compute: kernels, threads, what the heap keeps."""
 
 FLOAT32_BYTES = 4
 
@@ -74,6 +78,31 @@ class PredictionMemory:
         """Of that folder."""
         return self.voxel_bytes + self.label_bytes
 
+    def to_dict(self, device: str, gpu_bytes: int, available_bytes: int) -> dict[str, Any]:
+        """Return plain values, for JSON and reports.
+
+        Args:
+            device: Where it computes.
+            gpu_bytes: Memory of the GPU, if it is one.
+            available_bytes: What the host has available.
+        """
+        return {
+            "device": device,
+            "num_windows": len(self.windows.starts),
+            "window": list(self.windows.shape),
+            "windows_at_a_time": self.windows.batch_size,
+            "device_bytes": self.device_bytes,
+            "device_has_bytes": gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "host_available_bytes": available_bytes,
+            "program_bytes": self.program_bytes,
+            "slab_bytes": self.slab_bytes,
+            "voxel_bytes": self.voxel_bytes,
+            "label_bytes": self.label_bytes,
+            "scratch_host_bytes": self.scratch_host_bytes,
+            "scratch_bytes": self.scratch_bytes,
+        }
+
 
 def prediction_memory(
     header: VolumeHeader,
@@ -112,14 +141,15 @@ def prediction_memory(
         max(0, gpu_bytes - CUDA_BYTES),
     )
     slab, classes = math.prod(windows.slab), topology.num_classes
-    sums = slab * (classes + 1) * FLOAT32_BYTES if len(windows.starts) > 1 else 0
+    sums = slab * classes * FLOAT32_BYTES if len(windows.starts) > 1 else 0
     image = slab * topology.in_channels * network.dtype.itemsize
-    means = _means_bytes(windows, classes)
+    means = _means_bytes(windows, classes, device)
     weights = sum(value.nbytes for value in network.model.values())
     prepared = _prepared_bytes(header, windows, topology.in_channels)
     on_gpu = device.type == "cuda"
+    # Before anything is counted, which imports what a prediction does not.
+    program = _resident_bytes() + COMPUTING_BYTES + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     computed = _computed_bytes(network, windows, device, precision)
-    program = _resident_bytes() + 2 * weights + (CUDA_HOST_BYTES if on_gpu else 0)
     largest = max(preprocessing.label_values)
     return PredictionMemory(
         windows=windows,
@@ -131,26 +161,29 @@ def prediction_memory(
     )
 
 
-def _means_bytes(windows: Windows, num_classes: int) -> int:
-    """Return what becomes of the sums of the planes that are finished at a time."""
+def _means_bytes(windows: Windows, num_classes: int, device: torch.device) -> int:
+    """Return what becomes of the sums of the planes that are finished at a time, and is restored.
+
+    Of them, logits are there twice while they are resampled, with the weights of one class.
+    """
     of_plane = math.prod(windows.slab) // windows.slab[windows.axis]
-    planes = max(1, min(windows.slab[windows.axis], PIECE_NUMBERS // (of_plane * num_classes)))
-    return planes * of_plane * (num_classes * FLOAT32_BYTES + CLASS_BYTES)
+    most = PIECE_NUMBERS[device.type] // (of_plane * num_classes)
+    planes = max(1, min(windows.slab[windows.axis], most))
+    return planes * of_plane * ((2 * num_classes + 1) * FLOAT32_BYTES + CLASS_BYTES)
 
 
 def _prepared_bytes(header: VolumeHeader, windows: Windows, num_channels: int) -> int:
-    """Return what is prepared at once: the planes of a window, and those of the next ahead."""
+    """Return what is prepared at once: a piece of the scan, and the next one ahead."""
     axis = windows.axis
     of_plane = math.prod(windows.size) // windows.size[axis]
-    made = of_plane * windows.slab[axis]
+    planes = max(1, min(windows.slab[axis], PIECE_VOXELS // of_plane))
+    made = planes * of_plane * num_channels * FLOAT32_BYTES
     if header.shape == windows.size:
-        return 2 * num_channels * made * FLOAT32_BYTES
-    # Resampling has the planes that it needs, and after each axis those that it has made, twice.
-    share = windows.slab[axis] / windows.size[axis]
-    source = math.ceil(math.prod(header.shape) * share)
-    return num_channels * (2 * made + source) * FLOAT32_BYTES + 3 * max(made, source) * (
-        FLOAT32_BYTES
-    )
+        return 2 * made
+    # Resampling has what it needs, and for one channel what it makes, in two orders of memory.
+    needed = math.prod(header.shape) * min(1.0, 2 * planes / windows.size[axis])
+    source = math.ceil(needed) * num_channels * FLOAT32_BYTES
+    return 2 * made + source + 2 * max(made, source) // num_channels
 
 
 def _computed_bytes(

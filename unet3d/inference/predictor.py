@@ -123,6 +123,10 @@ class Predictor:
         """
         self._placed.end()
 
+    def warm_up(self) -> None:
+        """Prepare a GPU for windows, while a scan is still read."""
+        self._logits.warm_up()
+
     def segment(
         self,
         image: ScanImage,

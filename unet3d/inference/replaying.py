@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class ReplayedNetwork:
     """Predicts as a network on one GPU does; the logits are those of the last call only.
 
-    The first windows of a shape are computed as usual, which compiles kernels, the second are
-    captured.
+    The first windows of a shape are computed as usual, which compiles kernels; if the next are of
+    the same, they are captured.
     """
 
     def __init__(self, predicting: Predicting) -> None:
@@ -32,7 +32,8 @@ class ReplayedNetwork:
         """
         self._predicting = predicting
         self._pool = pool_of_kind(predicting.input_device)
-        self._shape: torch.Size | None = None
+        self._last: torch.Size | None = None
+        """Shape of the windows before."""
         self._captured: tuple[Graph, Tensor, Tensor] | None = None
         self._has_failed = False
 
@@ -57,18 +58,22 @@ class ReplayedNetwork:
         Args:
             image: The windows (N, C, X, Y, Z), on the input device.
         """
-        if self._captured is None and image.shape == self._shape and not self._has_failed:
+        is_repeated, self._last = image.shape == self._last, image.shape
+        if is_repeated and not self._has_failed and not self._is_captured(image):
             self._capture(image)
-        if self._captured is None or image.shape != self._shape:
-            self._shape = self._shape or image.shape
+        if self._captured is None or not self._is_captured(image):
             return self._predicting.predict(image)
         graph, read, logits = self._captured
         read.copy_(image)
         graph.replay()
         return logits
 
+    def _is_captured(self, image: Tensor) -> bool:
+        return self._captured is not None and self._captured[1].shape == image.shape
+
     def _capture(self, image: Tensor) -> None:
         """Capture the forward pass of windows of this shape, if there is memory for it."""
+        self._captured = None  # frees the memory of another shape
         try:
             with self._pool.current():
                 read = image.clone()

@@ -10,6 +10,7 @@ Only the logits of as many planes as a batch of windows reaches are in memory, h
 volume is.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +31,8 @@ from unet3d.volumes.memory_limits import refuse_beyond_memory
 
 logger = logging.getLogger(__name__)
 
-PIECE_NUMBERS = 2**26
-"""Means that are made at a time, unless a single plane has more."""
+PIECE_NUMBERS = {"cpu": 2**24, "cuda": 2**26}
+"""Means that are made at a time on each kind of device, unless a single plane has more."""
 
 WindowsDone = Callable[[int, int], object]
 """Is told how many windows are done, and of how many. A GPU may still compute the last of them."""
@@ -216,7 +217,7 @@ class _Sums:
         device = _accumulation_device(device, num_classes * voxels)
         if device.type == "cpu":
             refuse_beyond_memory(
-                voxels * (num_classes * dtype.itemsize + torch.float32.itemsize),
+                voxels * num_classes * dtype.itemsize,
                 f"adding up the logits of {times(size)} voxels and {num_classes} classes",
                 "use a machine with more, a smaller inference.window, or cut the scan into pieces",
             )
@@ -224,8 +225,11 @@ class _Sums:
         self._first = 0
         """The plane of the padded volume with which the sums begin."""
         self._weight = gaussian_weight(windows.shape).to(device)
+        self._rows = [
+            (row, list(starts))
+            for row, starts in itertools.groupby(windows.starts, lambda one: one[windows.axis])
+        ]
         self._logits = torch.zeros(num_classes, *size, device=device, dtype=dtype)
-        self._weights = torch.zeros(1, *size, device=device)
         self._empty: Tensor | None = None
         if empty_logits is not None:
             self._empty = torch.tensor(empty_logits, dtype=dtype, device=device)[
@@ -238,7 +242,6 @@ class _Sums:
             # One by one: of many classes, several in float32 are more than the network takes.
             logit = logit.to(self._logits.dtype).contiguous()
             self._logits[place].addcmul_(logit, self._weight)
-            self._weights[place] += self._weight
 
     def finish(self, end: int) -> Iterator[Tensor]:
         """Yield the means of the planes before ``end``, if there are any, and forget them.
@@ -250,20 +253,43 @@ class _Sums:
         along = inside[self._windows.axis]
         low, high = max(begin, along.start), min(end, along.stop)
         of_plane = math.prod(self._logits.shape) // self._logits.shape[dim]
-        most = max(1, PIECE_NUMBERS // of_plane)
+        most = max(1, PIECE_NUMBERS[self._logits.device.type] // of_plane)
         for first in range(low, high, most):
             inside[self._windows.axis] = slice(first - begin, min(first + most, high) - begin)
             place = (slice(None), *inside)
-            weights = self._weights[place]
+            weights = self._weights(inside, begin)
             means = self._logits[place] / weights
             if self._empty is not None:
                 means = torch.where(weights > 0, means, self._empty)
             _refuse_non_finite(means)
             yield means
         if num_planes > 0:
-            for sums in (self._logits, self._weights):
-                drop_planes(sums, dim, num_planes)
+            drop_planes(self._logits, dim, num_planes)
             self._first = end
+
+    def _weights(self, place: Sequence[slice], begin: int) -> Tensor:
+        """Return the sums of the weights of some finished planes, shape (X, Y, Z).
+
+        They are added up only here, because beside the logits of two classes they would take half
+        as much memory again.
+        """
+        windows, axis = self._windows, self._windows.axis
+        low, high = place[axis].start + begin, place[axis].stop + begin
+        size = [high - low if one == axis else n for one, n in enumerate(windows.size)]
+        sums = torch.zeros(size, device=self._weight.device)
+        reach = windows.shape[axis]
+        for row, starts in self._rows:
+            first, behind = max(row, low), min(row + reach, high)
+            if first >= behind:
+                continue
+            weight = self._weight.narrow(axis, first - row, behind - first)
+            for start in starts:
+                target = list(windows.place(start, row))
+                target[axis] = slice(first - low, behind - low)
+                sums[tuple(target)] += weight
+        within = list(windows.inside)
+        within[axis] = slice(0, high - low)
+        return sums[tuple(within)]
 
 
 def _refuse_non_finite(logits: Tensor) -> None:

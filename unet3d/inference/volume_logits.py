@@ -1,15 +1,14 @@
 """The logits of a prepared image: of one network, or the mean of several."""
 
 import logging
-import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
-from unet3d.errors import DoesNotFitError
 from unet3d.inference.averaging import mean_slabs
 from unet3d.inference.diagnosis import refuse_diverged
 from unet3d.inference.image_slab import ImageSlab, Planes
@@ -18,23 +17,16 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.replaying import ReplayedNetwork
 from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
+from unet3d.inference.window_memory import empty_logits, refuse_beyond_host, slab_device
 from unet3d.inference.windows import (
-    BFLOAT16_BYTES,
-    GPU_SHARE,
-    MAPS_OF_FINEST_LEVEL,
     Window,
     Windows,
     bytes_of_voxel,
     longest_axis,
 )
-from unet3d.memory.host import shortage
-from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
 
 logger = logging.getLogger(__name__)
-
-CERTAIN_LOGIT = 15.0
-"""A sigmoid of it is 1 to six digits, and it is a finite number in every type."""
 
 
 class VolumeLogits:
@@ -63,6 +55,7 @@ class VolumeLogits:
         self._placed = placed
         self._num_ranks_here = num_ranks_here
         self._skips_empty = skips_empty
+        self._replayed: ReplayedNetwork | None = None
         self._most_at_a_time: int | None = None
         """Windows, where that is less than would be fastest, for lack of memory."""
         self._num_at_a_time = [1] * len(networks)
@@ -85,6 +78,24 @@ class VolumeLogits:
             CheckpointError: Its weights are not finite, or so large that it has diverged.
         """
         refuse_diverged(self._placed.executor.module, self.name)
+
+    def warm_up(self) -> None:
+        """Compute windows of nothing, so that a GPU's kernels are there when a scan is.
+
+        Not where their size depends on the scan, and nothing is said of memory that is too small.
+        """
+        size = self._size(self._placed.index)
+        if size is None or size == "whole" or not self._placed.is_on_one_gpu:
+            return
+        network = self._networks.described[self._placed.index]
+        enough = 4 * max(size)  # of them there are as many as at any time
+        windows = self._windows(self._placed.index, (enough, enough, enough), size)
+        predicting = self._network(self._placed.index)
+        shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
+        with suppress(torch.OutOfMemoryError):
+            predicting.predict(
+                torch.zeros(shape, dtype=network.dtype, device=predicting.input_device)
+            )
 
     def log_mirroring(self) -> None:
         """Say how many forward passes a window takes, where mirror images are asked for."""
@@ -203,20 +214,19 @@ class VolumeLogits:
         self._placed.use(index)
         self.check_weights()
         windows = self._windows(index, image.shape, size)
-        self._refuse_beyond_host(index, windows)
         network = self._networks.described[index]
+        on_cpu = not any(slot.device.type == "cuda" for slot in self._placed.executor.slots)
+        refuse_beyond_host(network, windows, self._num_ranks_here if on_cpu else 0)
         num_classes = network.topology.num_classes
-        predicting: Predicting = self._predicting[index]
-        if self._placed.is_on_one_gpu and len(self._networks) == 1:
-            predicting = ReplayedNetwork(predicting)
-        device = self._slab_device(network, windows, predicting.input_device)
+        predicting = self._network(index)
+        device = slab_device(network, windows, predicting.input_device)
         slabs = logit_slabs(
             predicting,
             ImageSlab(image, windows, network.dtype, device),
             windows,
             num_classes,
             windows_done,
-            self._empty_logits(num_classes) if self._skips_empty else None,
+            empty_logits(network) if self._skips_empty else None,
         )
         while True:
             self._placed.use(index)
@@ -224,6 +234,14 @@ class VolumeLogits:
             if slab is None:
                 return
             yield slab
+
+    def _network(self, index: int) -> Predicting:
+        """Return what predicts; the only network on a GPU keeps what was captured of it."""
+        if not self._placed.is_on_one_gpu or len(self._networks) > 1:
+            return self._predicting[index]
+        if self._replayed is None:
+            self._replayed = ReplayedNetwork(self._predicting[index])
+        return self._replayed
 
     def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
         settings, network = self._settings[index], self._networks.described[index]
@@ -247,44 +265,7 @@ class VolumeLogits:
         self._num_at_a_time[index] = windows.batch_size
         return windows
 
-    def _slab_device(
-        self, network: Checkpoint, windows: Windows, device: torch.device
-    ) -> torch.device:
-        """Return where the image around windows has room."""
-        if device.type != "cuda":
-            return device
-        needed = network.topology.in_channels * math.prod(windows.slab) * network.dtype.itemsize
-        free, _ = torch.cuda.mem_get_info(device)
-        return device if needed <= free * GPU_SHARE else torch.device("cpu")
-
-    def _empty_logits(self, num_classes: int) -> list[float]:
-        """Return logits of voxels that nobody looked at: of the background, or of no region."""
-        logits = [-CERTAIN_LOGIT] * num_classes
-        if not self._networks.preprocessing.regions:
-            logits[0] = CERTAIN_LOGIT
-        return logits
-
     def _size(self, index: int) -> Window | None:
         """Return the size of a network's windows; None: the whole volume, or what of it fits."""
         window = self._settings[index].window
         return self._networks.described[index].patch_size if window == "auto" else window
-
-    def _refuse_beyond_host(self, index: int, windows: Windows) -> None:
-        """Refuse a window that the host cannot hold: the image around it, and on a CPU the rest.
-
-        Linux would promise the memory, and end this process once it is used.
-        """
-        network = self._networks.described[index]
-        topology, itemsize = network.topology, network.dtype.itemsize
-        needed = topology.in_channels * math.prod(windows.slab) * itemsize
-        if not any(slot.device.type == "cuda" for slot in self._placed.executor.slots):
-            maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
-            # Each rank has all of them for a moment, of its maps a slab.
-            logits = topology.num_classes * itemsize * self._num_ranks_here
-            needed += (maps + logits) * math.prod(windows.shape)
-        lacking = shortage(needed)
-        if lacking is not None:
-            raise DoesNotFitError(
-                f"a window of {times(windows.shape)} voxels, with the image around it, {lacking}, "
-                "at least; use a smaller inference.window"
-            )

@@ -156,6 +156,9 @@ class Windows:
     """Where they start in the padded volume, along X, Y, Z."""
     batch_size: int
     """How many are computed at a time."""
+    keeps_rows: bool = False
+    """Whether those that are computed at a time begin at one plane, where there are enough: then
+    the slab that they reach is no longer than a window."""
 
     @classmethod
     def of(
@@ -199,6 +202,8 @@ class Windows:
             batch_size=windows_at_a_time(shape, devices, voxel_bytes, free_bytes)
             if batch_size == "auto"
             else batch_size,
+            # A GPU has memory, and takes longer for a few windows.
+            keeps_rows=not any(is_gpu(device) for device in devices),
         )
 
     @staticmethod
@@ -226,8 +231,12 @@ class Windows:
 
     def batches(self) -> Iterator[list[tuple[int, ...]]]:
         """Yield the starts of the windows that are computed at a time."""
-        for first in range(0, len(self.starts), self.batch_size):
-            yield self.starts[first : first + self.batch_size]
+        rows = [list(row) for _, row in itertools.groupby(self.starts, lambda one: one[self.axis])]
+        if not self.keeps_rows or len(rows[0]) < self.batch_size:
+            rows = [self.starts]
+        for row in rows:
+            for first in range(0, len(row), self.batch_size):
+                yield row[first : first + self.batch_size]
 
     def place(self, start: tuple[int, ...], first: int = 0) -> tuple[slice, ...]:
         """Return where a window is.

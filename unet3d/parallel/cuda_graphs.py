@@ -93,7 +93,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.device(device), torch.cuda.stream(stream):
         one = torch.ones(1, 1, device=device, requires_grad=True)
-        torch.autograd.backward((one @ one).sum())
+        # The thread that goes backward needs CUDA's context, which cuBLAS alone would not make.
+        torch.autograd.backward(((one @ one) * one).sum())
     return stream
 
 

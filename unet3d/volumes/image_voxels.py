@@ -7,7 +7,6 @@ at most 65536 rows.
 """
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from nibabel.volumeutils import apply_read_scaling
 
 from unet3d.config import Shape
+from unet3d.distributed.ranks import num_cores
 from unet3d.volumes.scratch import forget_pages
 
 PIECE_VOXELS = 2**20
@@ -194,12 +194,12 @@ class ImageVoxels:
         return found
 
     def _in_threads(self, part: Callable[[tuple[slice, slice, slice]], Found]) -> Iterator[Found]:
-        most = 2 * _num_threads()
-        with ThreadPoolExecutor(_num_threads(), thread_name_prefix="intensities") as threads:
+        num_threads = min(MOST_THREADS, num_cores())
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="intensities") as threads:
             # No more than that: a process that ends waits for all that has been handed out.
             waiting: deque[Future[Found]] = deque()
             for piece in self.pieces():
-                if len(waiting) == most:
+                if len(waiting) == 2 * num_threads:
                     yield waiting.popleft().result()
                 waiting.append(threads.submit(part, piece))
             while waiting:
@@ -260,7 +260,3 @@ def _is_ready(file: StoredChannels) -> bool:
 
 def _is_counted(dtype: np.dtype[Any]) -> bool:
     return dtype.kind in "iub" and dtype.itemsize <= TABLE_BYTES
-
-
-def _num_threads() -> int:
-    return min(MOST_THREADS, len(os.sched_getaffinity(0)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unet3d.config import Shape
 
-PIECE_NUMBERS = 2**25
+PIECE_NUMBERS = 2**24
 """Numbers of the finer grid that are made at a time, unless a single plane has more."""
 
 

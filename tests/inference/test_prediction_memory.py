@@ -1,0 +1,101 @@
+"""What a prediction is said to take, beside what it takes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.networks import random_checkpoint
+from tests.volumes.samples import write_volume
+from unet3d.config import InferenceSettings, Shape
+from unet3d.inference.prediction_memory import PredictionMemory, prediction_memory
+from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.volumes.header import read_header
+from unet3d.volumes.nifti import unpacked_bytes
+
+AUTO = InferenceSettings()
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def planned(
+    path: Path,
+    network: Checkpoint,
+    device: torch.device = CPU,
+    gpu_bytes: int = 0,
+    settings: InferenceSettings = AUTO,
+) -> PredictionMemory:
+    precision = "bfloat16" if device == GPU else "float32"
+    packed = unpacked_bytes([path])
+    return prediction_memory(
+        read_header(path), packed, network, settings, device, precision, gpu_bytes
+    )
+
+
+def scan_of(folder: Path, shape: Shape, name: str = "scan.nii.gz") -> Path:
+    rng = np.random.default_rng(0)
+    return write_volume(folder / name, rng.integers(0, 900, shape).astype(np.int16))
+
+
+def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> None:
+    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
+    one = InferenceSettings(batch_size=1)
+    short, long = (
+        planned(scan_of(tmp_path, (24, 24, length), f"{length}.nii.gz"), network, settings=one)
+        for length in (60, 600)
+    )
+    assert long.slab_bytes <= 1.01 * short.slab_bytes
+    assert long.voxel_bytes == 10 * short.voxel_bytes == 24 * 24 * 600 * 2
+    assert long.label_bytes == 10 * short.label_bytes == 24 * 24 * 600
+    assert long.scratch_bytes == long.voxel_bytes + long.label_bytes
+    assert len(long.windows.starts) > 5 * len(short.windows.starts)
+
+
+def test_voxels_that_are_mapped_take_none(tmp_path: Path) -> None:
+    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
+    assert planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network).voxel_bytes == 0
+
+
+def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -> None:
+    network = replace(random_checkpoint(), patch_size=(64, 64, 64))
+    path = scan_of(tmp_path, (64, 64, 400))
+    large, small = (planned(path, network, GPU, mib * 2**20) for mib in (24_000, 1200))
+    assert large.windows.batch_size > small.windows.batch_size >= 1
+    sums = 64 * 64 * large.windows.slab[2] * (network.topology.num_classes + 1) * 4
+    assert sums < large.device_bytes - 1024**3 < 2**32
+    assert small.device_bytes < large.device_bytes
+    assert large.slab_bytes < planned(path, network).slab_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])
+def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing: float) -> None:
+    network = random_checkpoint()
+    spacings = (spacing, spacing, spacing)
+    preprocessing = replace(network.preprocessing, spacing_mm=spacings)
+    network = replace(network, patch_size=(64, 64, 64), preprocessing=preprocessing)
+    save_checkpoint(network, tmp_path / "network.pt")
+    path = scan_of(tmp_path, shape)
+    command = ["predict", str(path), "--checkpoint", str(tmp_path / "network.pt")]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "unet3d", *command, "--devices", "cpu"], stdout=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    asked = subprocess.run(
+        [sys.executable, "-m", "unet3d", "plan", "--predict", *command[1:], "--json", "m.json"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "windows of 64x64x64 voxels" in asked.stdout
+    predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]
+    assert predicted == pytest.approx(usage.ru_maxrss * 1024, rel=0.25)

@@ -1,0 +1,46 @@
+"""The checkpoints that a command takes, and what they were trained with."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unet3d.cli.options import changes_of
+from unet3d.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unet3d.runs.checkpoint import Checkpoint
+
+
+def trained_inference(network: "Checkpoint") -> list[str]:
+    """Return the settings of prediction that a network was trained with.
+
+    Args:
+        network: The network.
+    """
+    trained = network.config.inference
+    return changes_of(
+        {
+            "inference.window": trained.window,
+            "inference.overlap": trained.overlap,
+            "inference.batch_size": trained.batch_size,
+            "inference.tta": trained.tta,
+            "inference.postprocessing": trained.postprocessing,
+        }
+    )
+
+
+def newest_checkpoints() -> tuple[Path, ...]:
+    """Return the checkpoints of the newest finished run.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from unet3d.runs.finding import checkpoints_in, newest_run
+    from unet3d.runs.run_folder import RUNS
+
+    run = newest_run(finished=True)
+    if run is None:
+        raise ConfigError(
+            f"no checkpoint: there is no finished run in {RUNS.absolute()}; name one with "
+            "--checkpoint FILE, or make one with unet3d train DATASET"
+        )
+    return checkpoints_in(run.path)

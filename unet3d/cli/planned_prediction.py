@@ -1,0 +1,75 @@
+"""``unet3d plan --predict``: what the prediction of a scan takes of each machine."""
+
+from pathlib import Path
+
+from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
+from unet3d.cli.output import show_line, working, write_json
+
+
+def plan_prediction(
+    scan: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
+    devices: str | None,
+    device_memory: float | None,
+    json_path: Path | None,
+) -> None:
+    """Show what a scan takes of the host and of a GPU.
+
+    Args:
+        scan: Its file, or its files, or a folder of DICOM slices.
+        checkpoints: The networks; none: those of the newest finished run.
+        devices: Where it computes; None: the first GPU, or the CPU.
+        device_memory: GiB of a GPU that need not be here; None: as in this machine.
+        json_path: Where the numbers are written, too.
+
+    Raises:
+        Unet3dError: The scan or a network cannot be used, or a device is not there.
+    """
+    with working("predicting"):
+        import torch
+
+        from unet3d.config import load_config
+        from unet3d.inference.prediction_memory import prediction_memory
+        from unet3d.memory.host import available_bytes
+        from unet3d.parallel import ParallelDims, resolve_precision
+        from unet3d.runs.checkpoint import load_checkpoint
+        from unet3d.volumes.header import read_header
+        from unet3d.volumes.nifti import unpacked_bytes
+
+        networks = [
+            load_checkpoint(path, part="network") for path in checkpoints or newest_checkpoints()
+        ]
+        header, packed = read_header(scan[0]), unpacked_bytes(scan)
+        if device_memory is not None:
+            device = torch.device("cuda", 0)
+            gpu_bytes = int(device_memory * 1024**3)
+            precision = "bfloat16"
+        else:
+            placement = load_config(
+                None, [] if devices is None else [f"parallel.devices={devices}"]
+            )
+            device = ParallelDims.resolve(placement.parallel).all_devices[0]
+            on_gpu = device.type == "cuda"
+            gpu_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
+            precision = resolve_precision("auto", [device])
+        found = [
+            prediction_memory(
+                header,
+                packed,
+                network,
+                load_config(None, trained_inference(network)).inference,
+                device,
+                precision,
+                gpu_bytes,
+            )
+            for network in networks
+        ]
+        # They take turns, so the largest counts.
+        memory = max(found, key=lambda one: (one.device_bytes, one.host_bytes))
+        record = memory.to_dict(str(device), gpu_bytes, available_bytes())
+    from unet3d.reports.prediction_plan import prediction_lines
+
+    for line in prediction_lines(record, scan[0].name):
+        show_line(line)
+    if json_path is not None:
+        write_json(json_path, record)
