@@ -95,8 +95,7 @@ def test_the_next_planes_are_made_while_windows_are_computed() -> None:
     image.may_end.set()
     for batch in others:
         slab.cut(batch)
-    main, *ahead = image.threads
-    assert main == threading.current_thread().name and set(ahead) == {"ahead"}
+    assert threading.current_thread().name not in image.threads
     assert image.asked == [(0, 16), *((begin, begin + 8) for begin in range(16, 64, 8))]
 
 
@@ -117,5 +116,3 @@ def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong: int) ->
     # They were asked for once, and so was nothing behind them.
     assert image.asked[-1] == (wrong, wrong + 8)
     assert len(image.asked) == len(set(image.asked))
-    image.wrong = None  # what is asked for again is made
-    assert torch.equal(slab.cut(batch)[0], image._image[:, start : start + 16])
