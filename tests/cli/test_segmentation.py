@@ -19,6 +19,8 @@ from matplotlib.figure import Figure
 
 from tests.command_line import process_environment, refusal, run, scan_array
 from tests.volumes.samples import write_volume
+from unet3d.cli.predict import predict
+from unet3d.distributed import launcher
 from unet3d.inference.predictor import Predictor
 
 ALL_RESULTS = ("--statistics", "--preview", "--probabilities")
@@ -473,3 +475,28 @@ def test_windows_in_air_are_skipped(
     statistics = json.loads(Path("some.json").read_text())["labels"]
     for one in statistics.values():
         assert one["num_voxels"] == (found == one["value"]).sum()
+
+
+# Ranks
+
+
+def test_ranks_are_given_every_option(
+    folder: Path, scan: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are flags, those with a value, and what looks like an option and is a file."""
+    (folder / "disk").mkdir()
+    other = write_volume(folder / "-scan.nii", scan_array())
+    launched: list[list[str]] = []
+    monkeypatch.setattr(launcher, "launch", lambda words, *_, **more: launched.append(words))
+    own = ("--checkpoint", checkpoint, "--parallel", "spatial", "--devices", "cpu,cpu")
+    for more in (
+        (*ALL_RESULTS, "--skip-background", "--scratch", "disk", "--continue"),
+        ("--tta", "--overlap", "0.3", "--window", "16,16,16", "--overwrite", "-o", "out"),
+        ("--window", "whole", "--no-postprocessing", "--probabilities"),
+    ):
+        words = [str(word) for word in (*own, "--window", "16,16,16", *more, "--", scan, other)]
+        assert run("predict", *words) == 0
+        name, *given = launched.pop()
+        assert name == "predict"
+        found, expected = (predict.make_context("predict", one).params for one in (given, words))
+        assert found == expected
