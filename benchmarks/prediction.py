@@ -3,12 +3,14 @@
     python benchmarks/prediction.py --shape 301,370,316 --classes 117 --channels 4,8
         [--window 64,64,64] [--finer 2] [--devices cpu] [--plain] [--repeats 3] [--scans 8]
         [--predict=--tta] [--json FILE]
+    python benchmarks/prediction.py --devices 0,1 --against 0 --scans 8 --repeats 3 --json FILE
 
 The scan is a phantom head in int16, compressed unless it is ``--plain``, and the command a process
 of its own. ``--finer 2`` gives the network half the scan's spacing; with ``--scans`` a folder of
 copies is segmented. Host memory is the most that the process had resident, GPU memory what
 nvidia-smi says of the whole GPU at most. The first run may compile kernels, so of several the first
-is not counted, and the seconds are the median of the others.
+is not counted, and the seconds are the median of the others. ``--against`` measures the same on
+other devices as well, in turn, and says how many times as fast the first ones are.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -102,13 +105,15 @@ def main() -> None:
     parser.add_argument("--window", default="128,128,128")
     parser.add_argument("--finer", type=float, default=1.0)
     parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--against", metavar="DEVICES", help="compare with these")
     parser.add_argument("--plain", action="store_true", help="do not compress the scan")
     parser.add_argument("--scans", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--predict", action="append", default=[], help="an option of predict")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    against = [] if arguments.against is None else [arguments.against]
+    rows: dict[str, list[dict[str, float]]] = {of: [] for of in (arguments.devices, *against)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "scans"
         folder.mkdir()
@@ -118,18 +123,17 @@ def main() -> None:
         write_scan(arguments, scan)
         for number in range(1, arguments.scans):
             os.link(scan, folder / f"{number}-{scan.name}")
-        words = ["predict", folder, "--checkpoint", network, "--devices", arguments.devices]
-        words += ["--output", Path(name) / "found", "--overwrite", *arguments.predict]
+        words = ["predict", folder, "--checkpoint", network, *arguments.predict]
+        words += ["--output", Path(name) / "found", "--overwrite", "--devices"]
         for _ in range(arguments.repeats):
-            rows.append(predict([str(word) for word in words], arguments.devices != "cpu"))
-    seconds = statistics.median(one["seconds"] for one in rows[1:] or rows)
-    host_bytes, gpu_bytes = (max(one[of] for one in rows) for of in ("host_bytes", "gpu_bytes"))
+            for of, runs in rows.items():
+                runs.append(predict([*map(str, words), of], not of.startswith("cpu")))
+    found = {of: summary(runs) for of, runs in rows.items()}
     row = {
-        "seconds": seconds,
-        "host_bytes": host_bytes,
-        "gpu_bytes": gpu_bytes,
-        "runs": rows,
+        **found[arguments.devices],
+        "against": {of: found[of] for of in against},
         "request": {
+            "devices": arguments.devices,
             "shape": arguments.shape,
             "classes": arguments.classes,
             "channels": arguments.channels,
@@ -141,15 +145,30 @@ def main() -> None:
         },
     }
     gib = 2**30
-    print(
-        f"{arguments.shape} voxels, {arguments.classes} classes: {seconds:.1f} s "
-        f"({', '.join(format(one['seconds'], '.1f') for one in rows)}), host "
-        f"{host_bytes / gib:.2f} GiB, GPU {gpu_bytes / gib:.2f} GiB"
-    )
+    for of, one in found.items():
+        each = ", ".join(format(run["seconds"], ".1f") for run in rows[of])
+        print(
+            f"{arguments.shape} voxels, {arguments.classes} classes, devices {of}: "
+            f"{one['seconds']:.1f} s ({each}), "
+            f"host {one['host_bytes'] / gib:.2f} GiB, GPU {one['gpu_bytes'] / gib:.2f} GiB"
+        )
+    for of in against:
+        times = found[of]["seconds"] / found[arguments.devices]["seconds"]
+        print(f"devices {arguments.devices} are {times:.2f} times as fast as {of}")
     if arguments.json is not None:
-        devices = [torch.device("cpu" if arguments.devices == "cpu" else "cuda:0")]
+        devices = [torch.device("cpu" if arguments.devices.startswith("cpu") else "cuda:0")]
         record = {**tuning_key(devices, "as unet3d predict takes it"), **row}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
+    """Return the median time of runs on the same devices, and the most memory."""
+    return {
+        "seconds": statistics.median(one["seconds"] for one in runs[1:] or runs),
+        "host_bytes": max(one["host_bytes"] for one in runs),
+        "gpu_bytes": max(one["gpu_bytes"] for one in runs),
+        "runs": runs,
+    }
 
 
 def predict(words: list[str], on_gpu: bool) -> dict[str, float]:

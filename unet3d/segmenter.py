@@ -17,6 +17,7 @@ from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inference.networks import Networks
+from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.runs.finding import checkpoints_in
 from unet3d.volumes.header import shear_warning
@@ -100,8 +101,9 @@ def load(
     Args:
         checkpoints: Files or folders of runs, of folds or of files; of several networks the
             probabilities are averaged.
-        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for a network in stages on two
-            GPUs; None: the first GPU, or the CPU.
+        devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for windows dealt to replicas on
+            two GPUs (where a window does not fit on one of them, or they differ, for a network in
+            stages); None: the first GPU, or the CPU.
         window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
         overlap: Share of a window that its neighbour covers too; None: as in training.
         tta: Whether to average over mirror images, too; None: as in training.
@@ -133,10 +135,12 @@ def load(
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
     names = names_of(devices)
-    # Slabs of a volume need a process for each device, which unet3d predict starts.
-    mode = "model" if len(names) > 1 else "none"
-    placement = {"parallel.mode": mode, "parallel.devices": names}
-    parallel = Config().with_values(placement).parallel
+    parallel = Config().with_values({"parallel.devices": names}).parallel
+    windows = [one.window for one in inference]
+    parallel = choose_mode(parallel, networks, windows, group.ranks)
+    if parallel.mode == "spatial":
+        # Slabs of a volume need a process for each device, which unet3d predict starts.
+        parallel = parallel.model_copy(update={"mode": "model"})
     return Segmenter(Predictor(networks, parallel, inference, group))
 
 

@@ -151,10 +151,10 @@ def test_more_stages_than_blocks_are_refused(
 ) -> None:
     many = ",".join(["cpu"] * 60)
     words = "60 devices for a network of 7 blocks; name at most 7 devices"
-    assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "--devices", many)
+    stages = ("--parallel", "model", "--devices", many)
+    assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *stages)
     write_msd(folder / "data")
-    line = refusal(capsys, "train", "data", *SMALL, "--parallel", "model", "--devices", many)
-    assert words in line
+    assert words in refusal(capsys, "train", "data", *SMALL, *stages)
 
 
 @pytest.mark.parametrize("command", ["check", "train"])

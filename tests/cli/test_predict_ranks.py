@@ -19,7 +19,10 @@ from tests.volumes.samples import noise, write_volume
 
 pytestmark = pytest.mark.slow
 
-SPATIAL = ("--devices", "cpu,cpu")
+SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
+DEALT = ("--devices", "cpu,cpu")
+"""Of a folder, each rank has scans of its own."""
+
 SLOW_WINDOWS = ("--window", "8,8,8", "--overlap", "0.8")
 """So many of them that there is time to end a prediction."""
 
@@ -62,7 +65,8 @@ def test_ranks_write_the_files_of_one_process(
     write_checkpoint(folder / "network.pt", dtype=dtype, changes=changes, postprocessing=rules)
     arguments = ("predict", scans, "--checkpoint", "network.pt", *options)
     assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
-    done = in_a_process(*arguments, "--devices", "cpu,cpu,cpu", "-o", "ranks")
+    spatial = ("--parallel", "spatial", "--devices", "cpu,cpu,cpu")
+    done = in_a_process(*arguments, *spatial, "-o", "ranks")
     assert done.returncode == 1
     computing, *said, skipped, error = done.stderr.splitlines()
     words = {
@@ -105,18 +109,73 @@ def test_what_cannot_begin_is_one_line(folder: Path, scan: Path, checkpoint: Pat
     arguments = ("predict", "--checkpoint", checkpoint, *SPATIAL)
     (folder / "empty").mkdir()
     assert "empty holds no volumes" in error_line(in_a_process(*arguments, "empty").stderr)
-    planes = ("--parallel", "spatial", "--window", "2,8,8", "--devices", "cpu,cpu,cpu,cpu,cpu")
+    planes = (*SPATIAL, "--window", "2,8,8", "--devices", "cpu,cpu,cpu,cpu,cpu")
     few = in_a_process("predict", "--checkpoint", checkpoint, *planes, scan)
     assert few.returncode == 1 and few.stdout == f"using {checkpoint}\n"
     _, error = few.stderr.splitlines()
     assert error.startswith("Error: a volume of 2x8x8 voxels has 2 planes along X, too few for 5")
 
 
-def start(folder: Path, checkpoint: Path) -> subprocess.Popen[str]:
+def test_scans_of_a_folder_are_dealt_to_the_devices(folder: Path, scans: Path) -> None:
+    for seed, name in enumerate("de"):
+        write_volume(scans / f"{name}.nii.gz", noise((14, 16, 15), seed=seed))
+    (scans / "f.nii.gz").write_bytes(b"nothing")
+    network = folder / "network.pt"
+    write_checkpoint(network, dtype=torch.float64, changes=("training.precision=float64",))
+    arguments = ("predict", scans, "--checkpoint", network, "--overlap", "0.3")
+    assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
+    (folder / "dealt").mkdir()
+    (folder / "dealt/c_seg.nii.gz").write_bytes((folder / "alone/c_seg.nii.gz").read_bytes())
+    done = in_a_process(*arguments, *DEALT, "-o", "dealt", "--continue")
+    assert done.returncode == 1
+    dealt, computing, *skipped, error = done.stderr.splitlines()
+    assert dealt == "5 scans dealt to 2 devices"
+    assert computing == "computing on cpu in float64"
+    assert [line.partition(".nii.gz ")[0][-8:] for line in sorted(skipped)] == [
+        "/scans/b",
+        "/scans/f",
+    ]
+    assert all(line.startswith("Skipped: ") for line in skipped)
+    assert error.startswith("Error: 2 of 6 scans could not be segmented: ")
+    assert "scans/b.nii.gz" in error and "scans/f.nii.gz" in error
+    using, *lines = done.stdout.splitlines()
+    assert using == f"using {network}"
+    assert sorted(line.split(" -> ")[0][-8:] for line in lines) == [
+        f"{name}.nii.gz" for name in "acde"
+    ]
+    assert sum("(kept;" in line for line in lines) == 1
+    assert_same(folder / "dealt", folder / "alone", "acde")
+
+
+def test_fewer_scans_than_devices_have_their_windows_dealt(folder: Path, scans: Path) -> None:
+    network = folder / "network.pt"
+    write_checkpoint(network, dtype=torch.float64, changes=("training.precision=float64",))
+    arguments = ("predict", scans, "--checkpoint", network)
+    assert run(*arguments, "--devices", "cpu", "-o", "alone") == 1
+    done = in_a_process(*arguments, "--devices", "cpu,cpu,cpu,cpu", "-o", "dealt")
+    assert done.returncode == 1
+    assert done.stderr.startswith("computing on cpu in float64, windows dealt to 4 replicas\n")
+    assert_same(folder / "dealt", folder / "alone", "ac")
+
+
+def test_a_scan_that_one_rank_warns_of_is_named(folder: Path, checkpoint: Path) -> None:
+    """As every rank says what happens to its scans."""
+    sheared = np.eye(4)
+    sheared[0, 1] = 0.3
+    for name in "ab":
+        write_volume(folder / f"scans/{name}.nii.gz", noise())
+    nib.save(nib.Nifti1Image(noise(), sheared), folder / "scans/b.nii.gz")
+    done = in_a_process("predict", "scans", "-o", "out", "--checkpoint", checkpoint, *DEALT)
+    assert done.returncode == 0, done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "b.nii.gz" in line]
+    assert "miss a right angle" in warning
+
+
+def start(folder: Path, checkpoint: Path, how: tuple[str, ...]) -> subprocess.Popen[str]:
     """Segment many scans, and return when the first is done."""
     for name in "abcdefgh":
         write_volume(folder / f"scans/{name}.nii.gz", noise((40, 36, 33)))
-    words = ("predict", "scans", "-o", "out", "--checkpoint", checkpoint, *SPATIAL, *SLOW_WINDOWS)
+    words = ("predict", "scans", "-o", "out", "--checkpoint", checkpoint, *how, *SLOW_WINDOWS)
     process = subprocess.Popen(
         [sys.executable, "-m", "unet3d", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -138,11 +197,12 @@ def assert_nothing_half(folder: Path) -> None:
         assert labels(path).shape == (40, 36, 33)
 
 
+@pytest.mark.parametrize("how", [SPATIAL, DEALT], ids=["slabs", "scans"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_others_and_is_named(
-    folder: Path, checkpoint: Path, rank: int
+    folder: Path, checkpoint: Path, rank: int, how: tuple[str, ...]
 ) -> None:
-    process = start(folder, checkpoint)
+    process = start(folder, checkpoint, how)
     family = family_of(process.pid)
     killed = children_of(process.pid)[rank]
     began = time.monotonic()
@@ -152,18 +212,19 @@ def test_a_killed_rank_ends_the_others_and_is_named(
     assert process.returncode == 1
     *others, last = errors.splitlines()
     assert last == f"Error: rank {rank} was killed by SIGKILL; give the same command again"
-    if rank == 1:
+    if rank == 1 or how == DEALT:
         assert others[-1].startswith("Not segmented: scans/")
         assert_nothing_half(folder)
     assert "Traceback" not in errors
     assert_all_end(family, 10)
 
 
+@pytest.mark.parametrize("how", [SPATIAL, DEALT], ids=["slabs", "scans"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_all_ranks_and_says_what_is_left(
-    folder: Path, checkpoint: Path, number: signal.Signals
+    folder: Path, checkpoint: Path, number: signal.Signals, how: tuple[str, ...]
 ) -> None:
-    process = start(folder, checkpoint)
+    process = start(folder, checkpoint, how)
     family = family_of(process.pid)
     began = time.monotonic()
     if number == signal.SIGINT:  # which a terminal sends to all of a group
@@ -174,7 +235,8 @@ def test_a_signal_ends_all_ranks_and_says_what_is_left(
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert process.returncode == 128 + number, errors
-    _, left, stopped = errors.splitlines()
+    *_, left, stopped = errors.splitlines()
+    assert errors.count("Not segmented: ") == 1
     assert left.startswith("Not segmented: scans/")
     assert left.endswith("scans/h.nii.gz; to go on, give the same command again")
     assert stopped == f"Stopped by {number.name}"
@@ -183,7 +245,7 @@ def test_a_signal_ends_all_ranks_and_says_what_is_left(
 
 
 def test_killing_the_command_leaves_no_rank(folder: Path, checkpoint: Path) -> None:
-    process = start(folder, checkpoint)
+    process = start(folder, checkpoint, SPATIAL)
     family = family_of(process.pid)
     assert len(children_of(process.pid)) == 2
     process.kill()
@@ -214,3 +276,8 @@ def test_torchrun_starts_the_ranks_as_well(folder: Path, scans: Path, checkpoint
         (labels(folder / of / f"{name}_seg.nii.gz")) for name in "ac" for of in ("alone", "ranks")
     ]
     assert (found[0] == found[1]).mean() > 0.99 and (found[2] == found[3]).mean() > 0.99  # bfloat16
+    dealt = torchrun("--parallel", "data", "--overwrite")
+    errors = [line for line in dealt.stderr.splitlines() if line.startswith("Error: ")]
+    assert errors == ["Error: 1 of 3 scans could not be segmented: scans/b.nii.gz"]
+    assert dealt.stdout.count(" -> ") == 2
+    assert_same(folder / "ranks", folder / "alone", "ac")

@@ -1,5 +1,6 @@
 """``unet3d predict``."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,13 +8,19 @@ from typing import TYPE_CHECKING
 import click
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
+from unet3d.cli.dealing import from_plain, showing_left, to_plain
 from unet3d.cli.options import FILE, changes_of, files_of_checkpoints, placement_options
 from unet3d.cli.output import begin_as_rank, imports_at_once
 from unet3d.cli.segmentation import Segmentation
 
 if TYPE_CHECKING:
+    from unet3d.config import InferenceSettings
+    from unet3d.inference.networks import Networks
     from unet3d.parallel import ParallelDims
+    from unet3d.volumes.scan_search import FoundScans
     from unet3d.volumes.scans import Wanted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,7 @@ class _Request:
     "several networks are averaged. Default: the newest finished run.",
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
-@placement_options("auto", "none", "spatial", "model")
+@placement_options("auto", "none", "data", "spatial", "model")
 @click.option(
     "--overlap",
     type=click.FloatRange(0, 1, max_open=True),
@@ -211,17 +218,35 @@ def predict(
         ]
         spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
         dims = ParallelDims.resolve(spread, ranks=ranks)
-        if dims.num_processes > group.size:
+        if dims.num_shards > group.size:
             _start_ranks(request, checkpoints, dims)
             return
+        num_channels = len(networks.preprocessing.channels)
+        wanted = request.wanted()
+
+        def found() -> "FoundScans":
+            return find_scans(images, output, num_channels, wanted)
+
+        is_dealt = dims.mode == "data" and group.size > 1
         job = None
-        if group.is_first:
-            num_channels = len(networks.preprocessing.channels)
-            wanted = request.wanted()
-            scans = find_scans(images, output, num_channels, wanted)
+        if is_dealt:
+            scans = group.from_first(found, to_plain=to_plain, from_plain=from_plain)
+            job = Segmentation(scans, checkpoints, wanted, Scratch(scratch), group)
+        elif group.is_first:
+            scans = found()
+            if 1 < dims.num_replicas <= len(scans.to_segment):
+                logger.info(
+                    "%d scans dealt to %d devices", len(scans.to_segment), dims.num_replicas
+                )
+                with showing_left(scans.to_segment, overwrite):
+                    _start_ranks(request, checkpoints, dims)
+                return
             job = Segmentation(scans, checkpoints, wanted, Scratch(scratch))
+        if job is not None:
             job.begin()
-        if group.from_first(lambda: job is not None and job.has_work):
+        if job is not None and is_dealt:
+            _segment_share(job, networks, dims, inference, skips_empty=skip_background)
+        elif group.from_first(lambda: job is not None and job.has_work):
             predictor = Predictor(networks, spread, inference, group, skips_empty=skip_background)
             if job is None:
                 predictor.follow()
@@ -230,6 +255,28 @@ def predict(
     # Only now, because ranks that miss the first one would wait for it.
     if job is not None and job.error is not None:
         raise job.error
+
+
+def _segment_share(
+    job: Segmentation,
+    networks: "Networks",
+    dims: "ParallelDims",
+    inference: "list[InferenceSettings]",
+    *,
+    skips_empty: bool,
+) -> None:
+    """Segment the scans that this rank has, on its own device; all ranks call it."""
+    from unet3d.config import ParallelSettings
+    from unet3d.inference.predictor import Predictor
+
+    if job.has_work:
+        alone = ParallelSettings(mode="none", devices=tuple(map(str, dims.devices)))
+        predictor = Predictor(networks, alone, inference, skips_empty=skips_empty)
+        # What it has to say of its scans, no other rank says.
+        ours = logging.getLogger("unet3d")
+        ours.setLevel(min(ours.level, logging.INFO))
+        job.segment(predictor)
+    job.gather()
 
 
 def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "ParallelDims") -> None:

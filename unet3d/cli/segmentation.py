@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from unet3d.cli.dealing import show_left
 from unet3d.cli.output import show_error
+from unet3d.distributed.launched import is_launched
 from unet3d.errors import (
     CheckpointError,
     DatasetError,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.figure import Figure
 
+    from unet3d.distributed.group import Group
     from unet3d.inference.predictor import Predictor
     from unet3d.reports.scan_progress import ScanProgress
     from unet3d.volumes.nifti import ScanImage
@@ -37,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Segmentation:
-    """The scans of one command."""
+    """The scans of one command, or those of them that this rank has."""
 
     def __init__(
         self,
@@ -45,6 +48,7 @@ class Segmentation:
         checkpoints: Sequence[Path],
         wanted: "Wanted",
         scratch: "Scratch",
+        dealt_to: "Group | None" = None,
     ) -> None:
         """Say which scans need nothing, and which cannot be segmented.
 
@@ -53,20 +57,28 @@ class Segmentation:
             checkpoints: Files of the networks, which the statistics name.
             wanted: What is to be written.
             scratch: Where scans and their labels are while they are worked on.
+            dealt_to: The ranks that scans are dealt to; None: this process has them all.
         """
         from unet3d.volumes.scans_ahead import ScansAhead
 
-        self._scans = scans.to_segment
+        ranks = dealt_to.ranks if dealt_to is not None else None
+        self._group = dealt_to
+        self._scans = (
+            scans.to_segment[ranks.rank :: ranks.world_size] if ranks else scans.to_segment
+        )
         self._checkpoints = checkpoints
         self._num_scans = len(scans.to_segment) + len(scans.kept) + len(scans.faults)
-        self._failures = [scan for scan, _ in scans.faults]
+        self._failures: list[Path] = []
         self._error: Unet3dError | OSError | None = None
         self._wanted = wanted
         self._scratch = scratch
-        self._ahead = ScansAhead(scans.to_segment, scratch)
+        self._ahead = ScansAhead(self._scans, scratch)
+        if ranks is not None and not ranks.is_first:
+            return
         for scan in scans.kept:
             _show_kept(scan)
-        for _, error in scans.faults:
+        for scan, error in scans.faults:
+            self._failures.append(scan.images[0])
             show_error(error, "Skipped")
 
     def begin(self) -> None:
@@ -84,9 +96,20 @@ class Segmentation:
         if self._error is None and self._failures:
             return DatasetError(
                 f"{len(self._failures)} of {self._num_scans} scans could not be segmented: "
-                f"{_names(self._failures)}"
+                f"{some(self._failures)}"
             )
         return self._error
+
+    def gather(self) -> None:
+        """Leave the failures of all ranks that scans are dealt to with the first one.
+
+        Raises:
+            RankError: Another rank hangs.
+        """
+        if self._group is not None:
+            of_ranks = self._group.exchange([str(path) for path in self._failures])
+            is_first = self._group.is_first
+            self._failures = [Path(path) for paths in of_ranks for path in paths if is_first]
 
     def segment(self, predictor: "Predictor") -> None:
         """Segment one scan after the other, then let the ranks go that follow.
@@ -103,7 +126,10 @@ class Segmentation:
         from unet3d.reports.scan_progress import ScanProgress
 
         predictor.warm_up()
-        progress = ScanProgress(Console(stderr=True), len(self._scans))
+        # Ranks would write their live lines into those of one another.
+        is_terminal = None if self._group is None else False
+        console = Console(stderr=True, force_terminal=is_terminal)
+        progress = ScanProgress(console, len(self._scans))
         left = list(self._scans)
         is_alone = self._num_scans == 1
         try:
@@ -126,9 +152,9 @@ class Segmentation:
                     seconds = time.monotonic() - began
                     click.echo(f"{scan.images[0]} -> {scan.output} ({seconds:.1f} s)")
         finally:
-            if left and not is_alone:
-                advice = "name these" if self._wanted.overwrite else "give the same command again"
-                click.echo(f"Not segmented: {_names(left)}; to go on, {advice}", err=True)
+            # Of the ranks that it has started, the command says what they leave.
+            if not is_alone and (self._group is None or not is_launched()):
+                show_left(left, self._wanted.overwrite)
         predictor.end()
 
     def _skip(self, scan: "Scan", error: Unet3dError | OSError) -> None:
@@ -138,7 +164,7 @@ class Segmentation:
         if isinstance(error, OSError):
             error = Unet3dError(f"{scan.images[0]}: {reason_of(error)}")
         show_error(error, "Skipped")
-        self._failures.append(scan)
+        self._failures.append(scan.images[0])
 
     def _write(self, number: int, predictor: "Predictor", progress: "ScanProgress") -> None:
         from unet3d.volumes.memory_limits import explaining_memory
@@ -163,7 +189,13 @@ class Segmentation:
             read = self._ahead.take(number)
             image = read.image
             progress.stage("preparing")
-            labels = predictor.segment(image, progress.windows_done, self._scratch, npy)
+
+            def windows_done(done: int, total: int) -> None:
+                progress.windows_done(done, total)
+                if self._group is not None:
+                    self._group.note(done, f"window {done} of {scan.images[0]}")
+
+            labels = predictor.segment(image, windows_done, self._scratch, npy)
             names = predictor.label_names
             found = label_statistics(labels, image, names) if wanted.statistics else None
             figure = _figure(scan, image, labels, names) if wanted.preview else None
@@ -241,7 +273,3 @@ def _result(path: Path | None, overwrite: bool) -> Iterator[Path | None]:
 
 def _show_kept(scan: "Scan") -> None:
     click.echo(f"{scan.images[0]} -> {scan.output} (kept; --overwrite replaces it)")
-
-
-def _names(scans: "list[Scan]") -> str:
-    return some([scan.images[0] for scan in scans])

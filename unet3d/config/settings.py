@@ -315,8 +315,8 @@ class InferenceSettings(Section):
     overlap: Annotated[float, Field(ge=0, le=0.95), NUMBER] = 0.5
     """Share of a window that its neighbour covers again."""
     batch_size: Few | Literal["auto"] = "auto"
-    """Windows in one forward pass; auto: as many as 2^23 voxels hold on a GPU, if it has the
-    memory (one while a training validates), and 2^20 on a CPU."""
+    """Windows in one forward pass, of each replica; auto: as many as 2^23 voxels hold on a GPU, if
+    it has the memory (one while a training validates), and 2^20 on a CPU."""
     tta: bool = False
     """Whether each window is also predicted mirrored, over all combinations of the axes along which
     patches were mirrored in training, and the logits are averaged: up to 8 times the work."""

@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
+from unet3d.inference.sliding_window import Predicting
 from unet3d.parallel import Slot
 
 
 class MirroredNetwork:
     """Predicts as the network does that is placed, for a window and its mirror images."""
 
-    def __init__(self, placed: PlacedNetworks | TrainedNetwork, axes: Sequence[int]) -> None:
+    def __init__(
+        self, placed: PlacedNetworks | TrainedNetwork, axes: Sequence[int], replica: int = 0
+    ) -> None:
         """Set it up.
 
         Args:
             placed: The network, or several of which one is placed at a time.
             axes: Of X, Y, Z, counted from 0, those that are mirrored; none: the window alone.
+            replica: Which of its replicas predicts.
         """
         self._placed = placed
+        self._replica = replica
         self._flips = [
             tuple(2 + axis for axis in some)
             for number in range(len(axes) + 1)
@@ -32,19 +37,23 @@ class MirroredNetwork:
         ]
 
     @property
+    def _executor(self) -> Predicting:
+        return self._placed.replicas[self._replica]  # another one for each kind of network
+
+    @property
     def input_device(self) -> torch.device:
         """The device where images are expected."""
-        return self._placed.executor.input_device
+        return self._executor.input_device
 
     @property
     def output_device(self) -> torch.device:
         """The device where logits are returned."""
-        return self._placed.executor.output_device
+        return self._executor.output_device
 
     @property
     def slots(self) -> Sequence[Slot]:
         """The slots of this process."""
-        return self._placed.executor.slots
+        return self._executor.slots
 
     def predict(self, image: Tensor) -> Tensor:
         """Return the mean of the logits (N, K, X, Y, Z), one forward pass after the other.
@@ -53,10 +62,10 @@ class MirroredNetwork:
             image: The windows (N, C, X, Y, Z), on the input device.
         """
         if len(self._flips) == 1:
-            return self._placed.executor.predict(image)
+            return self._executor.predict(image)
         total: Tensor | None = None
         for flip in self._flips:
-            logits = self._placed.executor.predict(image.flip(flip)).flip(flip)
+            logits = self._executor.predict(image.flip(flip)).flip(flip)
             # Sums of eight in bfloat16 would lose digits. A flip is a copy, and so may be changed.
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             total = logits if total is None else total.add_(logits)

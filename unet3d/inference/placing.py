@@ -1,6 +1,7 @@
 """Where trained networks predict: the mode, the precision, and the executor of this process."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +14,8 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.inference.networks import Networks
 from unet3d.inference.shared_executor import SharedExecutor
-from unet3d.inference.windows import computed_window
+from unet3d.inference.windows import GPU_SHARE, bytes_of_voxel, computed_window
+from unet3d.memory.record import device_bytes
 from unet3d.model import BlockNetwork, Topology
 from unet3d.parallel import (
     Executor,
@@ -37,8 +39,9 @@ def choose_mode(
 ) -> ParallelSettings:
     """Return the settings with a mode in place of ``auto``.
 
-    Devices of one kind each take a slab of every window, if it has enough planes for them; others
-    take a stage of the network each.
+    Devices of one kind each take a replica, and a part of every batch of windows. Where windows are
+    too large for one of them, or are whole volumes, each takes a slab of every window, if it has
+    enough planes for them. Other devices take a stage of the network each.
 
     Args:
         settings: Mode and devices.
@@ -51,22 +54,40 @@ def choose_mode(
         DeviceError: A device is unknown or absent.
     """
     if ranks.world_size > 1:
-        if settings.mode not in ("auto", "spatial"):
+        if settings.mode not in ("auto", "data", "spatial"):
             raise ConfigError(
                 f"{ranks.world_size} ranks were started, but --parallel {settings.mode} predicts "
                 "in one process; use --parallel spatial, or do not use torchrun"
             )
-        return settings.model_copy(update={"mode": "spatial"})
+        # In mode data each of them has scans of its own.
+        of_ranks = "spatial" if settings.mode == "auto" else settings.mode
+        return settings.model_copy(update={"mode": of_ranks})
     if settings.mode != "auto":
         return settings
     dims = ParallelDims.resolve(settings)
-    mode: str = dims.mode
-    if mode == "spatial" and not all(
-        _is_divisible(network, window, dims.num_shards)
-        for network, window in zip(networks.described, windows, strict=True)
-    ):
-        mode = "model"
+    mode = dims.mode
+    if mode == "spatial":
+        wanted = list(zip(networks.described, windows, strict=True))
+        if all(_fits_each(network, window, dims.all_devices) for network, window in wanted):
+            mode = "data"
+        elif not all(_is_divisible(network, window, dims.num_shards) for network, window in wanted):
+            mode = "model"
     return settings.model_copy(update={"mode": mode})
+
+
+def _fits_each(checkpoint: Checkpoint, window: Window, devices: Sequence[torch.device]) -> bool:
+    """Return whether windows have a size, of which a batch would not be too large for any device.
+
+    What others hold of its memory does not count: asking for it would take some, for a process that
+    may only start others.
+    """
+    wanted = checkpoint.patch_size if window == "auto" else window
+    if wanted is None or wanted == "whole":
+        return False
+    topology = checkpoint.topology
+    voxels = math.prod(computed_window(wanted, topology.total_stride))
+    needed = voxels * bytes_of_voxel(topology, checkpoint.dtype, len(devices))
+    return all(needed <= GPU_SHARE * device_bytes(device) for device in devices)
 
 
 def _is_divisible(checkpoint: Checkpoint, window: Window, num_shards: int) -> bool:
@@ -93,8 +114,13 @@ class TrainedNetwork:
     precision: str
     """What it computes in."""
     index: ClassVar[int] = 0
-    is_on_one_gpu: ClassVar[bool] = False
+    is_replayable: ClassVar[bool] = False
     """Not where memory is scarce: a training has its own beside it."""
+
+    @property
+    def replicas(self) -> tuple[Executor]:
+        """The network, which predicts alone."""
+        return (self.executor,)
 
     def use(self, index: int) -> None:
         """Leave the network where it is: there is no other."""
@@ -108,6 +134,8 @@ class TrainedNetwork:
 
 class PlacedNetworks:
     """Networks on the devices of this process, one of them at a time; several ranks have slabs.
+
+    In mode data each device has a replica of it.
 
     The weights of the next network are copied over those of the one before, as folds of one
     data set allow; a network of another topology or type is placed in its stead.
@@ -135,31 +163,38 @@ class PlacedNetworks:
                 f"parallel mode {dims.mode} over {len(dims.all_devices)} devices needs a process "
                 "for each, which unet3d predict starts; here, use parallel mode model"
             )
+        self._homes = dims.replicas if dims.mode == "data" else (dims.devices,)
+        """The devices of each replica in this process."""
         self._precisions = [self._precision_of(network) for network in networks.described]
         self.index = 0
         """Number of the network that is placed."""
-        self._alone: Executor | None = None
+        self._alone: tuple[Executor, ...] = ()
         self._shared: SharedExecutor | None = None
         for precision in dict.fromkeys(self._precisions):
             self._log_devices(precision)
         if group.size == 1:
-            self._alone = self.make(0)
+            self._alone = self._make_alone(0)
         else:
             self._shared = SharedExecutor(self, group, parallel.timeout_seconds)
 
     @property
     def executor(self) -> Executor | SharedExecutor:
-        """What predicts; of several ranks, what the first one predicts with."""
-        executor = self._shared or self._alone
-        if executor is None:
-            raise RuntimeError("no network is placed")
-        return executor
+        """What predicts; of several ranks, what the first one predicts with; the first replica."""
+        return self.replicas[0]
 
     @property
-    def is_on_one_gpu(self) -> bool:
-        """Whether this process alone has the network, and all of it on one GPU."""
-        devices = {slot.device for slot in self.executor.slots}
-        return self._alone is not None and [one.type for one in devices] == ["cuda"]
+    def replicas(self) -> tuple[Executor | SharedExecutor, ...]:
+        """The same, and the other replicas."""
+        replicas = self._alone if self._shared is None else (self._shared,)
+        if not replicas:
+            raise RuntimeError("no network is placed")
+        return replicas
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether this process alone has the network, and all of each replica on one GPU."""
+        devices = [{slot.device for slot in replica.slots} for replica in self._alone]
+        return bool(devices) and all([one.type for one in of] == ["cuda"] for of in devices)
 
     @property
     def precision(self) -> str:
@@ -176,14 +211,16 @@ class PlacedNetworks:
             DeviceError: A device has too little memory.
             CheckpointError: The file cannot be read, or its parameters do not belong to it.
         """
-        if index == self.index and not (self._alone is None and self._shared is None):
+        if index == self.index and (self._alone or self._shared is not None):
             return
         before, self.index = self.index, index
         if self._shared is not None:
             self._shared.use(index)
-        elif self._alone is None or not self.load_into(self._alone, before, index):
-            self._alone = None  # two of them need not have a place there
-            self._alone = self.make(index)  # where it has no place, the next call tries again
+        elif not self._alone or not all(
+            self.load_into(replica, before, index) for replica in self._alone
+        ):
+            self._alone = ()  # two of them need not have a place there
+            self._alone = self._make_alone(index)  # if it has no place, the next call tries again
 
     def follow(self) -> None:
         """Take part in what the first rank predicts, until it ends; all other ranks call it.
@@ -204,19 +241,24 @@ class PlacedNetworks:
         if self._shared is not None:
             self._shared.end()
 
-    def make(self, index: int) -> Executor:
+    def make(self, index: int, replica: int = 0) -> Executor:
         """Return an executor of a network; of several ranks, all call it.
 
         Args:
             index: The network's number.
+            replica: Number of the replica in this process.
 
         Raises:
             DoesNotFitError: A device has too little memory.
             CheckpointError: The parameters do not belong to the network.
         """
-        executor = _executor(self._networks[index].build_model(), self._layout(index), self._group)
+        layout = self._layout(index, self._homes[replica])
+        executor = _executor(self._networks[index].build_model(), layout, self._group)
         executor.module.eval()
         return executor
+
+    def _make_alone(self, index: int) -> tuple[Executor, ...]:
+        return tuple(self.make(index, replica) for replica in range(len(self._homes)))
 
     def load_into(self, executor: Executor, before: int, index: int) -> bool:
         """Give a placed network the weights of another one, if nothing else is different.
@@ -243,12 +285,13 @@ class PlacedNetworks:
         wanted = "float64" if network.dtype == torch.float64 else network.config.training.precision
         # Lower ones suit the devices of training, which need not be these.
         wanted = wanted if wanted in ("float32", "float64") else "auto"
-        return resolve_precision(wanted, self._dims.devices, self._group.exchange)
+        devices = [device for home in self._homes for device in home]
+        return resolve_precision(wanted, devices, self._group.exchange)
 
-    def _layout(self, index: int) -> Layout:
+    def _layout(self, index: int, devices: tuple[torch.device, ...]) -> Layout:
         dims = self._dims
         return Layout(
-            devices=dims.devices,
+            devices=devices,
             cuts=self._cuts,
             autocast=autocast_dtype(self._precisions[index]),
             num_shards=dims.num_shards,
@@ -256,14 +299,17 @@ class PlacedNetworks:
         )
 
     def _log_devices(self, precision: str) -> None:
-        dims = self._dims
+        dims, num_replicas = self._dims, len(self._homes)
+        how = f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else ""
+        if num_replicas > 1:
+            how = f", windows dealt to {num_replicas} replicas"
         logger.info(
             "computing %s%s",
             " and ".join(
                 f"on {device} in {precision_on(device, precision)}"
                 for device in dict.fromkeys(dims.all_devices)
             ),
-            f", each window in {dims.num_shards} slabs" if dims.num_shards > 1 else "",
+            how,
         )
 
 

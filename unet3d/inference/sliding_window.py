@@ -99,7 +99,7 @@ def logit_slabs(
         VolumeError: The host has too little memory to add up logits.
         NonFiniteLogitsError: A logit is NaN or infinite.
     """
-    with _explaining_memory(executor, windows.shape):
+    with explaining_memory(executor, windows.shape):
         windows_done(0, len(windows.starts))
         if len(windows.starts) > 1:
             blending = _Blending(executor, image, windows, num_classes, empty_logits)
@@ -124,13 +124,22 @@ def join_windows(executor: Predicting, image: ImageSlab, windows: Windows) -> No
     Raises:
         DoesNotFitError: A device has too little memory for windows of this size.
     """
-    with _explaining_memory(executor, windows.shape):
+    with explaining_memory(executor, windows.shape):
         for batch in windows.batches():
             executor.predict(image.cut(batch).to(executor.input_device))
 
 
 @contextmanager
-def _explaining_memory(executor: Predicting, window: Shape) -> Iterator[None]:
+def explaining_memory(executor: Predicting, window: Shape) -> Iterator[None]:
+    """Return a context in which an allocation that fails is explained.
+
+    Args:
+        executor: What computes windows.
+        window: Their voxels along X, Y, Z.
+
+    Raises:
+        DoesNotFitError: One of its devices has too little memory.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from unet3d.inference.mirroring import MirroredNetwork
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
 from unet3d.inference.replaying import ReplayedNetwork
+from unet3d.inference.replicated import ReplicatedNetwork
 from unet3d.inference.sliding_window import Predicting, WindowsDone, join_windows, logit_slabs
 from unet3d.inference.window_memory import empty_logits, refuse_beyond_host, slab_device
 from unet3d.inference.windows import (
@@ -55,13 +57,16 @@ class VolumeLogits:
         self._placed = placed
         self._num_ranks_here = num_ranks_here
         self._skips_empty = skips_empty
-        self._replayed: ReplayedNetwork | None = None
+        self._replayed: list[ReplayedNetwork] | None = None
         self._most_at_a_time: int | None = None
-        """Windows, where that is less than would be fastest, for lack of memory."""
+        """Windows of a replica, where that is less than would be fastest, for lack of memory."""
         self._num_at_a_time = [1] * len(networks)
-        """Windows of each network."""
+        """Windows of a replica of each network."""
         self._predicting = [
-            MirroredNetwork(placed, network.mirror_axes if one.tta else ())
+            [
+                MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica)
+                for replica in range(len(placed.replicas))
+            ]
             for network, one in zip(networks.described, settings, strict=True)
         ]
 
@@ -85,7 +90,7 @@ class VolumeLogits:
         Not where their size depends on the scan, and nothing is said of memory that is too small.
         """
         size = self._size(self._placed.index)
-        if size is None or size == "whole" or not self._placed.is_on_one_gpu:
+        if size is None or size == "whole" or not self._placed.is_replayable:
             return
         network = self._networks.described[self._placed.index]
         enough = 4 * max(size)  # of them there are as many as at any time
@@ -205,7 +210,7 @@ class VolumeLogits:
         index = self._placed.index
         windows = self._windows(index, image.shape, size)
         slab = ImageSlab(image, windows, self._networks.described[index].dtype)
-        join_windows(self._predicting[index], slab, windows)
+        join_windows(self._predicting[index][0], slab, windows)
 
     def _network_slabs(
         self, index: int, image: Planes, size: Window, windows_done: WindowsDone
@@ -215,7 +220,7 @@ class VolumeLogits:
         self.check_weights()
         windows = self._windows(index, image.shape, size)
         network = self._networks.described[index]
-        on_cpu = not any(slot.device.type == "cuda" for slot in self._placed.executor.slots)
+        on_cpu = not any(device.type == "cuda" for device in self._devices)
         refuse_beyond_host(network, windows, self._num_ranks_here if on_cpu else 0)
         num_classes = network.topology.num_classes
         predicting = self._network(index)
@@ -236,12 +241,12 @@ class VolumeLogits:
             yield slab
 
     def _network(self, index: int) -> Predicting:
-        """Return what predicts; the only network on a GPU keeps what was captured of it."""
-        if not self._placed.is_on_one_gpu or len(self._networks) > 1:
-            return self._predicting[index]
-        if self._replayed is None:
-            self._replayed = ReplayedNetwork(self._predicting[index])
-        return self._replayed
+        """Return what predicts; of the only network, what was captured of it is kept."""
+        replicas: Sequence[Predicting] = self._predicting[index]
+        if self._placed.is_replayable and len(self._networks) == 1:
+            self._replayed = self._replayed or [ReplayedNetwork(replica) for replica in replicas]
+            replicas = self._replayed
+        return ReplicatedNetwork(replicas) if len(replicas) > 1 else replicas[0]
 
     def _windows(self, index: int, shape: Shape, size: Window) -> Windows:
         settings, network = self._settings[index], self._networks.described[index]
@@ -249,21 +254,25 @@ class VolumeLogits:
         if batch_size == "auto":
             # Several would need what has just turned out not to be there.
             batch_size = 1 if self._size(index) is None else self._most_at_a_time or "auto"
-        topology = network.topology
+        num_replicas = len(self._placed.replicas)
         windows = Windows.of(
             shape,
-            topology,
+            network.topology,
             size,
             settings.overlap,
             batch_size,
-            [slot.device for slot in self._placed.executor.slots],
+            self._devices,
             # Ranks that join know of no other's memory.
             None
             if isinstance(self._placed, TrainedNetwork)
-            else bytes_of_voxel(topology, network.dtype),
+            else bytes_of_voxel(network.topology, network.dtype, num_replicas),
         )
         self._num_at_a_time[index] = windows.batch_size
-        return windows
+        return replace(windows, batch_size=windows.batch_size * num_replicas)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [slot.device for replica in self._placed.replicas for slot in replica.slots]
 
     def _size(self, index: int) -> Window | None:
         """Return the size of a network's windows; None: the whole volume, or what of it fits."""

@@ -5,12 +5,7 @@ import math
 import torch
 
 from unet3d.errors import DoesNotFitError
-from unet3d.inference.windows import (
-    BFLOAT16_BYTES,
-    GPU_SHARE,
-    MAPS_OF_FINEST_LEVEL,
-    Windows,
-)
+from unet3d.inference.windows import GPU_SHARE, Windows, bytes_of_maps
 from unet3d.memory.host import shortage
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.files import times
@@ -62,10 +57,9 @@ def refuse_beyond_host(network: Checkpoint, windows: Windows, num_computing: int
     topology, itemsize = network.topology, network.dtype.itemsize
     needed = topology.in_channels * math.prod(windows.slab) * itemsize
     if num_computing:
-        maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
         # Each rank has all of them for a moment, of its maps a slab.
         logits = topology.num_classes * itemsize * num_computing
-        needed += (maps + logits) * math.prod(windows.shape)
+        needed += (bytes_of_maps(topology) + logits) * math.prod(windows.shape)
     lacking = shortage(needed)
     if lacking is not None:
         raise DoesNotFitError(

@@ -38,13 +38,13 @@ GPU_VOXELS = 2**23
 """Voxels of the windows that a GPU computes at a time, if it has the memory: on an H200 588 windows
 of 128^3 took 5.1 s one by one, 3.3 s in pairs and 2.7 s four at a time."""
 
+GPU_SHARE = 1 / 4
+"""Of what is free on it, the part that they may take."""
+
 MAPS_OF_FINEST_LEVEL = 3
 """The skip, what is upsampled to it, and the result of both."""
 
 BFLOAT16_BYTES = 2
-
-GPU_SHARE = 1 / 4
-"""Of what is free on it, the part that they may take."""
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
@@ -57,6 +57,29 @@ def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     x, y, z = (math.ceil(w / stride) * stride for w, stride in zip(wanted, strides, strict=True))
     # If the lowest level were one voxel, instance norm would not be defined.
     return (2 * x, 2 * y, 2 * z) if (x, y, z) == strides else (x, y, z)
+
+
+def bytes_of_maps(topology: Topology) -> int:
+    """Return what the maps of a voxel of a window take while it is computed.
+
+    Args:
+        topology: The network's.
+    """
+    return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
+
+
+def bytes_of_voxel(topology: Topology, dtype: torch.dtype, num_replicas: int = 1) -> int:
+    """Return what a voxel of a window takes of a GPU while it is computed: its maps and its logits.
+
+    Args:
+        topology: The network's.
+        dtype: The type of its parameters.
+        num_replicas: Replicas that compute as many windows each, whose logits come together.
+    """
+    # As they arrive, and joined.
+    num_logits = 2 * num_replicas if num_replicas > 1 else 1
+    logits = num_logits * BFLOAT16_BYTES + dtype.itemsize
+    return bytes_of_maps(topology) + topology.num_classes * logits
 
 
 def windows_at_a_time(
@@ -83,17 +106,6 @@ def windows_at_a_time(
     if free_bytes is None:
         free_bytes = min(torch.cuda.mem_get_info(device)[0] for device in gpus)
     return max(1, min(GPU_VOXELS, int(free_bytes * GPU_SHARE) // voxel_bytes) // voxels)
-
-
-def bytes_of_voxel(topology: Topology, dtype: torch.dtype) -> int:
-    """Return about what a voxel of a window takes of a GPU while it is computed.
-
-    Args:
-        topology: The network's.
-        dtype: Of its parameters.
-    """
-    maps = MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
-    return maps + topology.num_classes * (BFLOAT16_BYTES + dtype.itemsize)
 
 
 def window_starts(size: int, window: int, overlap: float) -> list[int]:

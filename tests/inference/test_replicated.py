@@ -1,0 +1,239 @@
+"""Windows dealt to replicas: who computes what, the same labels as of one, memory that runs out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.networks import random_checkpoint
+from tests.parallel.cpu_graphs import CpuGraphPool
+from tests.volumes.samples import noise, write_volume
+from unet3d.config import AugmentationSettings, InferenceSettings, ParallelSettings
+from unet3d.errors import DoesNotFitError
+from unet3d.inference import placing
+from unet3d.inference.networks import Networks
+from unet3d.inference.predictor import Predictor
+from unet3d.inference.replicated import ReplicatedNetwork
+from unet3d.parallel import Slot, cuda_graphs
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.nifti import ScanImage, open_channels
+
+CPU = torch.device("cpu")
+SHAPE = (40, 24, 32)
+"""Of 24 windows of 16^3 that overlap by half."""
+
+
+class Replica:
+    """Notes what it is given, and answers in the same memory every time, as graphs do."""
+
+    input_device = output_device = CPU
+
+    def __init__(self, number: int, function: Callable[[Tensor], Tensor] = torch.neg) -> None:
+        self.slots = (Slot(index=0, device=torch.device("cuda", number), blocks=()),)
+        self.given: list[list[float]] = []
+        self._function = function
+        self._memory = torch.empty(100)
+
+    def predict(self, image: Tensor) -> Tensor:
+        self.given.append(image[:, 0, 0, 0, 0].tolist())
+        answer = self._memory[: image.numel()].view(image.shape)
+        return answer.copy_(self._function(image))
+
+
+def images(first: int, count: int) -> Tensor:
+    """Return windows that are numbers."""
+    return torch.arange(first, first + count).view(-1, 1, 1, 1, 1).expand(-1, 1, 2, 2, 2).float()
+
+
+@pytest.mark.parametrize(
+    ("num_windows", "shares"),
+    [
+        (1, [[0], None, None]),
+        (2, [[0], [1], None]),
+        (3, [[0], [1], [2]]),
+        (7, [[0, 1, 2], [3, 4], [5, 6]]),
+    ],
+)
+def test_each_replica_has_its_share_and_logits_are_in_order(
+    num_windows: int, shares: list[list[float] | None]
+) -> None:
+    replicas = [Replica(number) for number in range(3)]
+    image = images(0, num_windows)
+    assert torch.equal(ReplicatedNetwork(replicas).predict(image), -image)
+    assert [replica.given for replica in replicas] == [[one] if one else [] for one in shares]
+
+
+def test_logits_outlive_the_next_call_of_several_replicas() -> None:
+    network = ReplicatedNetwork([Replica(0), Replica(1)])
+    before = network.predict(images(0, 4))
+    network.predict(images(9, 4))
+    assert torch.equal(before, -images(0, 4))
+
+
+def test_it_is_where_its_first_replica_is() -> None:
+    network = ReplicatedNetwork([Replica(0), Replica(3)])
+    assert network.input_device == network.output_device == CPU
+    assert [str(slot.device) for slot in network.slots] == ["cuda:0", "cuda:3"]
+
+
+def test_the_device_whose_memory_runs_out_is_named() -> None:
+    def fail(image: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And more.")
+
+    network = ReplicatedNetwork([Replica(0), Replica(1, fail), Replica(2)])
+    with pytest.raises(DoesNotFitError) as caught:
+        network.predict(images(0, 3))
+    assert str(caught.value) == (
+        "windows of 2x2x2 voxels do not fit on cuda:1 (CUDA out of memory); "
+        "use a smaller inference.window or more devices"
+    )
+
+
+# From a scan to its labels
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> ScanImage:
+    return open_channels([write_volume(tmp_path / "volume.nii", noise(SHAPE))])
+
+
+def network_of(seed: int = 7, **more: Any) -> Checkpoint:
+    """Return a network in float64, whose labels do not depend on rounding."""
+    changes = ("training.precision=float64",)
+    return random_checkpoint(dtype=torch.float64, changes=changes, seed=seed, **more)
+
+
+def placed(
+    replicas: int | tuple[str, ...],
+    *checkpoints: Checkpoint,
+    skips_empty: bool = False,
+    **settings: Any,
+) -> Predictor:
+    """Return a predictor with so many replicas on the CPU, or one on each device."""
+    devices = ("cpu",) * replicas if isinstance(replicas, int) else replicas
+    parallel = ParallelSettings(mode="data", devices=devices)
+    inference = [InferenceSettings(**settings)] * len(checkpoints)
+    networks = Networks.of(*checkpoints)
+    return Predictor(networks, parallel, inference, skips_empty=skips_empty)
+
+
+def alone(image: ScanImage, *checkpoints: Checkpoint, **more: Any) -> np.ndarray:
+    """Return the labels of one device, as a copy: those of the next image take their place."""
+    parallel = ParallelSettings(mode="none", devices=("cpu",))
+    inference = [InferenceSettings(**more)] * len(checkpoints)
+    labels = Predictor(Networks.of(*checkpoints), parallel, inference).segment(image).copy()
+    assert len(np.unique(labels)) == 3
+    return labels
+
+
+@pytest.mark.parametrize("batch_size", ["auto", 1, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_any_number_of_replicas_gives_the_labels_of_one(
+    image: ScanImage, count: int, batch_size: Any
+) -> None:
+    """Two replicas that take 5 windows each have 4 left, for both; three of them have 9."""
+    checkpoint = network_of()
+    shown: list[tuple[int, int]] = []
+    found = placed(count, checkpoint, batch_size=batch_size).segment(
+        image, lambda done, total: shown.append((done, total))
+    )
+    np.testing.assert_array_equal(found, alone(image, checkpoint))
+    at_a_time = 24 if batch_size == "auto" else batch_size * count
+    assert shown == [(min(done, 24), 24) for done in range(0, 24 + at_a_time, at_a_time)]
+
+
+def test_mirror_images_are_those_of_one(image: ScanImage) -> None:
+    checkpoint = network_of()
+    augmentation = AugmentationSettings(mirror_axes=("x", "z"))
+    patches = checkpoint.config.patches.model_copy(update={"augmentation": augmentation})
+    config = checkpoint.config.model_copy(update={"patches": patches})
+    checkpoint = replace(checkpoint, config=config)
+    expected = alone(image, checkpoint, tta=True)
+    found = placed(3, checkpoint, tta=True, batch_size=2).segment(image)
+    np.testing.assert_array_equal(found, expected)
+    assert (expected != alone(image, checkpoint)).any()
+
+
+@pytest.mark.parametrize("kinds", [[(4, 8)] * 3, [(4, 8), (6, 8), (4, 8)]], ids=str)
+def test_every_replica_gets_the_weights_of_the_next_network(
+    image: ScanImage, kinds: list[tuple[int, int]]
+) -> None:
+    members = [network_of(seed, channels=channels) for seed, channels in enumerate(kinds)]
+    expected = alone(image, *members)
+    predictor = placed(2, *members, batch_size=3)
+    for _ in "ab":  # the second time the last network is placed when it begins
+        np.testing.assert_array_equal(predictor.segment(image), expected)
+    for member in members:
+        assert (alone(image, member) != expected).mean() > 0.02
+
+
+def test_windows_that_are_empty_are_skipped_as_by_one(tmp_path: Path) -> None:
+    array = noise(SHAPE)
+    array[:22] = 0
+    image = open_channels([write_volume(tmp_path / "half.nii", array)])
+    one, two = (
+        placed(count, network_of(), batch_size=3, skips_empty=True).segment(image)
+        for count in (1, 2)
+    )
+    np.testing.assert_array_equal(one, two)
+    assert not one[:8].any() and one[24:].any()  # of windows that end before 22, one starts at 0
+
+
+def test_a_graph_of_each_replica_is_replayed(
+    image: ScanImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cuda_graphs.POOLS, "cpu", CpuGraphPool)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(placing.PlacedNetworks, "is_replayable", True)
+    monkeypatch.setattr(CpuGraphPool, "num_captured", 0)
+    checkpoint = network_of()
+    expected = alone(image, checkpoint, batch_size=4)
+    CpuGraphPool.num_captured = 0
+    found = placed(3, checkpoint, batch_size=2).segment(image)
+    np.testing.assert_array_equal(found, expected)
+    assert CpuGraphPool.num_captured == 3
+
+
+@pytest.mark.multigpu
+def test_two_gpus_replay_what_a_cpu_computes(image: ScanImage) -> None:
+    """Of 24 windows, most are computed by graphs; logits differ by rounding, in float64."""
+    checkpoint = network_of()
+    predictor = placed(("0", "1"), checkpoint, batch_size=2)
+    expected = alone(image, checkpoint)
+    for _ in "ab":
+        assert (predictor.segment(image) == expected).mean() > 0.9999
+
+
+def test_windows_are_computed_one_by_one_where_no_more_fit(
+    image: ScanImage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = network_of()
+    expected = alone(image, checkpoint)
+    predictor = placed(2, checkpoint)
+    caplog.set_level("INFO")
+    sizes = []
+    for replica in predictor._placed.replicas:
+
+        def limited(part: Tensor, predict: Any = replica.predict) -> Tensor:
+            sizes.append(len(part))
+            if len(part) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+            return predict(part)
+
+        monkeypatch.setattr(replica, "predict", limited)
+    np.testing.assert_array_equal(predictor.segment(image), expected)
+    assert "256 windows at a time do not fit; trying one" in caplog.text
+    assert sizes == [12, *[1] * 24]
+
+
+def test_the_log_says_what_is_dealt(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    placed(3, network_of())
+    assert [record.message for record in caplog.records] == [
+        "computing on cpu in float64, windows dealt to 3 replicas"
+    ]
