@@ -70,13 +70,17 @@ HOSTILE: list[Any] = [
 """Values that readers forget about."""
 
 
-def property_test(test: Callable[..., None]) -> Callable[..., None]:
+def property_test(test: Callable[..., None], share: float = 1) -> Callable[..., None]:
     """Run a property test with the number of examples of this module, and the same ones always.
 
     An example that takes longer than 10 s is an error.
+
+    Args:
+        test: The test.
+        share: Fewer examples, where each takes long.
     """
     return settings(
-        max_examples=EXAMPLES,
+        max_examples=max(1, int(EXAMPLES * share)),
         deadline=timedelta(seconds=10),
         derandomize="UNET3D_EXAMPLES" not in os.environ,
         database=None,

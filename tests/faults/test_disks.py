@@ -47,7 +47,7 @@ COMMANDS = {
     ),
     "predict": (
         *("predict", "scans", "-o", "out", "--checkpoint", "network.pt"),
-        *("--devices", "cpu", "--statistics", "--preview"),
+        *("--devices", "cpu", "--statistics", "--preview", "--probabilities"),
     ),
     "evaluate": ("evaluate", "data/labelsTr", "data/labelsTr", "--json", "scores.json"),
     "plan": (
@@ -55,7 +55,7 @@ COMMANDS = {
         *("--set", "model.base_channels=4", "--set", "model.num_levels=2"),
     ),
 }
-NEEDED_KIB = {"train": 900, "predict": 600, "evaluate": 16, "plan": 16}
+NEEDED_KIB = {"train": 900, "predict": 720, "evaluate": 16, "plan": 16}
 """About how much each writes."""
 
 

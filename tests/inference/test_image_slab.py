@@ -1,7 +1,10 @@
+import threading
+
 import pytest
 import torch
 
 from unet3d.config import Shape
+from unet3d.errors import VolumeError
 from unet3d.inference.image_slab import ImageSlab, WholeImage, drop_planes
 from unet3d.inference.windows import Windows
 from unet3d.model import Topology
@@ -62,3 +65,54 @@ def test_planes_are_dropped_in_place(number: int, dim: int) -> None:
     expected.narrow(dim, 0, 7 - number).copy_(tensor.narrow(dim, number, 7 - number))
     drop_planes(tensor, dim, number)
     assert torch.equal(tensor, expected)
+
+
+class Slow(Asked):
+    """An image of which some planes are made only when they may be, by whatever thread."""
+
+    def __init__(self, image: torch.Tensor) -> None:
+        super().__init__(image)
+        self.threads: list[str] = []
+        self.may_end = threading.Event()
+        self.wrong: int | None = None
+
+    def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
+        planes = super().planes(axis, begin, end)
+        self.threads.append(threading.current_thread().name)
+        if begin:
+            assert self.may_end.wait(10)
+        if begin == self.wrong:
+            raise VolumeError("these are infinite")
+        return planes
+
+
+def test_the_next_planes_are_made_while_windows_are_computed() -> None:
+    image = Slow(torch.randn(2, 64, 16, 8))
+    windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
+    slab = ImageSlab(image, windows, torch.float32)
+    first, *others = windows.batches()
+    assert torch.equal(slab.cut(first)[0], image._image[:, :16])  # the others are still made
+    image.may_end.set()
+    for batch in others:
+        slab.cut(batch)
+    assert threading.current_thread().name not in image.threads
+    assert image.asked == [(0, 16), *((begin, begin + 8) for begin in range(16, 64, 8))]
+
+
+@pytest.mark.parametrize("wrong", [16, 24, 56])
+def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong: int) -> None:
+    image = Slow(torch.randn(2, 64, 16, 8))
+    image.may_end.set()
+    image.wrong = wrong
+    windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
+    slab = ImageSlab(image, windows, torch.float32)
+    for batch in windows.batches():
+        start = batch[0][0]
+        if start + 16 > wrong:
+            with pytest.raises(VolumeError, match="these are infinite"):
+                slab.cut(batch)
+            break
+        assert torch.equal(slab.cut(batch)[0], image._image[:, start : start + 16])
+    # They were asked for once, and so was nothing behind them.
+    assert image.asked[-1] == (wrong, wrong + 8)
+    assert len(image.asked) == len(set(image.asked))

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from monai.inferers import sliding_window_inference
 from torch import Tensor
 
+from tests.mutations import property_test
 from unet3d.config import ModelSettings, Shape
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference import sliding_window
@@ -392,3 +395,153 @@ def test_logits_that_the_host_cannot_add_up_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(host, "available_bytes", lambda: 16 * 20 * 8 * 2 * 4 - 1)
     with pytest.raises(VolumeError, match="logits of 16x20x8 voxels and 2 classes"):
         all_slabs(Voxelwise(), make_image((48, 20, 8)), (16, 16, 8), 0.5, 1)
+
+
+# Windows that are skipped
+
+
+def skipping_slabs(
+    executor: Any,
+    image: Tensor,
+    overlap: float,
+    batch_size: int,
+    empty_logits: list[float],
+) -> Tensor:
+    topology = executor.module.topology
+    windows = Windows.of(image.shape[1:], topology, WINDOW, overlap, batch_size, [CPU])
+    slabs = logit_slabs(
+        executor,
+        slab_of(image, windows),
+        windows,
+        topology.num_classes,
+        empty_logits=empty_logits,
+    )
+    return torch.cat(list(slabs), 1 + windows.axis)
+
+
+WINDOW = (16, 16, 8)
+EMPTY = [9.0, -9.0]
+
+
+def body_in_air(size: Shape, share: float) -> Tensor:
+    """Return an image that is one number in each channel, but for its end and some voxels."""
+    image = torch.stack([torch.full(size, -1.5), torch.full(size, 0.0)])
+    length = int(size[0] * share)
+    image[:, :length] = make_image((length, *size[1:]))
+    image[1, -1, -1, -1] = 2.0  # in one channel, in the last corner
+    return image
+
+
+@pytest.mark.parametrize("size", [(70, 20, 10), (64, 33, 9), (17, 17, 9)])
+@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 1), (0.5, 4), (0.7, 100)])
+def test_empty_windows_are_skipped_and_what_only_they_reach_is_background(
+    size: Shape, overlap: float, batch_size: int
+) -> None:
+    """The reference looks at each window of the whole volume, and blends in float64."""
+    image = body_in_air(size, 0.3)
+    executor = Voxelwise(lambda x: 2 * x - 1)
+    topology = executor.module.topology
+    windows = Windows.of(size, topology, WINDOW, overlap, 1, [CPU])
+    padded = torch.zeros(2, *windows.size)
+    padded[(slice(None), *windows.inside)] = image
+    weight = gaussian_weight(WINDOW).double()
+    total = torch.zeros(2, *windows.size, dtype=torch.float64)
+    weights = torch.zeros(windows.size, dtype=torch.float64)
+    num_full = 0
+    for start in windows.starts:
+        place = windows.place(start)
+        window = padded[(slice(None), *place)]
+        if all(len(channel.unique()) == 1 for channel in window):
+            continue
+        num_full += 1
+        total[(slice(None), *place)] += weight * (2 * window - 1)
+        weights[place] += weight
+    empty = torch.tensor(EMPTY, dtype=torch.float64)[:, None, None, None]
+    expected = torch.where(weights > 0, total / weights, empty)[(slice(None), *windows.inside)]
+    found = skipping_slabs(executor, image, overlap, batch_size, EMPTY)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    computed = sum(shape[0] for shape in executor.batches)
+    assert computed == num_full
+    if size[0] > 60:
+        assert num_full < len(windows.starts)
+        assert (found == empty).all(0).any()
+
+
+def test_where_no_window_is_empty_nothing_changes() -> None:
+    image = make_image((50, 20, 10))
+    _, executor = small_network()
+    image = image[:1]
+    found = skipping_slabs(executor, image, 0.5, 3, [9.0, -9.0, -9.0])
+    assert torch.equal(found, predict_logits(executor, image, WINDOW, 0.5, 3))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("value", [0.0, -3.0])
+def test_where_all_windows_are_empty_nothing_is_computed(batch_size: int, value: float) -> None:
+    executor = Voxelwise()
+    image = torch.full((2, 48, 32, 8), value)  # no window reaches beyond it
+    calls: list[tuple[int, int]] = []
+    windows = Windows.of((48, 32, 8), executor.module.topology, WINDOW, 0.5, batch_size, [CPU])
+    slabs = list(
+        logit_slabs(
+            executor,
+            slab_of(image, windows),
+            windows,
+            2,
+            lambda done, total: calls.append((done, total)),
+            EMPTY,
+        )
+    )
+    found = torch.cat(slabs, 1 + windows.axis)
+    assert executor.batches == [] and found.dtype == torch.float32
+    assert (found[0] == 9).all() and (found[1] == -9).all() and found.shape == (2, 48, 32, 8)
+    num_windows = len(windows.starts)
+    assert calls[0] == (0, num_windows) and calls[-1] == (num_windows, num_windows)
+
+
+def test_a_bad_network_is_refused_also_after_windows_that_were_skipped() -> None:
+    image = body_in_air((70, 20, 10), 0.3).flip(1)
+    executor = Voxelwise(lambda x: x * math.nan)
+    with pytest.raises(NonFiniteLogitsError):
+        skipping_slabs(executor, image, 0.5, 1, EMPTY)
+
+
+# Any shape
+
+
+@property_test
+@given(
+    size=st.tuples(*[st.integers(1, 40)] * 3),
+    window=st.tuples(*[st.integers(1, 20)] * 3),
+    overlap=st.floats(0, 0.85),
+    num_classes=st.integers(1, 4),
+    batch_size=st.integers(1, 9),
+)
+def test_slabs_of_any_shape_are_the_volume_blended_at_once(
+    size: Shape, window: Shape, overlap: float, num_classes: int, batch_size: int
+) -> None:
+    """What a window answers depends on its place, so that each counts as it should."""
+
+    def at_its_place(x: Tensor) -> Tensor:
+        n, k, *shape = x.shape
+        ramp = torch.linspace(-1, 1, math.prod(shape)).reshape(shape)
+        return x * ramp + ramp
+
+    executor = Voxelwise(at_its_place, num_classes)
+    image = make_image(size, num_classes)
+    topology = executor.module.topology
+    windows = Windows.of(size, topology, window, overlap, batch_size, [CPU])
+    assume(len(windows.starts) < 400)
+    found = predict_logits(executor, image, window, overlap, batch_size)
+    padded = torch.zeros(num_classes, *windows.size)
+    padded[(slice(None), *windows.inside)] = image
+    weight = gaussian_weight(windows.shape).double()
+    total, weights = torch.zeros_like(padded, dtype=torch.float64), torch.zeros(windows.size)
+    weights = weights.double()
+    for start in windows.starts:
+        place = windows.place(start)
+        answer = at_its_place(padded[(None, slice(None), *place)])[0]
+        total[(slice(None), *place)] += weight * answer
+        weights[place] += weight
+    expected = (total / weights)[(slice(None), *windows.inside)]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

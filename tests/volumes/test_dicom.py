@@ -14,7 +14,8 @@ from unet3d.memory import host
 from unet3d.volumes.check import check_dataset
 from unet3d.volumes.dataset import load_dataset
 from unet3d.volumes.header import read_header
-from unet3d.volumes.nifti import read_image, read_label
+from unet3d.volumes.nifti import open_channels, read_image, read_label
+from unet3d.volumes.scratch import Scratch
 
 pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
 
@@ -173,3 +174,15 @@ def test_a_data_set_may_have_folders_of_slices(tmp_path: Path) -> None:
     first.unlink()
     (finding,) = {finding.message for finding in check_dataset(dataset)}
     assert "case0.1 lacks slices between" in finding
+
+
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_slices_are_stacked_in_memory_or_on_a_disk(
+    series: Path, tmp_path: Path, is_memory: bool
+) -> None:
+    (tmp_path / "disk").mkdir()
+    image = open_channels([series], Scratch(None if is_memory else tmp_path / "disk"))
+    np.testing.assert_array_equal(image.voxels.whole()[0], ARRAY)
+    np.testing.assert_array_equal(image.voxels.planes(1, slice(1, 3))[0], ARRAY[:, 1:3])
+    assert (str(tmp_path) in Path("/proc/self/maps").read_text()) != is_memory
+    assert not list((tmp_path / "disk").iterdir())

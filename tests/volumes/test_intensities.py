@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -5,6 +6,9 @@ import pytest
 
 from tests.volumes.samples import noise, write_volume
 from unet3d.errors import VolumeError
+from unet3d.volumes import image_voxels, intensities
+from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
+from unet3d.volumes.intensities import refuse_unusable
 from unet3d.volumes.nifti import read_image, read_label
 
 
@@ -74,3 +78,96 @@ def test_no_image_of_16_bits_is_refused(tmp_path: Path) -> None:
 def test_label_maps_may_hold_large_values(tmp_path: Path) -> None:
     array = np.array([0, 1, 2, 614454277], np.uint32).reshape(1, 2, 2)
     assert read_label(write_volume(tmp_path / "atlas.nii", array)).array.max() == 614454277
+
+
+# However an image is looked at
+
+
+def looked_at(
+    stored: np.ndarray, piece_voxels: int, monkeypatch: pytest.MonkeyPatch, slope: float = 1.0
+) -> str:
+    """Return what is said of an image that is looked at so many voxels at a time."""
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    image = ImageVoxels([StoredChannels(voxels=stored[None], slope=slope)])
+    try:
+        refuse_unusable(Path("scan.nii"), image)
+    except VolumeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
+@pytest.mark.parametrize("number", [1, 3, 4913])
+@pytest.mark.parametrize("piece_voxels", [1, 300, 2**20])
+def test_every_voxel_that_is_no_number_is_counted(
+    value: float, number: int, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array = noise((17, 17, 17)).astype(np.float64)
+    wrong = np.random.default_rng(0).permutation(array.size)[:number]
+    array.reshape(-1)[wrong] = value
+    told = looked_at(array, piece_voxels, monkeypatch)
+    assert told.startswith(f"scan.nii has {number} voxels of 4913 that are NaN or infinite")
+
+
+def test_a_slope_may_make_infinite_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of integers, each value for itself: those from 4 on are beyond float32."""
+    array = np.random.default_rng(0).integers(-5, 6, (9, 9, 9)).astype(np.int16)
+    number = int((np.abs(array.astype(np.float64) * 1e38) > np.finfo(np.float32).max).sum())
+    assert 0 < number < array.size
+    told = looked_at(array, 2**20, monkeypatch, slope=1e38)
+    assert told.startswith(f"scan.nii has {number} voxels of 729 that are NaN or infinite")
+
+
+def picture(kind: str) -> np.ndarray:
+    """Return integers that two bytes hold, some of which dwarf all others with a slope."""
+    rng = np.random.default_rng(0)
+    array = np.zeros((16, 16, 16), np.int16)
+    if kind != "mask":
+        array[4:12] = rng.integers(1, 100, (8, 16, 16))
+    if kind == "mask":
+        array[4:8] = 1
+    elif kind == "spot":
+        array[3, 3, 3] = -32768
+    elif kind == "empty":
+        array[:] = 0
+    return array
+
+
+@pytest.mark.parametrize("kind", ["mask", "noise", "spot", "empty"])
+@pytest.mark.parametrize("ratio", [1e5, 100])
+@pytest.mark.parametrize("piece_voxels", [1, 300, 2**20])
+def test_counted_intensities_are_judged_as_others(
+    kind: str, ratio: float, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same numbers in float32 are looked at piece by piece."""
+    monkeypatch.setattr(intensities, "HUGE_RATIO", ratio)
+    array = picture(kind)
+    told = looked_at(array, piece_voxels, monkeypatch, slope=0.5)
+    assert told == looked_at((array * 0.5).astype(np.float32), piece_voxels, monkeypatch)
+    assert bool(told) == (kind == "spot" and ratio == 100)
+    if told:
+        others = np.abs(array.astype(float))
+        assert "has 1 voxels of 4096 with values up to 1.64e+04" in told
+        assert f"the others, up to {others[others < 32768].max() / 2:.3g}," in told
+
+
+@pytest.mark.parametrize("piece_voxels", [1, 300])
+@pytest.mark.parametrize("share", [1 / 4096, 1e-3, 2e-3, 0.5, 0.995])
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_the_size_of_a_piece_does_not_matter(
+    piece_voxels: int, share: float, are_alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the rule in the documentation, on the whole array at once."""
+    rng = np.random.default_rng(1)
+    array = rng.uniform(1, 2, (16, 16, 16))
+    huge = np.zeros(array.shape, bool)
+    huge.reshape(-1)[rng.permutation(array.size)[: max(1, round(share * array.size))]] = True
+    array[huge] = 1e12 if are_alike else rng.uniform(1e12, 2e12, huge.sum())
+    array = array.astype(np.float32)
+    others, number = array[~huge], int(huge.sum())
+    is_noise = others.size <= number * 0.01
+    expected = not is_noise and (number <= 1e-3 * array.size or are_alike)
+    told = looked_at(array, piece_voxels, monkeypatch)
+    assert told == looked_at(array, 2**20, monkeypatch)
+    assert bool(told) == expected
+    assert not told or told.startswith(f"scan.nii has {number} voxels of 4096 with values up to")

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from unet3d.volumes import image_voxels
-from unet3d.volumes.image_voxels import ImageVoxels
+from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
 from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
 
 RNG = np.random.default_rng(0)
@@ -58,3 +58,50 @@ def test_a_constant_channel_becomes_finite() -> None:
     array = np.full((4, 5, 6), 7, np.float32)
     found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, Z_SCORE, None).apply(array)
     np.testing.assert_array_equal(found, 0)
+
+
+def plain_z_score(array: np.ndarray, inside: np.ndarray | None) -> tuple[float, float]:
+    """Return mean and deviation of the voxels that count, in float64."""
+    counted = array[array != 0 if inside is None else inside].astype(np.float64)
+    return float(counted.mean()), float(counted.std())
+
+
+@pytest.mark.parametrize("piece_voxels", [1, 100, 2**23])
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize(("slope", "inter"), [(1.0, 0.0), (0.5, -1024.0), (1e30, 0.0)])
+@pytest.mark.parametrize("dtype", ["u1", "i1", "<u2", ">i2", "<i4", "?"])
+def test_integers_have_the_z_score_of_what_they_stand_for(
+    dtype: str,
+    slope: float,
+    inter: float,
+    is_masked: bool,
+    piece_voxels: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted or not: four bytes are not."""
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    rng = np.random.default_rng(2)
+    stored = rng.integers(0, 2 if dtype == "?" else 100, (13, 9, 7)).astype(dtype)
+    stored[rng.random(stored.shape) < 0.3] = 0
+    array = (stored.astype(np.float64) * slope + inter).astype(np.float32)
+    inside = rng.random(array.shape) < 0.5 if is_masked else None
+    image = ImageVoxels([StoredChannels(voxels=stored[None], slope=slope, inter=inter)])
+    scaling = ChannelScaling.of(image, 0, Z_SCORE, inside)
+    mean, std = plain_z_score(array, inside)
+    if std < 1e-6 * abs(mean):  # all that is not 0 is alike
+        std = float(np.abs(array).max())
+    assert np.ldexp(scaling.mean, -scaling.exponent) == pytest.approx(mean, rel=1e-12)
+    assert np.ldexp(scaling.std, -scaling.exponent) == pytest.approx(std, rel=1e-12)
+
+
+def test_many_voxels_lose_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added up in float32, or as squares, a large mean would hide the deviation."""
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 1000)
+    rng = np.random.default_rng(3)
+    stored = (30_000 + rng.integers(0, 3, (90, 80, 70))).astype(np.uint16)
+    mean, std = plain_z_score(stored, None)
+    for voxels in (stored, stored.astype(np.float32)):
+        image = ImageVoxels([StoredChannels(voxels=voxels[None])])
+        scaling = ChannelScaling.of(image, 0, Z_SCORE, None)
+        assert scaling.mean == pytest.approx(mean, rel=1e-13)
+        assert scaling.std == pytest.approx(std, rel=1e-11)

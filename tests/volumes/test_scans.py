@@ -19,7 +19,7 @@ from unet3d.volumes.scans import (
     read_scan,
     result_file,
     write_segmentation,
-    write_statistics,
+    writing_statistics,
 )
 
 
@@ -50,7 +50,8 @@ def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         write_segmentation(scan, np.zeros((4, 4, 4), np.uint8), header)
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
-        write_statistics(scan, {}, [])
+        with writing_statistics(scan, {}, []):
+            pass
 
 
 def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path: Path) -> None:
@@ -62,13 +63,15 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path: Path) 
     with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
         write_segmentation(scan, labels, header)
     with pytest.raises(ResultExistsError, match="scan_seg.json was made by somebody else in the"):
-        write_statistics(scan, {}, [])
+        with writing_statistics(scan, {}, []):
+            pass
     assert [result.read_text() for result in scan.results(Wanted(statistics=True))] == [
         "theirs",
         "theirs",
     ]
     write_segmentation(scan, labels, header, overwrite=True)
-    write_statistics(scan, {}, [], overwrite=True)
+    with writing_statistics(scan, {}, [], overwrite=True):
+        assert scan.statistics.read_text() == "theirs"
     assert read_label(scan.output).array.shape == (4, 4, 4)
     assert json.loads(scan.statistics.read_text())["labels"] == {}
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -131,9 +134,9 @@ def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
         "intensity": [None, None],
     }
     scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
-    written = write_statistics(scan, found, [Path("a.pt"), Path("b.pt")])
-    assert written == tmp_path / "mine.json"
-    content = json.loads(written.read_text())
+    with writing_statistics(scan, found, [Path("a.pt"), Path("b.pt")]):
+        assert not scan.statistics.exists()
+    content = json.loads((tmp_path / "mine.json").read_text())
     assert content == {"image": [str(path)], "checkpoints": ["a.pt", "b.pt"], "labels": found}
 
 

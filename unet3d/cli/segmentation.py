@@ -4,7 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +173,7 @@ class Segmentation:
             label_statistics,
             stamps,
             write_segmentation,
-            write_statistics,
+            writing_statistics,
         )
 
         scan, wanted = self._scans[number], self._wanted
@@ -205,10 +205,14 @@ class Segmentation:
                     f"{scan.images[0]} was changed while it was segmented, so nothing is written; "
                     "segment it again"
                 )
-            with _picture(figure, scan.preview, replaces):
+            # A disk that is full leaves none: some of them alone would have to be replaced.
+            with (
+                _picture(figure, scan.preview, replaces),
+                nullcontext()
+                if found is None
+                else writing_statistics(scan, found, self._checkpoints, replaces),
+            ):
                 write_segmentation(scan, labels, image.header, replaces)
-            if found is not None:
-                write_statistics(scan, found, self._checkpoints, replaces)
         for path, is_written, verb, option in (
             (scan.statistics, wanted.statistics, "describe", "--statistics"),
             (scan.preview, wanted.preview, "show", "--preview"),
@@ -246,10 +250,7 @@ def _figure(
 
 @contextmanager
 def _picture(figure: "Figure | None", path: Path, overwrite: bool) -> Iterator[None]:
-    """Save a figure, which gets its name after what is written in the meantime.
-
-    A disk that is full leaves neither then: a segmentation alone would have to be replaced.
-    """
+    """Save a figure, which gets its name after what is written in the meantime."""
     with _result(None if figure is None else path, overwrite) as unfinished:
         if figure is not None and unfinished is not None:
             from unet3d.reports.format import save_figure

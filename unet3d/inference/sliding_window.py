@@ -10,7 +10,6 @@ Only the logits of as many planes as a batch of windows reaches are in memory, h
 volume is.
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -234,10 +233,8 @@ class _Sums:
         self._first = 0
         """The plane of the padded volume with which the sums begin."""
         self._weight = gaussian_weight(windows.shape).to(device)
-        self._rows = [
-            (row, list(starts))
-            for row, starts in itertools.groupby(windows.starts, lambda one: one[windows.axis])
-        ]
+        self._rows: dict[int, list[tuple[int, ...]]] = {}
+        """Windows that were added, by the plane with which they begin."""
         self._logits = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         self._empty: Tensor | None = None
         if empty_logits is not None:
@@ -251,6 +248,7 @@ class _Sums:
             # One by one: of many classes, several in float32 are more than the network takes.
             logit = logit.to(self._logits.dtype).contiguous()
             self._logits[place].addcmul_(logit, self._weight)
+            self._rows.setdefault(start[self._windows.axis], []).append(start)
 
     def finish(self, end: int) -> Iterator[Tensor]:
         """Yield the means of the planes before ``end``, if there are any, and forget them.
@@ -275,6 +273,8 @@ class _Sums:
         if num_planes > 0:
             drop_planes(self._logits, dim, num_planes)
             self._first = end
+            reach = self._windows.shape[self._windows.axis]
+            self._rows = {row: starts for row, starts in self._rows.items() if row + reach > end}
 
     def _weights(self, place: Sequence[slice], begin: int) -> Tensor:
         """Return the sums of the weights of some finished planes, shape (X, Y, Z).
@@ -287,7 +287,7 @@ class _Sums:
         size = [high - low if one == axis else n for one, n in enumerate(windows.size)]
         sums = torch.zeros(size, device=self._weight.device)
         reach = windows.shape[axis]
-        for row, starts in self._rows:
+        for row, starts in self._rows.items():
             first, behind = max(row, low), min(row + reach, high)
             if first >= behind:
                 continue

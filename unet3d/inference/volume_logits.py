@@ -60,7 +60,8 @@ class VolumeLogits:
         self._replayed: list[ReplayedNetwork] | None = None
         self._most_at_a_time: int | None = None
         """Windows of a replica, where that is less than would be fastest, for lack of memory."""
-        self._num_at_a_time = 1
+        self._num_at_a_time = [1] * len(networks)
+        """Windows of a replica of each network."""
         self._predicting = [
             [
                 MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica)
@@ -134,8 +135,9 @@ class VolumeLogits:
         window = sizes[index]
         if self._most_at_a_time is None and self._settings[index].batch_size == "auto":
             self._most_at_a_time = 1
-            if self._num_at_a_time > 1:
-                logger.info("%d windows at a time do not fit; trying one", self._num_at_a_time)
+            num = self._num_at_a_time[index]
+            if num > 1:
+                logger.info("%d windows at a time do not fit; trying one", num)
                 return list(sizes)
         if self._size(index) is not None or window == "whole":
             return None
@@ -265,7 +267,7 @@ class VolumeLogits:
             if isinstance(self._placed, TrainedNetwork)
             else bytes_of_voxel(network.topology, network.dtype, num_replicas),
         )
-        self._num_at_a_time = windows.batch_size
+        self._num_at_a_time[index] = windows.batch_size
         return replace(windows, batch_size=windows.batch_size * num_replicas)
 
     @property

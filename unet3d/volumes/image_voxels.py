@@ -7,8 +7,9 @@ at most 65536 rows.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -193,10 +194,16 @@ class ImageVoxels:
         return found
 
     def _in_threads(self, part: Callable[[tuple[slice, slice, slice]], Found]) -> Iterator[Found]:
-        with ThreadPoolExecutor(
-            min(MOST_THREADS, num_cores()), thread_name_prefix="intensities"
-        ) as threads:
-            yield from threads.map(part, self.pieces())
+        num_threads = min(MOST_THREADS, num_cores())
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="intensities") as threads:
+            # No more than that: a process that ends waits for all that has been handed out.
+            waiting: deque[Future[Found]] = deque()
+            for piece in self.pieces():
+                if len(waiting) == 2 * num_threads:
+                    yield waiting.popleft().result()
+                waiting.append(threads.submit(part, piece))
+            while waiting:
+                yield waiting.popleft().result()
 
     def _counted(self, file: StoredChannels, number: int) -> tuple[Values, Counts]:
         """Return the intensities that there are, and how often each of them is there."""

@@ -76,8 +76,8 @@ def _pieces(path: Path, start: int) -> Iterator[bytes]:
                 packed = inflater.unconsumed_tail or (b"" if inflater.eof else _read(file, part))
             # Zeros may follow, and other parts; anything else belongs to nobody.
             packed = inflater.unused_data.lstrip(b"\0")
-            while not packed and (read := file.read(PIECE_BYTES)):
-                packed = read.lstrip(b"\0")
+            while len(packed) < len(GZIP_MARK) and (read := file.read(PIECE_BYTES)):
+                packed = (packed + read).lstrip(b"\0")  # a mark may be read in two pieces
             if not packed.startswith(GZIP_MARK):
                 return
 

@@ -176,22 +176,20 @@ def label_statistics(
     return statistics
 
 
-def write_statistics(
+@contextmanager
+def writing_statistics(
     scan: Scan,
     statistics: dict[str, Any],
     checkpoints: Sequence[Path],
     overwrite: bool = False,
-) -> Path:
-    """Write statistics as JSON beside a segmentation.
+) -> Iterator[None]:
+    """Write statistics as JSON, which get their name after what is written in the meantime.
 
     Args:
-        scan: Says where to.
+        scan: Says where to: beside its segmentation.
         statistics: From :func:`label_statistics`.
         checkpoints: Files of the networks that made the segmentation.
         overwrite: Whether an existing file may be replaced.
-
-    Returns:
-        The file.
 
     Raises:
         ResultExistsError: A file of that name has appeared.
@@ -205,7 +203,7 @@ def write_statistics(
     text = json.dumps(content, indent=2) + "\n"
     with result_file(scan.statistics, overwrite) as unfinished:
         unfinished.write_bytes(text.encode())
-    return scan.statistics
+        yield
 
 
 @contextmanager

@@ -1,0 +1,266 @@
+"""Labels and probabilities on the grid of a scan, against the logits of the whole volume."""
+
+import errno
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from tests.networks import place, random_checkpoint
+from tests.volumes.samples import noise, write_volume
+from unet3d.config import Shape
+from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
+from unet3d.volumes.classes import Region
+from unet3d.volumes.cropping import Box, whole_box
+from unet3d.volumes.header import VolumeHeader, read_header
+from unet3d.volumes.nifti import open_channels
+from unet3d.volumes.scratch import Scratch
+from unet3d.volumes.transform import Preprocessing
+
+SHAPE = (6, 5, 4)
+"""Along X, Y, Z, however it is stored."""
+
+BOX = Box(start=(1, 0, 1), stop=(5, 4, 4))
+
+ORIENTATIONS = [
+    "".join(codes)
+    for axes in itertools.permutations(("RL", "AP", "SI"))
+    for codes in itertools.product(*axes)
+]
+
+HALF = np.finfo(np.float16).eps
+"""What float16 keeps of a number below 1."""
+
+
+def header_of(codes: str, folder: Path) -> VolumeHeader:
+    """Return the header of a file with its axes in some order and direction."""
+    return read_header(write_oriented(np.zeros(SHAPE, np.uint8), codes, folder))
+
+
+def write_oriented(array: np.ndarray, codes: str, folder: Path) -> Path:
+    image = nib.Nifti1Image(array, np.diag([1.0, 1.5, 2.0, 1]))
+    path = folder / f"{codes}.nii"
+    nib.save(image.as_reoriented(turn_to(codes)), path)
+    return path
+
+
+def turn_to(codes: str) -> Any:
+    return nib.orientations.ornt_transform(
+        nib.io_orientation(np.eye(4)), nib.orientations.axcodes2ornt(tuple(codes))
+    )
+
+
+def as_stored(array: np.ndarray, codes: str) -> np.ndarray:
+    """Return an array (X, Y, Z) as a file of this orientation has it."""
+    return nib.apply_orientation(array, turn_to(codes))
+
+
+def preprocessing_of(
+    label_values: tuple[int, ...] = (0, 1, 2), regions: tuple[Region, ...] = ()
+) -> Preprocessing:
+    return replace(random_checkpoint(label_values=label_values).preprocessing, regions=regions)
+
+
+REGIONS = (
+    Region(name="whole", values=(1, 2, 5), written=2),
+    Region(name="core", values=(1, 5), written=1),
+    Region(name="active", values=(5,), written=5),
+)
+
+
+def logits_of(num: int, shape: Shape, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(num, *shape, generator=generator)
+
+
+def fill(result: LabelVolume | ProbabilityVolume, logits: torch.Tensor, axis: int) -> None:
+    for slab in torch.split(logits, 2, 1 + axis):
+        result.add(slab, axis)
+    result.finish()
+
+
+def softmax(logits: torch.Tensor) -> np.ndarray:
+    """Return probabilities in float64, with NumPy alone."""
+    exponentials = np.exp(logits.double().numpy())
+    return exponentials / exponentials.sum(0)
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_labels_of_every_orientation(codes: str, is_memory: bool, tmp_path: Path) -> None:
+    scratch = Scratch(None if is_memory else tmp_path)
+    for axis in range(3):
+        header = header_of(codes, tmp_path)
+        labels = LabelVolume(header, whole_box(SHAPE), preprocessing_of(), scratch)
+        logits = logits_of(3, SHAPE, axis)
+        fill(labels, logits, axis)
+        np.testing.assert_array_equal(labels.array, logits.numpy().argmax(0))
+        assert labels.array.dtype == np.uint8
+        assert as_stored(labels.array, codes).flags.f_contiguous  # as it is written
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"), [((0, 1, 2), "u1"), ((0, 7, 3), "u1"), ((0, 300, 2), "u2")]
+)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_what_is_outside_of_a_box_is_background(
+    values: tuple[int, ...], dtype: str, axis: int, tmp_path: Path
+) -> None:
+    header = header_of("PSL", tmp_path)
+    labels = LabelVolume(header, BOX, preprocessing_of(values), Scratch(tmp_path))
+    logits = logits_of(3, BOX.shape)
+    fill(labels, logits, axis)
+    expected = np.zeros(SHAPE, dtype)
+    expected[BOX.slices] = np.array(values)[logits.numpy().argmax(0)]
+    np.testing.assert_array_equal(labels.array, expected)
+    assert labels.array.dtype == np.dtype(dtype)
+
+
+def test_more_classes_than_a_byte_holds(tmp_path: Path) -> None:
+    values = tuple(range(0, 600, 2))
+    labels = LabelVolume(
+        header_of("RAS", tmp_path), whole_box(SHAPE), preprocessing_of(values), Scratch()
+    )
+    logits = logits_of(300, SHAPE)
+    fill(labels, logits, 0)
+    expected = 2 * logits.numpy().argmax(0)
+    assert expected.max() > 510
+    np.testing.assert_array_equal(labels.array, expected)
+
+
+def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
+    preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS)
+    labels = LabelVolume(header_of("LAS", tmp_path), BOX, preprocessing, Scratch())
+    logits = logits_of(3, BOX.shape)
+    fill(labels, logits, 1)
+    inside = np.zeros(BOX.shape, int)
+    for region, values in zip(REGIONS, logits.numpy(), strict=True):
+        inside[values > 0] = region.written
+    expected = np.zeros(SHAPE, int)
+    expected[BOX.slices] = inside
+    np.testing.assert_array_equal(labels.array, expected)
+
+
+@pytest.mark.parametrize("codes", ORIENTATIONS)
+def test_probabilities_of_every_orientation(codes: str, tmp_path: Path) -> None:
+    header = header_of(codes, tmp_path)
+    for axis in range(3):
+        path = tmp_path / f"{axis}.npy"
+        volume = ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of())
+        logits = logits_of(3, SHAPE, axis)
+        fill(volume, logits, axis)
+        del volume
+        found = np.load(path)
+        assert found.dtype == np.float16
+        assert found.shape == (3, *reversed(nib.load(tmp_path / f"{codes}.nii").shape))
+        for of_class, expected in zip(found, softmax(logits), strict=True):
+            np.testing.assert_allclose(of_class.T, as_stored(expected, codes), rtol=0, atol=HALF)
+        np.testing.assert_allclose(found.astype(float).sum(0), 1, atol=3 * HALF)
+
+
+@pytest.mark.parametrize("are_regions", [False, True])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_outside_of_a_box_the_background_is_certain(
+    axis: int, are_regions: bool, tmp_path: Path
+) -> None:
+    preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS) if are_regions else preprocessing_of()
+    path = tmp_path / "a.npy"
+    volume = ProbabilityVolume(path, header_of("RAS", tmp_path), BOX, preprocessing)
+    logits = logits_of(3, BOX.shape)
+    fill(volume, logits, axis)
+    expected = np.zeros((3, *SHAPE))
+    if not are_regions:
+        expected[0] = 1
+    inside = 1 / (1 + np.exp(-logits.double().numpy())) if are_regions else softmax(logits)
+    expected[:, *BOX.slices] = inside
+    np.testing.assert_allclose(np.load(path).T.transpose(3, 0, 1, 2), expected, atol=HALF)
+
+
+def test_both_begin_anew(tmp_path: Path) -> None:
+    header, path = header_of("RAS", tmp_path), tmp_path / "a.npy"
+    labels = LabelVolume(header, BOX, preprocessing_of(), Scratch())
+    volume = ProbabilityVolume(path, header, BOX, preprocessing_of())
+    logits = logits_of(3, BOX.shape)
+    for result in (labels, volume):
+        result.add(logits_of(3, BOX.shape, seed=5)[:, :3], 0)
+        result.begin()
+        fill(result, logits, 2)
+    np.testing.assert_array_equal(labels.array[BOX.slices], logits.numpy().argmax(0))
+    found = np.load(path).T.transpose(3, 0, 1, 2)[:, *BOX.slices]
+    np.testing.assert_allclose(found, softmax(logits), atol=HALF)
+
+
+def test_certain_logits_are_certain_and_never_nan(tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    volume = ProbabilityVolume(
+        path, header_of("RAS", tmp_path), whole_box(SHAPE), preprocessing_of()
+    )
+    logits = torch.full((3, *SHAPE), -1e30)
+    logits[1] = 1e30
+    fill(volume, logits, 0)
+    np.testing.assert_array_equal(np.load(path)[1], 1)
+    np.testing.assert_array_equal(np.load(path)[[0, 2]], 0)
+
+
+def test_a_disk_that_is_full_shows_at_the_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    header = header_of("RAS", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        ProbabilityVolume(tmp_path / "a.npy", header, whole_box(SHAPE), preprocessing_of())
+
+
+# From a file to a file
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "PSL", "IRA"])
+@pytest.mark.parametrize("crops", [False, True])
+def test_a_scan_has_the_probabilities_of_the_plain_network(
+    codes: str, crops: bool, tmp_path: Path
+) -> None:
+    checkpoint = random_checkpoint(patch_size=None, dtype=torch.float64)
+    preprocessing = replace(checkpoint.preprocessing, crops_to_nonzero=crops)
+    array = np.zeros((16, 18, 12), np.float32)
+    box = (slice(2, 14), slice(1, 17), slice(3, 11))
+    array[box] = noise((12, 16, 8))
+    counted = array[array != 0].astype(np.float64)
+    model = checkpoint.build_model().eval()
+    with torch.no_grad():
+        part = array[box] if crops else array
+        image = torch.from_numpy((part - counted.mean()) / counted.std()).double()
+        inside = model(image[None, None])[0].softmax(0).numpy()
+    expected = np.zeros((3, *array.shape))
+    expected[0] = 1
+    expected[:, *(box if crops else (slice(None),) * 3)] = inside
+    path = tmp_path / "a.npy"
+    scan = open_channels([write_oriented(array, codes, tmp_path)])
+    predictor = place(replace(checkpoint, preprocessing=preprocessing))
+    labels = predictor.segment(scan, probabilities=path)
+    found = np.load(path)
+    for of_class, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(of_class.T, as_stored(wanted, codes), atol=1e-3)
+    assert (labels == expected.argmax(0)).mean() > 0.999  # normalised in float32
+    np.testing.assert_array_equal(labels, predictor.segment(scan))
+
+
+def test_probabilities_are_those_of_all_windows_on_the_grid_of_the_scan(tmp_path: Path) -> None:
+    """Resampled as logits, from what windows make of them: the labels are the likeliest."""
+    predictor = place(random_checkpoint(spacing_mm=(1.3, 1.1, 2.0)))
+    scan = open_channels([write_volume(tmp_path / "scan.nii", noise((24, 21, 19)))])
+    labels = predictor.segment(scan, probabilities=tmp_path / "a.npy")
+    found = np.load(tmp_path / "a.npy").T.astype(float)
+    assert found.shape == (24, 21, 19, 3)
+    np.testing.assert_allclose(found.sum(-1), 1, atol=3 * HALF)
+    likeliest = np.take_along_axis(found, labels[..., None].astype(int), -1)[..., 0]
+    assert (likeliest >= found.max(-1)).all()
+    assert len(np.unique(labels)) == 3

@@ -1,0 +1,116 @@
+"""Slabs arrive where they belong, in their order, and errors where somebody can hear of them."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unet3d.inference import slab_sink
+from unet3d.inference.slab_sink import MAX_WAITING, SlabSink
+
+SHAPE = (7, 6, 5)
+
+
+def slabs_of(whole: torch.Tensor, axis: int, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    return list(torch.split(whole, list(sizes), whole.ndim - 3 + axis))
+
+
+@pytest.mark.parametrize("num_classes", [0, 3])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(
+    ("axis", "sizes"),
+    [(0, (7,)), (0, (1,) * 7), (0, (2, 4, 1)), (1, (1, 3, 2)), (2, (4, 1)), (2, (1,) * 5)],
+)
+def test_planes_follow_each_other(
+    axis: int, sizes: tuple[int, ...], order: Any, num_classes: int
+) -> None:
+    shape = (num_classes, *SHAPE) if num_classes else SHAPE
+    whole = torch.randperm(int(np.prod(shape))).reshape(shape)
+    target = np.full(shape, -1, order=order)
+    sink = SlabSink(target[..., ::-1])
+    for slab in slabs_of(whole, axis, sizes):
+        sink.add(slab, axis)
+    sink.finish()
+    np.testing.assert_array_equal(target[..., ::-1], whole.numpy())
+
+
+def test_slabs_are_converted_on_the_host() -> None:
+    whole = torch.arange(7 * 6 * 5).reshape(SHAPE) % 3
+    target = np.zeros(SHAPE, np.uint16)
+    sink = SlabSink(target, np.array([0, 7, 300], np.uint16).__getitem__)
+    for slab in slabs_of(whole, 1, (2, 4)):
+        sink.add(slab, 1)
+    sink.finish()
+    np.testing.assert_array_equal(target, np.array([0, 7, 300])[whole.numpy()])
+
+
+def test_it_begins_anew() -> None:
+    target = np.zeros(SHAPE, np.int64)
+    sink = SlabSink(target)
+    sink.add(torch.full((4, 6, 5), 5), 0)
+    sink.begin()
+    whole = torch.randperm(7 * 6 * 5).reshape(SHAPE)
+    for slab in slabs_of(whole, 2, (3, 2)):
+        sink.add(slab, 2)
+    sink.finish()
+    np.testing.assert_array_equal(target, whole.numpy())
+
+
+class Gate:
+    """Converts when it may."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self.num_begun = 0
+
+    def __call__(self, array: np.ndarray) -> np.ndarray:
+        self.num_begun += 1
+        assert self.opened.wait(10)
+        return array
+
+
+def test_some_are_on_their_way_and_no_more() -> None:
+    gate = Gate()
+    target = np.zeros(SHAPE)
+    sink = SlabSink(target, gate)
+    for _ in range(MAX_WAITING):
+        sink.add(torch.ones(1, 6, 5), 0)  # returns at once
+    third = threading.Thread(target=lambda: sink.add(torch.ones(1, 6, 5), 0))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive() and not target.any()
+    gate.opened.set()
+    third.join(10)
+    sink.finish()
+    assert gate.num_begun == MAX_WAITING + 1
+    assert target[: MAX_WAITING + 1].all() and not target[MAX_WAITING + 1 :].any()
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_an_error_arrives(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(100))
+
+    def full(array: np.ndarray) -> np.ndarray:
+        if next(calls) == number:
+            raise OSError("the disk is gone")
+        return array
+
+    store = slab_sink.ahead
+
+    def in_order(work: Any) -> Any:
+        future = store(work)
+        future.exception(10)  # so that calls are counted in their order
+        return future
+
+    monkeypatch.setattr(slab_sink, "ahead", in_order)
+    sink = SlabSink(np.zeros(SHAPE), full)
+
+    def add_all() -> None:
+        for _ in range(7):
+            sink.add(torch.zeros(1, 6, 5), 0)
+        sink.finish()
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        add_all()

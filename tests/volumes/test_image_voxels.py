@@ -1,0 +1,302 @@
+"""Voxels as they are stored, against plain arrays of all of them."""
+
+import gzip
+import itertools
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+from tests.command_line import process_environment
+from tests.resident import resident_kib
+from tests.volumes.samples import write_volume
+from unet3d.volumes import image_voxels
+from unet3d.volumes.image_voxels import Counts, ImageVoxels, StoredChannels, Values
+from unet3d.volumes.nifti import open_channels, read_channels
+from unet3d.volumes.scratch import Scratch
+
+SHAPE = (7, 6, 5)
+TYPES = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<f4", ">f4", "<f8", ">f8")
+COUNTED = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "|b1")
+SCALINGS = ((1.0, 0.0), (0.25, 0.0), (1.0, -1024.0), (-0.3, 17.5))
+TURNS = [
+    (axes, flips)
+    for axes in itertools.permutations(range(3))
+    for flips in itertools.product([1, -1], repeat=3)
+]
+
+
+def stored_numbers(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Return numbers over all that a type can hold, with some zeros."""
+    rng = np.random.default_rng(seed)
+    kind = np.dtype(dtype)
+    if kind.kind == "f":
+        numbers = rng.normal(0, 1e4, shape)
+    elif kind.kind == "b":
+        numbers = rng.integers(0, 2, shape)
+    else:
+        limits = np.iinfo(kind)
+        numbers = rng.integers(limits.min, limits.max, shape, endpoint=True)
+    return np.where(rng.random(shape) < 0.2, 0, numbers).astype(kind)
+
+
+def scaled(stored: np.ndarray, slope: float, inter: float) -> np.ndarray:
+    """Return what numbers stand for, computed in float64."""
+    return (stored.astype(np.float64) * slope + inter).astype(np.float32)
+
+
+def write_stored(path: Path, stored: np.ndarray, slope: float, inter: float) -> Path:
+    """Write numbers as they are, with a scaling in the header."""
+    big = stored.dtype.byteorder == ">"
+    header = nib.Nifti1Header(endianness=">" if big else "<")
+    image = nib.Nifti1Image(stored, np.eye(4), header)
+    image.header.set_data_dtype(stored.dtype)
+    content = bytearray(image.to_bytes())
+    # The NIfTI standard: scl_slope and scl_inter, in float32, at bytes 112 and 116.
+    content[112:120] = np.array([slope, inter], ">f4" if big else "<f4").tobytes()
+    path.write_bytes(content)
+    if path.name.endswith(".gz"):
+        path.write_bytes(gzip.compress(bytes(content)))
+    return path
+
+
+def assert_like(image: ImageVoxels, expected: np.ndarray) -> None:
+    """See that all that can be asked of an image is that of an array (C, X, Y, Z)."""
+    shape = expected.shape[1:]
+    assert (image.num_channels, image.shape) == (len(expected), shape)
+    for axis, size in enumerate(shape):
+        for planes in (slice(0, size), slice(1, 3), slice(size - 1, size)):
+            found = image.planes(axis, planes)
+            assert found.dtype == np.float32
+            np.testing.assert_array_equal(found, expected[(slice(None),) * (1 + axis) + (planes,)])
+            found[...] = 77  # it is a copy that PyTorch can take
+            torch.from_numpy(found)
+    whole = image.whole()
+    assert whole.dtype == np.float32 and whole.flags.c_contiguous
+    np.testing.assert_array_equal(whole, expected)
+    covered = np.zeros(shape, int)
+    for piece in image.pieces():
+        covered[piece] += 1
+        np.testing.assert_array_equal(
+            image.any_nonzero(piece), (expected[(slice(None), *piece)] != 0).any(0)
+        )
+    assert (covered == 1).all()
+    for number, values in enumerate(expected):
+        channel = image.channel(number)
+        assert channel.shape == shape
+        np.testing.assert_array_equal(channel[1:4, :, 2], values[1:4, :, 2])
+        np.testing.assert_array_equal(channel[2], values[2])
+        assert_statistics(image, number, values)
+        assert_statistics(image, number, values, values > np.median(values))
+
+
+def assert_statistics(
+    image: ImageVoxels, channel: int, values: np.ndarray, inside: np.ndarray | None = None
+) -> None:
+    def look(some: Values, counts: Counts | None) -> tuple[int, float, float, float]:
+        assert some.dtype == np.float32
+        wide = some.astype(np.float64)
+        counts = np.ones(some.shape, int) if counts is None else counts
+        if not some.size:
+            return 0, 0.0, math.inf, -math.inf
+        return int(counts.sum()), float((wide * counts).sum()), wide.min(), wide.max()
+
+    sizes, sums, lowest, highest = zip(*image.measure(channel, look, inside), strict=True)
+    values = values.astype(np.float64) if inside is None else values[inside].astype(np.float64)
+    assert sum(sizes) == values.size
+    assert sum(sums) == pytest.approx(values.sum(), rel=1e-9, abs=1e-9 * np.abs(values).sum())
+    assert (min(lowest), max(highest)) == (values.min(), values.max())
+
+
+@pytest.mark.parametrize("name", ["scan.nii", "scan.nii.gz"])
+@pytest.mark.parametrize(("slope", "inter"), SCALINGS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("piece_voxels", [50, 2**20])
+def test_every_type_in_a_file(
+    dtype: str,
+    slope: float,
+    inter: float,
+    name: str,
+    piece_voxels: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    stored = stored_numbers(dtype, (*SHAPE, 2))
+    path = write_stored(tmp_path / name, stored, slope, inter)
+    # The header holds float32.
+    expected = np.moveaxis(scaled(stored, np.float32(slope), np.float32(inter)), 3, 0)
+    np.testing.assert_array_equal(
+        expected, np.moveaxis(nib.load(path).get_fdata().astype(np.float32), 3, 0)
+    )
+    assert_like(open_channels([path]).voxels, expected)
+    assert_like(open_channels([path], Scratch(tmp_path)).voxels, expected)
+    np.testing.assert_array_equal(read_channels([path]).array, expected)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("axes", "flips"), TURNS)
+def test_every_order_and_direction_of_the_axes(
+    axes: tuple[int, ...], flips: tuple[int, ...], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 40)
+    for dtype in ("<i2", "<f4"):
+        stored = np.asarray(stored_numbers(dtype, (2, 4, 5, 6)), order=order)
+        turned = stored.transpose(0, *(1 + axis for axis in axes))
+        turned = turned[(slice(None), *(slice(None, None, step) for step in flips))]
+        image = ImageVoxels([StoredChannels(voxels=turned, slope=0.5, inter=3.0)])
+        assert_like(image, scaled(turned, 0.5, 3.0))
+        # The pieces are planes that lie together in what is stored.
+        slowest = axes.index(0 if order == "C" else 2)
+        assert image.slowest_axis == slowest
+        for piece in image.pieces():
+            assert all(
+                piece[axis] == slice(0, n) for axis, n in enumerate(image.shape) if axis != slowest
+            )
+
+
+@pytest.mark.parametrize("dtype", COUNTED)
+def test_each_intensity_that_is_there_is_counted(dtype: str) -> None:
+    stored = stored_numbers(dtype, (1, 50, 40, 30))
+    image = ImageVoxels([StoredChannels(voxels=stored, slope=2.0, inter=1.0)])
+    found = image.measure(0, lambda values, counts: (values, counts))
+    assert len(found) == 1
+    values, counts = np.unique(scaled(stored, 2.0, 1.0), return_counts=True)
+    np.testing.assert_array_equal(found[0][0], values)
+    np.testing.assert_array_equal(found[0][1], counts)
+
+
+def test_voxels_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = stored_numbers("<i2", (1, *SHAPE))
+    image = ImageVoxels([StoredChannels(voxels=stored)])
+    first = image.measure(0, lambda values, counts: (values, counts))
+    monkeypatch.setattr(ImageVoxels, "_counted", lambda *_: pytest.fail("counted again"))
+    whole = (slice(0, 7), slice(None), slice(0, 5))
+    again = image.cut(whole).measure(0, lambda values, counts: (values, counts))
+    assert all(one is other for one, other in zip(first[0], again[0], strict=True))
+
+
+def test_channels_of_several_files_and_types_follow_each_other(tmp_path: Path) -> None:
+    arrays = [
+        stored_numbers("<i2", (*SHAPE, 2)),
+        stored_numbers("|u1", (*SHAPE, 1), seed=1),
+        stored_numbers("<f4", (*SHAPE, 1), seed=2),
+    ]
+    paths = [
+        write_stored(tmp_path / f"{number}.nii{'.gz' * (number % 2)}", array, 0.5, number)
+        for number, array in enumerate(arrays)
+    ]
+    expected = np.concatenate(
+        [np.moveaxis(scaled(one, 0.5, number), 3, 0) for number, one in enumerate(arrays)]
+    )
+    assert_like(open_channels(paths).voxels, expected)
+
+
+BOXES = [
+    (slice(0, 7), slice(0, 6), slice(0, 5)),
+    (slice(2, 6), slice(1, 6), slice(0, 4)),
+    (slice(0, 7), slice(2, 6), slice(1, 5)),
+]
+
+
+@pytest.mark.parametrize("box", BOXES)
+@pytest.mark.parametrize("dtype", ["<i2", "<f4", "|b1"])
+def test_a_part_is_that_of_the_array_and_no_copy(
+    dtype: str, box: tuple[slice, slice, slice]
+) -> None:
+    stored = stored_numbers(dtype, (2, *SHAPE))
+    image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0)])
+    image.measure(0, lambda values, counts: None)  # what is known of the whole is not of a part
+    cut = image.cut(box)
+    assert_like(cut, scaled(stored[(slice(None), *box)], 3.0, 0.0))
+    assert_like(image, scaled(stored, 3.0, 0.0))
+    assert np.may_share_memory(cut._files[0].voxels, stored)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_nobody_changes_an_array_of_the_user(order: str) -> None:
+    array = np.asarray(stored_numbers("<f4", (2, *SHAPE)), order=order)
+    before = array.copy()
+    assert_like(ImageVoxels.of(array), before)
+    np.testing.assert_array_equal(array, before)
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300])
+def test_what_float32_cannot_hold_becomes_infinite(value: float) -> None:
+    array = np.full((1, *SHAPE), value)
+    image = ImageVoxels([StoredChannels(voxels=array)])
+    assert np.isinf(image.planes(0, slice(0, 2))).all()
+    assert np.isinf(image.whole()).all()
+
+
+def test_an_error_while_it_is_looked_at_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 30)
+
+    def look(values: Values, counts: Counts | None) -> None:
+        raise MemoryError("no more")
+
+    with pytest.raises(MemoryError, match="no more"):
+        ImageVoxels.of(np.zeros((1, *SHAPE), np.float32)).measure(0, look)
+
+
+@pytest.mark.parametrize("dtype", ["<i2", "<f4"])
+@pytest.mark.parametrize("kind", ["mapped", "scratch"])
+def test_a_file_is_not_held_in_memory(
+    kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 MB or 12 of which at most some planes are there at a time."""
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 2**16)
+    shape = (200, 200, 150)
+    array = np.random.default_rng(0).integers(0, 1000, shape).astype(dtype)
+    path = write_volume(tmp_path / ("scan.nii" if kind == "mapped" else "scan.nii.gz"), array)
+    image = open_channels([path], Scratch(tmp_path)).voxels
+    held = [resident_kib(tmp_path)]
+    for first in range(0, 150, 10):
+        planes = image.planes(2, slice(first, first + 10))
+        np.testing.assert_array_equal(planes[0], array[..., first : first + 10])
+        held.append(resident_kib(tmp_path))
+    image.measure(0, lambda values, counts: None)
+    held.append(resident_kib(tmp_path))
+    image.measure(0, lambda values, counts: None, array > 500)
+    held.append(resident_kib(tmp_path))
+    assert max(held) < 4096, held
+
+
+ENDS_WHILE_IT_READS = """
+import atexit, time
+import numpy as np
+from unet3d.inputs.ahead import ahead
+from unet3d.volumes import image_voxels
+from unet3d.volumes.image_voxels import ImageVoxels
+
+image_voxels.PIECE_VOXELS = 100
+image = ImageVoxels.of(np.ones((1, 400, 10, 10), np.float32))
+reading = ahead(lambda: image.measure(0, lambda values, counts: time.sleep(0.05)))
+time.sleep(0.2)
+ends = time.monotonic()
+atexit.register(lambda: print(not reading.done(), time.monotonic() - ends))
+"""
+
+
+def test_a_process_that_ends_does_not_wait_for_the_whole_scan() -> None:
+    """After Ctrl-C, while the next scan is looked at: 400 pieces, 0.05 s for each."""
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
+            + ENDS_WHILE_IT_READS,
+        ],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    was_at_work, seconds = ended.stdout.split()
+    assert was_at_work == "True" and float(seconds) < 5

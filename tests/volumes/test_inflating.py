@@ -1,0 +1,181 @@
+"""What Python's own gzip and zlib have packed, and what is left of it when a file is damaged."""
+
+import gzip
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from isal import isal_zlib
+
+from tests.mutations import property_test
+from unet3d.errors import VolumeError
+from unet3d.volumes import inflating
+from unet3d.volumes.inflating import unpack
+
+DAMAGED = (EOFError, VolumeError, isal_zlib.error)
+
+
+def content(size: int, seed: int = 0) -> bytes:
+    """Return bytes of which some can be packed well and others cannot be packed at all."""
+    choices = random.Random(seed)
+    return b"".join(
+        choices.randbytes(50) if choices.random() < 0.5 else bytes([choices.randrange(256)]) * 50
+        for _ in range(size // 50 + 1)
+    )[:size]
+
+
+def unpacked(packed: bytes, size: int, path: Path, **more: int) -> bytes:
+    """Return what a file of these bytes unpacks to."""
+    path.write_bytes(packed)
+    target = bytearray(size)
+    unpack(path, memoryview(target), **more)
+    return bytes(target)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "packed"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("packed")
+
+
+@pytest.mark.parametrize("level", [0, 1, 6, 9])
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_gzip_and_zlib_of_every_level(pack: object, level: int, path: Path) -> None:
+    wanted = content(2**21 + 77)  # more than a piece
+    assert unpacked(pack(wanted, level), len(wanted), path) == wanted  # type: ignore[operator]
+
+
+def test_a_header_with_a_name_and_more(path: Path) -> None:
+    wanted = content(3000)
+    packed = gzip.compress(wanted)
+    # RFC 1952: flags for an extra field, a name and a comment, which follow the ten bytes.
+    more = b"\x05\x00extra" + b"scan.nii\0" + b"a comment\0"
+    header = packed[:3] + bytes([4 | 8 | 16]) + packed[4:10] + more
+    assert gzip.decompress(header + packed[10:]) == wanted
+    assert unpacked(header + packed[10:], len(wanted), path) == wanted
+
+
+@property_test
+@given(
+    sizes=st.lists(st.integers(0, 700), min_size=1, max_size=5),
+    piece=st.integers(1, 400),
+    num_zeros=st.integers(0, 900),
+    tail=st.sampled_from([b"", b"\0", b"\x1f", b"junk" * 300, b"\0\0\x1e\x8b"]),
+)
+def test_several_parts_however_they_are_read(
+    folder: Path, sizes: list[int], piece: int, num_zeros: int, tail: bytes
+) -> None:
+    """A part may begin anywhere in what is read at a time, also in the middle of its mark."""
+    parts = [content(size, seed) for seed, size in enumerate(sizes)]
+    packed = bytes(num_zeros).join(gzip.compress(part) for part in parts)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(inflating, "PIECE_BYTES", piece)
+        found = unpacked(packed + bytes(num_zeros) + tail, sum(sizes), folder / "parts")
+    assert found == b"".join(parts)
+
+
+def test_one_value_that_packs_a_thousand_times(path: Path) -> None:
+    wanted = bytes(5 * 2**20 + 3)
+    assert unpacked(gzip.compress(wanted), len(wanted), path) == wanted
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000, 2**20])
+@pytest.mark.parametrize("skip", [0, 1, 352, 2999])
+@pytest.mark.parametrize("tail", [0, 1, 40])
+def test_what_lies_around_the_voxels_is_left_out(
+    piece: int, skip: int, tail: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflating, "PIECE_BYTES", piece)
+    whole = content(skip + 2000 + tail)
+    packed = b"a header" + zlib.compress(whole)
+    found = unpacked(packed, 2000, path, start=8, skip=skip, max_tail_bytes=40)
+    assert found == whole[skip : skip + 2000]
+
+
+@pytest.mark.parametrize("piece", [1, 1000, 2**20])
+@pytest.mark.parametrize(("size", "limit"), [(1001, 0), (1041, 40), (10**6, 40)])
+def test_more_than_may_follow_is_refused(
+    piece: int, size: int, limit: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if piece == 1 and size > 10**5:
+        size = 5000  # as much as one byte at a time allows
+    monkeypatch.setattr(inflating, "PIECE_BYTES", piece)
+    with pytest.raises(VolumeError, match="unpacks to more than the 1000 bytes"):
+        unpacked(gzip.compress(bytes(size)), 1000, path, max_tail_bytes=limit)
+
+
+def test_no_more_is_unpacked_than_is_refused(path: Path) -> None:
+    """A gigabyte in a megabyte takes neither the memory nor the time of it."""
+    told: list[int] = []
+    path.write_bytes(gzip.compress(bytes(2**26)) * 16)
+    target = bytearray(1000)
+    with pytest.raises(VolumeError):
+        unpack(path, memoryview(target), unpacked=told.append)
+    assert told == [1000]
+
+
+def test_it_says_how_far_it_is(path: Path) -> None:
+    told: list[int] = []
+    wanted = content(3 * 2**20)
+    path.write_bytes(gzip.compress(wanted))
+    target = bytearray(len(wanted) - 500)
+    unpack(path, memoryview(target), skip=500, unpacked=told.append)
+    assert told == sorted(told) and len(told) > 2 and told[-1] == len(target)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_a_file_that_was_cut_off_anywhere_is_refused(pack: object, path: Path) -> None:
+    wanted = content(400)
+    packed = pack(wanted)  # type: ignore[operator]
+    for length in range(len(packed)):
+        with pytest.raises(EOFError, match="compressed voxels end "):
+            unpacked(packed[:length], len(wanted), path)
+    assert unpacked(packed, len(wanted), path) == wanted
+
+
+def test_the_second_part_may_not_be_cut_off_either(path: Path) -> None:
+    first, second = content(300), content(200, seed=1)
+    packed = gzip.compress(first)
+    whole = packed + gzip.compress(second)
+    for length in range(len(packed), len(whole)):
+        with pytest.raises(EOFError):
+            unpacked(whole[:length], 500, path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_a_checksum_that_is_wrong_is_an_error(pack: object, path: Path) -> None:
+    wanted = content(5000)
+    packed = pack(wanted)  # type: ignore[operator]
+    last = 8 if pack is gzip.compress else 4
+    for place in range(len(packed) - last, len(packed)):
+        damaged = bytearray(packed)
+        damaged[place] ^= 4
+        with pytest.raises(DAMAGED):
+            unpacked(bytes(damaged), len(wanted), path)
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
+def test_no_bit_of_the_voxels_is_flipped_unseen(pack: object, path: Path) -> None:
+    wanted = content(600)
+    packed = pack(wanted)  # type: ignore[operator]
+    for place in range(10, len(packed)):
+        damaged = bytearray(packed)
+        damaged[place] ^= 1 << place % 8
+        try:
+            found = unpacked(bytes(damaged), len(wanted), path)
+        except DAMAGED:
+            continue
+        assert found == wanted, place
+
+
+@pytest.mark.parametrize("packed", [b"", b"\x1f", b"\x1f\x8b", b"no gzip at all" * 9])
+def test_what_was_never_packed_is_refused(packed: bytes, path: Path) -> None:
+    with pytest.raises(DAMAGED):
+        unpacked(packed, 100, path)

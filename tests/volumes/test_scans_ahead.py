@@ -1,0 +1,175 @@
+"""The next scan is read while one is in use, where it has room, and errors come at their turn."""
+
+import gzip
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.volumes.samples import noise, write_volume
+from unet3d.errors import VolumeError
+from unet3d.volumes import scans_ahead
+from unet3d.volumes.scans import Scan, read_scan, stamps
+from unet3d.volumes.scans_ahead import ScansAhead
+from unet3d.volumes.scratch import Scratch
+
+SHAPE = (12, 11, 10)
+SCAN_BYTES = 12 * 11 * 10 * 4
+
+
+def scan_of(path: Path) -> Scan:
+    return Scan(images=(path,), output=path.with_name("unused.nii.gz"))
+
+
+def name_of(scan: Scan) -> str:
+    return scan.images[0].name.split(".")[0]
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> list[Scan]:
+    """Four scans, packed."""
+    return [
+        scan_of(write_volume(tmp_path / f"{name}.nii.gz", noise(SHAPE, seed)))
+        for seed, name in enumerate("abcd")
+    ]
+
+
+class Reading:
+    """What is read, and by which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read: list[str] = []
+        self.in_main: list[str] = []
+        self._condition = threading.Condition()
+
+        def noted(scan: Scan, scratch: Scratch) -> object:
+            with self._condition:
+                self.read.append(name_of(scan))
+                if threading.current_thread() is threading.main_thread():
+                    self.in_main.append(name_of(scan))
+                self._condition.notify_all()
+            return read_scan(scan, scratch)
+
+        monkeypatch.setattr(scans_ahead, "read_scan", noted)
+
+    def wait_for(self, *names: str) -> bool:
+        with self._condition:
+            return self._condition.wait_for(lambda: self.read == list(names), 10)
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
+    return Reading(monkeypatch)
+
+
+def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(scans_ahead, "available_bytes", lambda: num_bytes)
+
+
+def assert_is(found: scans_ahead.ReadScan, seed: int, scan: Scan) -> None:
+    np.testing.assert_array_equal(found.image.voxels.whole()[0], noise(SHAPE, seed))
+    assert found.stamps == stamps(scan)
+
+
+def test_the_next_scan_is_read_while_one_is_in_use(scans: list[Scan], reading: Reading) -> None:
+    ahead = ScansAhead(scans, Scratch())
+    assert reading.read == []
+    ahead.begin()
+    assert reading.wait_for("a")
+    for number, scan in enumerate(scans):
+        assert_is(ahead.take(number), number, scan)
+        assert reading.wait_for(*"abcd"[: number + 2])  # and no more than one
+    assert reading.in_main == []
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_scans_or_no_beginning_are_fine(
+    scans: list[Scan], reading: Reading, begins: bool
+) -> None:
+    ScansAhead([], Scratch()).begin()
+    ahead = ScansAhead(scans[:1], Scratch())
+    if begins:
+        ahead.begin()
+    assert_is(ahead.take(0), 0, scans[0])
+    assert reading.read == ["a"]
+
+
+@pytest.mark.parametrize(("available", "is_early"), [(4 * SCAN_BYTES, 1), (4 * SCAN_BYTES - 1, 0)])
+def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
+    scans: list[Scan],
+    reading: Reading,
+    available: int,
+    is_early: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    give_memory(monkeypatch, available)
+    ahead = ScansAhead(scans, Scratch())
+    ahead.begin()
+    for number, scan in enumerate(scans):
+        assert_is(ahead.take(number), number, scan)
+    assert reading.read == list("abcd")
+    assert reading.in_main == ([] if is_early else list("abcd"))
+
+
+@pytest.mark.parametrize("kind", ["mapped", "scratch"])
+def test_what_takes_no_memory_is_read_whatever_its_size(
+    kind: str, scans: list[Scan], reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_memory(monkeypatch, 0)
+    scratch = Scratch(tmp_path) if kind == "scratch" else Scratch()
+    if kind == "mapped":
+        for number, scan in enumerate(scans):
+            path = scan.images[0].with_suffix("")
+            path.write_bytes(gzip.decompress(scan.images[0].read_bytes()))
+            scans[number] = scan_of(path)
+    ahead = ScansAhead(scans, scratch)
+    ahead.begin()
+    for number, scan in enumerate(scans):
+        assert_is(ahead.take(number), number, scan)
+    assert reading.in_main == []
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize("spoil", [damage, Path.unlink])
+def test_an_error_comes_when_it_is_the_turn_of_its_scan(
+    spoil: Callable[[Path], None], scans: list[Scan], reading: Reading
+) -> None:
+    spoil(scans[1].images[0])
+    ahead = ScansAhead(scans, Scratch())
+    ahead.begin()
+    assert_is(ahead.take(0), 0, scans[0])
+    with pytest.raises(VolumeError, match=r"b\.nii\.gz"):
+        ahead.take(1)
+    assert_is(ahead.take(2), 2, scans[2])
+    assert_is(ahead.take(3), 3, scans[3])
+
+
+def test_a_scan_that_nobody_takes_is_no_other_one(scans: list[Scan], reading: Reading) -> None:
+    """As where its results have appeared meanwhile."""
+    ahead = ScansAhead(scans, Scratch())
+    ahead.begin()
+    assert_is(ahead.take(0), 0, scans[0])
+    assert reading.wait_for("a", "b")
+    assert_is(ahead.take(2), 2, scans[2])
+    assert_is(ahead.take(3), 3, scans[3])
+    assert sorted(reading.read) == list("abcd")
+
+
+def test_stamps_are_older_than_what_was_read(
+    scans: list[Scan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is written while it is read, or after, is seen to be another."""
+
+    def written(scan: Scan, scratch: Scratch) -> object:
+        image = read_scan(scan, scratch)
+        write_volume(scan.images[0], noise(SHAPE, 9))
+        return image
+
+    monkeypatch.setattr(scans_ahead, "read_scan", written)
+    found = ScansAhead(scans, Scratch()).take(0)
+    assert found.stamps != stamps(scans[0])

@@ -1,0 +1,182 @@
+"""Room for voxels: in memory, or in files that have no name."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.command_line import process_environment
+from tests.resident import resident_kib
+from unet3d.errors import VolumeError
+from unet3d.memory import host
+from unet3d.volumes.scratch import Scratch, forget_pages, new_mapped
+
+SHAPE = (30, 20, 10)
+
+
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no file grow, as on a disk that is full."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", ["u1", "<i2", ">f4", "f8", "?"])
+@pytest.mark.parametrize("is_memory", [True, False])
+def test_an_array_keeps_what_is_written(
+    is_memory: bool, dtype: str, order: str, tmp_path: Path
+) -> None:
+    scratch = Scratch(None if is_memory else tmp_path)
+    assert scratch.is_memory == is_memory
+    array = scratch.empty(SHAPE, dtype, "a scan", order)
+    assert (array.shape, array.dtype) == (SHAPE, np.dtype(dtype))
+    assert array.flags[f"{order}_CONTIGUOUS"] and array.flags.writeable
+    values = np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype)
+    array[...] = values
+    forget_pages(array)
+    np.testing.assert_array_equal(array, values)
+
+
+def test_files_have_no_name_and_are_gone_with_the_array(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    array = Scratch(tmp_path).empty((2**20,), "u1", "a scan")
+    array[:] = 7
+    assert not list(tmp_path.iterdir())
+    mapped = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+    ]
+    assert len(mapped) == 1 and mapped[0].endswith("(deleted)")
+    del array
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_space_of_a_file_is_taken_at_once(tmp_path: Path) -> None:
+    array = new_mapped(tmp_path / "a.npy", (2**20,), np.dtype("u1"))
+    status = (tmp_path / "a.npy").stat()
+    assert status.st_blocks * 512 >= status.st_size > array.nbytes
+    array[:] = np.arange(2**20) % 251
+    del array
+    assert (np.load(tmp_path / "a.npy") == np.arange(2**20) % 251).all()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_the_disk(monkeypatch)
+    with pytest.raises(VolumeError) as caught:
+        Scratch(tmp_path).empty((2**20, 3), "<i2", "scan.nii.gz: reading 5 voxels")
+    assert str(caught.value) == (
+        f"scan.nii.gz: reading 5 voxels takes 6 MiB of {tmp_path}: No space left on device; name "
+        "another folder with --scratch"
+    )
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="No space left"):
+        new_mapped(tmp_path / "a.npy", (3,), np.dtype("u1"))
+
+
+IN_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+from unet3d.errors import VolumeError
+from unet3d.volumes.scratch import Scratch
+
+scratch = Scratch(Path(sys.argv[1]))
+first = scratch.empty((600, 1024), "u1", "the first")
+first[:] = 3  # there is space for all of it
+try:
+    scratch.empty((600, 1024), "u1", "the second")
+except VolumeError as error:
+    print(error)
+del first
+scratch.empty((600, 1024), "u1", "the third")[:] = 4
+"""
+
+
+def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path: Path) -> None:
+    small = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
+    mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+    command = [*small, mount, str(tmp_path)]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk needs user and mount namespaces: {error}")
+    ended = subprocess.run(
+        [*command, sys.executable, "-c", IN_A_SMALL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == (
+        f"the second takes 600 KiB of {tmp_path}: No space left on device; name another folder "
+        "with --scratch\n"
+    )
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(VolumeError, match=r"a scan takes 5.859 KiB of .*absent: No such file"):
+        Scratch(tmp_path / "absent").empty(SHAPE, "u1", "a scan")
+
+
+def test_memory_that_is_not_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2**20 - 1)
+    with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*use --scratch DIR"):
+        Scratch().empty((2**19,), "<i2", "a scan")
+    assert Scratch(tmp_path).empty((2**19,), "<i2", "a scan").shape == (2**19,)
+
+
+def views(array: np.ndarray) -> dict[str, Any]:
+    """Return an array as the rest of the package sees it."""
+    return {
+        "itself": array,
+        "a part": array[3:5],
+        "turned": np.asarray(array).T[::-1],
+        "strided": np.lib.stride_tricks.as_strided(
+            array, (5, 5), (array.strides[0], 1), writeable=True
+        ),
+        "of another type": array.reshape(-1).view(np.int8)[::3],
+    }
+
+
+@pytest.mark.parametrize("view", views(np.zeros(SHAPE, np.uint8)))
+@pytest.mark.parametrize("kind", ["scratch", "new", "read"])
+def test_pages_are_given_back_and_their_content_stays(kind: str, view: str, tmp_path: Path) -> None:
+    shape, values = (64, 2**14), np.random.default_rng(0).integers(0, 256, (64, 2**14), np.uint8)
+    array: np.ndarray
+    if kind == "scratch":
+        array = Scratch(tmp_path).empty(shape, "u1", "a scan")
+        array[...] = values
+    elif kind == "new":
+        array = new_mapped(tmp_path / "a.npy", shape, np.dtype("u1"))
+        array[...] = values
+    else:
+        values.tofile(tmp_path / "a.raw")
+        array = np.memmap(tmp_path / "a.raw", np.uint8, "r", 0, shape)
+        assert array.sum() == values.sum()
+    assert resident_kib(tmp_path) >= 1000
+    seen = views(array) if kind != "read" or view != "strided" else {"strided": array[:5, :5]}
+    forget_pages(seen[view])
+    assert resident_kib(tmp_path) < 100
+    np.testing.assert_array_equal(array, values)
+
+
+def test_changes_that_are_nowhere_else_are_not_forgotten(tmp_path: Path) -> None:
+    np.zeros(2**16, np.uint8).tofile(tmp_path / "a.raw")
+    private = np.memmap(tmp_path / "a.raw", np.uint8, "c")
+    private[:] = 5
+    forget_pages(private[10:])
+    assert (private == 5).all()
+    held = np.full(1000, 5)
+    forget_pages(held)
+    assert (held == 5).all()
