@@ -131,7 +131,7 @@ def test_memory_that_is_not_there_is_refused(
 ) -> None:
     monkeypatch.setattr(host, "SMALL_BYTES", 0)
     monkeypatch.setattr(host, "available_bytes", lambda: 2**20 - 1)
-    with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*use --scratch DIR"):
+    with pytest.raises(VolumeError, match="a scan takes 1 MiB of memory.*predict --scratch DIR"):
         Scratch().empty((2**19,), "<i2", "a scan")
     assert Scratch(tmp_path).empty((2**19,), "<i2", "a scan").shape == (2**19,)
 

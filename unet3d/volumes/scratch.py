@@ -53,7 +53,7 @@ class Scratch:
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
         if self._folder is None:
             refuse_beyond_memory(
-                num_bytes, what, "use --scratch DIR with space on a disk, or a machine with more"
+                num_bytes, what, "use a machine with more, or unet3d predict --scratch DIR"
             )
             return np.empty(shape, dtype, order)
         try:
