@@ -180,7 +180,9 @@ class Segmentation:
         if not wanted.overwrite:
             # Another process may be at work in the same folder.
             refuse_existing(scan, wanted)
-        replaces = wanted.overwrite or any(map(os.path.lexists, scan.results(wanted)))
+        # Of a scan that goes on some results may be there, which belong to another segmentation.
+        is_begun = wanted.goes_on and any(map(os.path.lexists, scan.results(wanted)))
+        replaces = wanted.overwrite or is_begun
         with (
             explaining_memory(str(scan.images[0])),
             _result(scan.probabilities if wanted.probabilities else None, replaces) as npy,

@@ -97,7 +97,7 @@ class VolumeLogits:
         windows = self._windows(self._placed.index, (enough, enough, enough), size)
         predicting = self._network(self._placed.index)
         shape = (windows.batch_size, network.topology.in_channels, *windows.shape)
-        with suppress(torch.OutOfMemoryError):
+        with suppress(torch.OutOfMemoryError, DoesNotFitError):
             predicting.predict(
                 torch.zeros(shape, dtype=network.dtype, device=predicting.input_device)
             )
