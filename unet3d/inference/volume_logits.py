@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
+from unet3d.errors import DoesNotFitError
 from unet3d.inference.averaging import mean_slabs
 from unet3d.inference.diagnosis import refuse_diverged
 from unet3d.inference.image_slab import ImageSlab, Planes
