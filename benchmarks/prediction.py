@@ -88,6 +88,19 @@ def write_scan(arguments: argparse.Namespace, path: Path) -> None:
     write_nifti(path, nib.Nifti1Image(voxels, np.eye(4)))
 
 
+def watch_host(pid: int, stop: threading.Event, peaks: list[int]) -> None:
+    """Note the most that a process had resident, until told to stop.
+
+    What the system tells of a child that has ended counts its parent's memory, too.
+    """
+    while not stop.wait(SECONDS_BETWEEN_LOOKS):
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:  # it has ended
+            return
+        peaks += [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
+
+
 def watch_gpu(stop: threading.Event, peaks: list[int]) -> None:
     """Note the most that the first GPU holds, until told to stop."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
@@ -173,20 +186,22 @@ def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 def predict(words: list[str], on_gpu: bool) -> dict[str, float]:
     """Run the command once."""
-    stop, peaks = threading.Event(), [0]
-    looking = threading.Thread(target=watch_gpu, args=(stop, peaks))
-    if on_gpu and shutil.which("nvidia-smi"):
-        looking.start()
+    stop, peaks, resident = threading.Event(), [0], [0]
     began = time.perf_counter()
     child = subprocess.Popen([sys.executable, "-m", "unet3d", *words], stdout=sys.stderr.fileno())
-    _, status, usage = os.wait4(child.pid, 0)
+    looking = [threading.Thread(target=watch_host, args=(child.pid, stop, resident))]
+    if on_gpu and shutil.which("nvidia-smi"):
+        looking.append(threading.Thread(target=watch_gpu, args=(stop, peaks)))
+    for thread in looking:
+        thread.start()
+    status = child.wait()
     seconds = time.perf_counter() - began
     stop.set()
-    if looking.is_alive():
-        looking.join()
+    for thread in looking:
+        thread.join()
     if status:
         sys.exit("unet3d predict failed")
-    return {"seconds": seconds, "host_bytes": usage.ru_maxrss * 1024, "gpu_bytes": max(peaks)}
+    return {"seconds": seconds, "host_bytes": max(resident), "gpu_bytes": max(peaks)}
 
 
 if __name__ == "__main__":

@@ -36,9 +36,6 @@ CUDA_BYTES = 1024**3
 CUDA_HOST_BYTES = 200 * 1024**2
 """What CUDA takes of the host, beside the program: on an H200, 1.24 GiB in all."""
 
-COMPUTING_BYTES = 128 * 1024**2
-"""What libraries take of the host once they compute: kernels, threads, what the heap keeps."""
-
 FLOAT32_BYTES = 4
 
 CLASS_BYTES = 9
@@ -147,7 +144,7 @@ def prediction_memory(
     prepared = _prepared_bytes(header, windows, topology.in_channels)
     on_gpu = device.type == "cuda"
     # Before anything is counted, which imports what a prediction does not.
-    program = _resident_bytes() + COMPUTING_BYTES + weights + (CUDA_HOST_BYTES if on_gpu else 0)
+    program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
     computed = _computed_bytes(network, windows, device, precision)
     largest = max(preprocessing.label_values)
     return PredictionMemory(
