@@ -32,13 +32,14 @@ from common import devices_named, synchronize, tuning_key
 from peers import Problem, Trainee, Variant, find_variants
 
 from unet3d.config import TrainingSettings
+from unet3d.memory.allocations import UNCOUNTED_BYTES
 from unet3d.memory.host import is_out_of_memory
 from unet3d.parallel import Layout, resolve_precision
 from unet3d.parallel.precision import (
     autocast_dtype,
 )
 from unet3d.planning.largest import largest_size
-from unet3d.planning.memory_estimate import UNCOUNTED_BYTES, Step
+from unet3d.planning.memory_estimate import Step
 
 OUT_OF_MEMORY = "out of memory"
 NO_TIME = "no time left"

@@ -31,7 +31,7 @@ def test_planes_follow_each_other(
     target = np.full(shape, -1, order=order)
     sink = SlabSink(target[..., ::-1])
     for slab in slabs_of(whole, axis, sizes):
-        sink.add(slab, axis)
+        sink.take(slab, axis)
     sink.finish()
     np.testing.assert_array_equal(target[..., ::-1], whole.numpy())
 
@@ -41,7 +41,7 @@ def test_slabs_are_converted_on_the_host() -> None:
     target = np.zeros(SHAPE, np.uint16)
     sink = SlabSink(target, np.array([0, 7, 300], np.uint16).__getitem__)
     for slab in slabs_of(whole, 1, (2, 4)):
-        sink.add(slab, 1)
+        sink.take(slab, 1)
     sink.finish()
     np.testing.assert_array_equal(target, np.array([0, 7, 300])[whole.numpy()])
 
@@ -49,11 +49,11 @@ def test_slabs_are_converted_on_the_host() -> None:
 def test_it_begins_anew() -> None:
     target = np.zeros(SHAPE, np.int64)
     sink = SlabSink(target)
-    sink.add(torch.full((4, 6, 5), 5), 0)
+    sink.take(torch.full((4, 6, 5), 5), 0)
     sink.begin()
     whole = torch.randperm(7 * 6 * 5).reshape(SHAPE)
     for slab in slabs_of(whole, 2, (3, 2)):
-        sink.add(slab, 2)
+        sink.take(slab, 2)
     sink.finish()
     np.testing.assert_array_equal(target, whole.numpy())
 
@@ -76,8 +76,8 @@ def test_some_are_on_their_way_and_no_more() -> None:
     target = np.zeros(SHAPE)
     sink = SlabSink(target, gate)
     for _ in range(MAX_WAITING):
-        sink.add(torch.ones(1, 6, 5), 0)  # returns at once
-    third = threading.Thread(target=lambda: sink.add(torch.ones(1, 6, 5), 0))
+        sink.take(torch.ones(1, 6, 5), 0)  # returns at once
+    third = threading.Thread(target=lambda: sink.take(torch.ones(1, 6, 5), 0))
     third.start()
     third.join(0.2)
     assert third.is_alive() and not target.any()
@@ -109,7 +109,7 @@ def test_an_error_arrives(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def add_all() -> None:
         for _ in range(7):
-            sink.add(torch.zeros(1, 6, 5), 0)
+            sink.take(torch.zeros(1, 6, 5), 0)
         sink.finish()
 
     with pytest.raises(OSError, match="the disk is gone"):

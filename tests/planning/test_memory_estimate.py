@@ -11,7 +11,7 @@ from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step, measure, measu
 from unet3d.config import AugmentationSettings, Shape, load_config
 from unet3d.errors import DeviceError, VolumeError
 from unet3d.memory import fake_results
-from unet3d.memory.allocations import counted_allocations
+from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations
 from unet3d.memory.fake_devices import fake_device
 from unet3d.memory.meter import SlotMemory
 from unet3d.model import UNet3d
@@ -21,7 +21,6 @@ from unet3d.planning import memory_estimate
 from unet3d.planning.experiment import plan_experiment
 from unet3d.planning.memory_estimate import (
     MESSAGE_BYTES,
-    UNCOUNTED_BYTES,
     MemoryEstimate,
     Step,
     predict_memory,

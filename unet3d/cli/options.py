@@ -33,6 +33,22 @@ def files_of_checkpoints(
     return tuple(dict.fromkeys(file for path in paths for file in checkpoints_in(path)))
 
 
+def checkpoint_option(what: str) -> Callable[[Function], Function]:
+    """Return a decorator that adds the option which names networks.
+
+    Args:
+        what: What they are for.
+    """
+    return click.option(
+        "--checkpoint",
+        "checkpoints",
+        type=FILE,
+        multiple=True,
+        callback=files_of_checkpoints,
+        help=what,
+    )
+
+
 PARALLEL_HELP = {
     "none": "one device",
     "data": "a replica on each",

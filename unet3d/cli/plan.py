@@ -11,8 +11,8 @@ from unet3d.cli.options import (
     FILE,
     balance_option,
     changes_of,
+    checkpoint_option,
     config_options,
-    files_of_checkpoints,
     offload_option,
     placement_options,
     replicas_option,
@@ -67,14 +67,7 @@ TOO_LARGE = (
     help="Instead, what the prediction of this scan takes, with --checkpoint; repeatable: the "
     "files of its channels.",
 )
-@click.option(
-    "--checkpoint",
-    "checkpoints",
-    type=FILE,
-    multiple=True,
-    callback=files_of_checkpoints,
-    help="With --predict: as for unet3d predict.",
-)
+@checkpoint_option("With --predict: as for unet3d predict.")
 @click.option("--json", "json_path", type=FILE, help="Also write the prediction here.")
 @click.option("--step-record", type=FILE, hidden=True)  # in the ranks that --measure starts
 def plan(

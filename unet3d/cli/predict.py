@@ -10,7 +10,7 @@ import click
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
 from unet3d.cli.dealing import from_plain, showing_left, to_plain
-from unet3d.cli.options import FILE, changes_of, files_of_checkpoints, placement_options
+from unet3d.cli.options import FILE, changes_of, checkpoint_option, placement_options
 from unet3d.cli.output import begin_as_rank, imports_at_once
 from unet3d.cli.segmentation import Segmentation
 
@@ -82,14 +82,9 @@ class _Request:
 
 @click.command()
 @click.argument("images", type=FILE, nargs=-1, required=True)
-@click.option(
-    "--checkpoint",
-    "checkpoints",
-    type=FILE,
-    multiple=True,
-    callback=files_of_checkpoints,
-    help="A file, or the folder of a run, of its folds or of files; repeatable: probabilities of "
-    "several networks are averaged. Default: the newest finished run.",
+@checkpoint_option(
+    "A file, or the folder of a run, of its folds or of files; repeatable: probabilities of "
+    "several networks are averaged. Default: the newest finished run."
 )
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
 @placement_options("auto", "none", "data", "spatial", "model")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from unet3d.cli.options import FILE, files_of_checkpoints
+from unet3d.cli.options import FILE, checkpoint_option
 from unet3d.cli.output import check_writable, working
 from unet3d.errors import ConfigError, ResultExistsError
 
@@ -12,13 +12,8 @@ from unet3d.errors import ConfigError, ResultExistsError
 @click.command()
 @click.argument("path", metavar="RUN|SEGMENTATION", type=FILE)
 @click.option("--image", type=FILE, help="The scan of a SEGMENTATION; a run needs none.")
-@click.option(
-    "--checkpoint",
-    "checkpoints",
-    type=FILE,
-    multiple=True,
-    callback=files_of_checkpoints,
-    help="Network that names the labels; default: the statistics beside the segmentation.",
+@checkpoint_option(
+    "Network that names the labels; default: the statistics beside the segmentation."
 )
 @click.option(
     "-o",

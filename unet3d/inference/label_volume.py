@@ -16,7 +16,7 @@ from unet3d.volumes.scratch import Scratch, new_mapped
 from unet3d.volumes.transform import Preprocessing, classes_of
 
 
-class LabelVolume:
+class LabelVolume(SlabSink):
     """Label values, in memory or on a disk, in the order of the scan's file."""
 
     def __init__(
@@ -44,11 +44,7 @@ class LabelVolume:
         """Shape (X, Y, Z)."""
         is_index = bool((values == np.arange(len(values))).all())
         convert = (lambda classes: classes) if is_index else values.__getitem__
-        self._sink = SlabSink(self.array[box.slices], convert)
-
-    def begin(self) -> None:
-        """Begin anew, with the first slab."""
-        self._sink.begin()
+        super().__init__(self.array[box.slices], convert)
 
     def add(self, logits: Tensor, axis: int) -> None:
         """Take the next planes.
@@ -60,14 +56,10 @@ class LabelVolume:
         classes = classes_of(logits, self._preprocessing)
         if len(self._preprocessing.label_values) <= 256:
             classes = classes.to(torch.uint8)
-        self._sink.add(classes, axis)
-
-    def finish(self) -> None:
-        """Wait until all planes are there."""
-        self._sink.finish()
+        self.take(classes, axis)
 
 
-class ProbabilityVolume:
+class ProbabilityVolume(SlabSink):
     """The probability of each class, or of each region, in a NumPy file.
 
     It has the shape (K, ...) with the axes of the scan's file in reverse, the slowest first, as
@@ -101,11 +93,7 @@ class ProbabilityVolume:
             whole[...] = 0
             if not self._of_regions:
                 whole[0] = 1
-        self._sink = SlabSink(whole[:, *box.slices])
-
-    def begin(self) -> None:
-        """Begin anew, with the first slab."""
-        self._sink.begin()
+        super().__init__(whole[:, *box.slices])
 
     def add(self, logits: Tensor, axis: int) -> None:
         """Take the next planes.
@@ -115,8 +103,4 @@ class ProbabilityVolume:
             axis: Of X, Y, Z, counted from 0, the one that planes follow each other along.
         """
         probabilities = logits.sigmoid() if self._of_regions else logits.softmax(0)
-        self._sink.add(probabilities.to(torch.float16), axis)
-
-    def finish(self) -> None:
-        """Wait until all planes are there."""
-        self._sink.finish()
+        self.take(probabilities.to(torch.float16), axis)

@@ -23,15 +23,12 @@ from unet3d.inference.windows import (
     bytes_of_maps,
     bytes_of_voxel,
 )
-from unet3d.memory.allocations import counted_allocations, make_parameters_fake
+from unet3d.memory.allocations import UNCOUNTED_BYTES, counted_allocations, make_parameters_fake
 from unet3d.memory.fake_devices import fake_device
 from unet3d.parallel import Layout, autocast_dtype, parallelize
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.header import VolumeHeader
 from unet3d.volumes.resample import visible_shape
-
-CUDA_BYTES = 1024**3
-"""What a GPU needs besides the tensors: the CUDA context, cuDNN's work space, gaps."""
 
 CUDA_HOST_BYTES = 200 * 1024**2
 """What CUDA takes of the host, beside the program: on an H200, 1.24 GiB in all."""
@@ -134,7 +131,7 @@ def prediction_memory(
         settings.batch_size if window is not None else 1,
         [device],
         bytes_of_voxel(topology, network.dtype),
-        max(0, gpu_bytes - CUDA_BYTES),
+        max(0, gpu_bytes - UNCOUNTED_BYTES),
     )
     slab, classes = math.prod(windows.slab), topology.num_classes
     sums = slab * classes * FLOAT32_BYTES if len(windows.starts) > 1 else 0
@@ -149,7 +146,7 @@ def prediction_memory(
     largest = max(preprocessing.label_values)
     return PredictionMemory(
         windows=windows,
-        device_bytes=CUDA_BYTES + computed + image + sums + means if on_gpu else 0,
+        device_bytes=UNCOUNTED_BYTES + computed + image + sums + means if on_gpu else 0,
         program_bytes=program,
         slab_bytes=prepared + (0 if on_gpu else computed + image + sums + means),
         voxel_bytes=packed_bytes,

@@ -43,7 +43,7 @@ class SlabSink:
         self.finish()
         self._done = 0
 
-    def add(self, slab: Tensor, axis: int) -> None:
+    def take(self, slab: Tensor, axis: int) -> None:
         """Take the next planes.
 
         Args:

@@ -210,7 +210,7 @@ class _Blending:
 
 
 class _Sums:
-    """Weighted logits of the planes that windows still reach, and the sums of their weights."""
+    """Weighted logits of the planes that windows still reach."""
 
     def __init__(
         self,
@@ -238,9 +238,8 @@ class _Sums:
         self._logits = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         self._empty: Tensor | None = None
         if empty_logits is not None:
-            self._empty = torch.tensor(empty_logits, dtype=dtype, device=device)[
-                :, None, None, None
-            ]
+            empty = torch.tensor(empty_logits, dtype=dtype, device=device)
+            self._empty = empty.reshape(-1, 1, 1, 1)
 
     def add(self, starts: list[tuple[int, ...]], logits: Tensor) -> None:
         for start, logit in zip(starts, logits.to(self._logits.device), strict=True):

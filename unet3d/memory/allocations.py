@@ -24,6 +24,10 @@ from unet3d.memory.fake_devices import is_fake_device
 from unet3d.memory.fake_results import FakeResults
 from unet3d.memory.segments import Segments, rounded
 
+UNCOUNTED_BYTES = 1024**3
+"""What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
+space where it raises the peak, and gaps between tensors."""
+
 WORKSPACE_BYTES = 32 * 1024**2
 """Size of cuBLAS's workspace on a Hopper GPU, for each thread."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unet3d.config import Shape, TrainingSettings
 from unet3d.memory.allocations import (
+    UNCOUNTED_BYTES,
     WORKSPACE_BYTES,
     AllocationRecorder,
     counted_allocations,
@@ -28,9 +29,6 @@ from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning.reserved_memory import reserved_bytes
 from unet3d.volumes.augment import DeviceAugmentation
 
-UNCOUNTED_BYTES = 1024**3
-"""What a GPU needs besides the tensors: the CUDA context (0.7 GiB on an H200), cuDNN's work
-space where it raises the peak, and gaps between tensors."""
 MESSAGE_BYTES = 512 * 1024**2
 """What NCCL may take of a GPU for the channels between shards, beside the tensors. An upper bound,
 not measured: buffers of 4 MiB for each of up to 32 channels and few peers of one host."""

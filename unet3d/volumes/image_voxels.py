@@ -137,15 +137,16 @@ class ImageVoxels:
 
     def whole(self) -> npt.NDArray[np.float32]:
         """Return all voxels in memory, shape (C, X, Y, Z) and C-contiguous."""
-        if len(self._files) == 1 and _is_ready(self._files[0]):
-            return np.ascontiguousarray(self._files[0].voxels)
+        first = self._files[0]
+        if len(self._files) == 1 and _is_ready(first.voxels, first.slope, first.inter):
+            return np.ascontiguousarray(first.voxels)
         array = np.empty((self.num_channels, *self.shape), np.float32)
         for piece in self.pieces():
-            first = 0
+            done = 0
             for file in self._files:
-                channels = slice(first, first + len(file.voxels))
+                channels = slice(done, done + len(file.voxels))
                 array[(channels, *piece)] = file.values((slice(None), *piece))
-                first = channels.stop
+                done = channels.stop
         return array
 
     def pieces(self) -> Iterator[tuple[slice, slice, slice]]:
@@ -245,17 +246,16 @@ class Channel:
 
 
 def _scaled(stored: npt.NDArray[Any], slope: float, inter: float) -> npt.NDArray[np.float32]:
-    is_plain = stored.dtype == np.float32 and (slope, inter) == (1.0, 0.0)
-    if is_plain and stored.flags.writeable and min(stored.strides, default=0) >= 0:
+    if _is_ready(stored, slope, inter) and min(stored.strides, default=0) >= 0:
         return stored  # as PyTorch can take it
     if (slope, inter) != (1.0, 0.0):
         stored = apply_read_scaling(np.asarray(stored), slope, inter)
     return np.asarray(stored).astype(np.float32, order="K")
 
 
-def _is_ready(file: StoredChannels) -> bool:
-    is_plain = (file.slope, file.inter) == (1.0, 0.0) and file.voxels.dtype == np.float32
-    return is_plain and bool(file.voxels.flags.writeable)
+def _is_ready(stored: npt.NDArray[Any], slope: float, inter: float) -> bool:
+    is_plain = stored.dtype == np.float32 and (slope, inter) == (1.0, 0.0)
+    return is_plain and bool(stored.flags.writeable)
 
 
 def _is_counted(dtype: np.dtype[Any]) -> bool:
