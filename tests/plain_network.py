@@ -2,9 +2,10 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unet3d.config import ModelSettings
 from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
@@ -15,8 +16,19 @@ BATCH_DICE = SegmentationLoss(joins_samples=True)
 NESTED = ((1, 2), (2,), (1,))
 """Regions of the classes of :func:`make_batch`, as many as the network has outputs."""
 
+TRAINED_ELSEWHERE: dict[str, object] = {
+    "units": (1, 3, 2),
+    "decoder_units": (3, 1),
+    "upsampling_bias": True,
+    "norm_eps": 0.02,
+    "negative_slope": 0.1,
+}
+"""What networks of :func:`make_topology` have only if a checkpoint says so."""
+
 
 def make_topology(**options: object) -> Topology:
+    """Return a network of three levels; options are settings, or fields of a topology."""
+    fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
     settings = ModelSettings(
         **{
             "deep_supervision": False,
@@ -26,7 +38,7 @@ def make_topology(**options: object) -> Topology:
             **options,
         }
     )
-    return plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
+    return replace(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3), **fields)
 
 
 def make_batch(
@@ -45,6 +57,16 @@ def make_batch(
     return image, target.to(torch.uint8)
 
 
+def make_network(topology: Topology) -> UNet3d:
+    """Return a network in float64 with the weights of seed 1, and biases of upsampling, if any."""
+    torch.manual_seed(1)
+    model = UNet3d(topology).double()
+    for name, parameter in model.named_parameters():
+        if name.endswith("up.bias"):  # of 0, nothing would be seen
+            nn.init.normal_(parameter)
+    return model
+
+
 @functools.lru_cache(maxsize=64)
 def plain_gradients(
     topology: Topology,
@@ -58,8 +80,7 @@ def plain_gradients(
     the same get the same, so none may change it.
     """
     image, target = make_batch(num_samples, ignores=ignores)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     loss = loss_fn(model(image), target).total
     loss.backward()
     gradients = {name: value.grad for name, value in model.named_parameters()}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -455,3 +456,98 @@ def test_scaling_prints_what_the_planner_predicts(scripts: None) -> None:
     _, *compared = (line.split() for line in comparison(record, channels, "norm"))
     assert [line[1] for line in compared] == ["1", "2"]
     assert all((line[4], line[6]) == ("+10.0%", "+0.0%") for line in compared)
+
+
+def test_segmentations_are_compared_by_voxels_and_labels(scripts: None) -> None:
+    from nnunet_models import agreement
+
+    reference = np.zeros((2, 2, 4), np.uint8)
+    reference[0] = 1
+    reference[1, 0, 0] = 2
+    found = reference.astype(np.int16)
+    found[0, 0, 0] = 0  # of the eight voxels of label 1
+    found[1, 0, 1] = 2
+    found[1, 1, 0] = 4
+    compared = agreement(found, reference)
+    assert compared["different_voxels"] == 3 and compared["equal_voxels"] == 13 / 16
+    assert compared["dice"] == pytest.approx({"1": 14 / 15, "2": 2 / 3, "4": 0})
+
+
+def test_a_phantom_has_every_organ_at_its_size(scripts: None) -> None:
+    from nnunet_phantoms import LABELS, phantom
+
+    image, label = phantom((128, 96, 96), 3.2, 0)
+    fine, fine_label = phantom((256, 192, 192), 1.6, 0)
+    millilitres = np.bincount(label.ravel()) * 3.2**3
+    assert np.bincount(fine_label.ravel()) * 1.6**3 == pytest.approx(millilitres, rel=0.1)
+    assert image.dtype == fine.dtype == np.int16 and len(millilitres) == len(LABELS)
+    for name, number in (("liver", 110), ("kidneys", 180), ("vertebrae", 400), ("aorta", 250)):
+        assert image[label == LABELS[name]].mean() == pytest.approx(number, abs=1)
+    assert image[0, 0].mean() == pytest.approx(-1000, abs=5)
+
+
+def test_the_memory_of_processes_counts_those_that_they_start(scripts: None) -> None:
+    from nnunet_models import run as run_watched
+
+    holds = "import time; held = bytearray(300 * 2**20); time.sleep(4)"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
+    taken = run_watched([sys.executable, "-c", starts], {}, 1, on_gpu=False)
+    assert taken["host_bytes"] > 300 * 2**20 > taken["first_process_bytes"] > 0
+    assert taken["seconds"] > 4 and taken["gpu_bytes"] == 0
+    failed = run_watched([sys.executable, "-c", "raise SystemExit(3)"], {}, None, on_gpu=False)
+    assert failed["reason"] == "it ended with 3"
+
+
+@pytest.mark.slow
+def test_a_model_of_random_weights_is_measured_alone(tmp_path: Path) -> None:
+    record, table = run(
+        "nnunet_models.py", tmp_path / "models.json", str(tmp_path / "models"), "--device", "cpu",
+        "--scan", "40,32,32", "--spacing", "0.8", "--classes", "5", "--channels", "4,8",
+        "--window", "16,16,16", "--ways", "plain", "--nnunet-repeats", "0", "--repeats", "2",
+        "--precision", "auto,float32",
+    )  # fmt: skip
+    (row,) = record["rows"]
+    assert "seconds" not in row["nnunet"] and row["model"] == "random-5"
+    for one in row["ours"].values():
+        assert len(one["runs"]) == 2 and one["seconds"] == one["runs"][1]["seconds"]
+        assert one["host_bytes"] > 2**27 and "to_nnunet" not in one and "ratio" not in one
+    assert str(tmp_path) not in json.dumps(record) and "unet3d, float32" in table
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+def test_models_that_nnunet_has_trained_are_compared(tmp_path: Path) -> None:
+    pytest.importorskip("nnunetv2", reason="needs nnU-Net")
+    models = tmp_path / "models"
+    train = [sys.executable, str(ROOT / "benchmarks" / "nnunet_phantoms.py"), str(models)]
+    small = ("--cases", "3", "--side", "48", "--epochs", "1", "--steps", "4", "--device", "cpu")
+    network = ("--patch", "32,32,32", "--channels", "8,16,32")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*train, *small, *network], env=environment, check=True, timeout=400)
+    record, _ = run(
+        "nnunet_models.py", tmp_path / "models.json", str(models), "--device", "cpu",
+        "--scan", "48,48,32", "--spacing", "0.8", "--models", "0.8", "--ways", "mirrored",
+        "--precision", "float32", "--nnunet-precision", "float32-sums", "--repeats", "1",
+        "--threads", "1",
+    )  # fmt: skip
+    (row,) = record["rows"]
+    ours = row["ours"]["float32"]
+    assert ours["ratio"] == pytest.approx(ours["seconds"] / row["nnunet"]["seconds"])
+    # After so short a training the logits of two labels are often almost equal.
+    assert ours["to_nnunet"]["equal_voxels"] > 0.999
+
+
+def test_labels_are_compared_with_those_of_nnunet(tmp_path: Path) -> None:
+    recorded = ROOT / "tests/recorded/nnunet/isotropic"
+    record, table = run(
+        "nnunet_agreement.py", tmp_path / "agreement.json", "--device", "cpu",
+        str(recorded / "nnUNetTrainer__nnUNetPlans__3d_fullres"),
+        str(recorded / "scans"), str(recorded / "segmentations/plain"),
+    )  # fmt: skip
+    (row,) = record["rows"]
+    assert row["cases"] == len(list((recorded / "segmentations/plain").glob("*.nii.gz")))
+    assert row["equal_voxels"] > 0.9999
+    assert list(row["dice"]) == ["ball", "cube", "rod"]
+    assert min(row["dice"].values()) > 0.9995
+    assert "99.99" in table or "100.0" in table
+    assert str(ROOT) not in record["command"]

@@ -1,6 +1,7 @@
 """Prediction from Python: the same as the command's, wherever an image comes from."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import nibabel as nib
@@ -12,6 +13,7 @@ import unet3d
 from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
+from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 from unet3d.volumes.in_memory import NAME, open_array
 from unet3d.volumes.nifti import open_stored
 
@@ -79,6 +81,21 @@ def test_what_is_in_memory_is_segmented_as_its_file(
     assert np.allclose(segmenter.segment(units).affine, units.affine, rtol=0, atol=1e-8)
     nib.save(result, tmp_path / "again.nii.gz")
     assert np.array_equal(labels_of(nib.load(tmp_path / "again.nii.gz")), labels_of(expected))
+
+
+def test_an_array_is_seen_as_it_is_by_a_network_for_stored_axes(
+    checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    network = load_checkpoint(checkpoint)
+    preprocessing = replace(network.preprocessing, orientation="stored")
+    save_checkpoint(replace(network, preprocessing=preprocessing), tmp_path / "stored.pt")
+    stored = unet3d.load(tmp_path / "stored.pt", devices="cpu")
+    array = np.asarray(nib.load(file).dataobj)
+    found = labels_of(stored.segment(array, TURNED))
+    assert np.array_equal(labels_of(stored.segment(file)), found)
+    straight = unet3d.load(checkpoint, devices="cpu").segment(array, np.diag([1.5, 1, 2, 1]))
+    assert np.array_equal(labels_of(straight), found)
+    assert len(np.unique(found)) == 3
 
 
 @pytest.mark.parametrize("unit", ["mm", "meter"])

@@ -12,9 +12,11 @@ from tests.plain_network import (
     NESTED,
     PER_SAMPLE,
     TOLERANCE,
+    TRAINED_ELSEWHERE,
     assert_close,
     assert_gradients,
     make_batch,
+    make_network,
     make_topology,
     plain_gradients,
     plain_logits,
@@ -32,6 +34,7 @@ from unet3d.parallel import Layout, choose_cuts, parallelize
         {"encoder": "residual", "deep_supervision": True},
         {"norm": "group"},
         {"kernels": "anisotropic"},
+        TRAINED_ELSEWHERE,
     ],
     ids=str,
 )
@@ -53,8 +56,7 @@ def test_spreading_is_transparent(
     topology = make_topology(**options)
     image, target = make_batch(num_samples)
     loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     devices = (torch.device("cpu"),) * num_devices
     executor = parallelize(
         model,
@@ -83,6 +85,8 @@ def test_spreading_is_transparent(
         {"norm": "batch"},
         {"kernels": "anisotropic"},
         {"kernels": "anisotropic", "encoder": "residual"},
+        TRAINED_ELSEWHERE,
+        {"kernels": "anisotropic", "encoder": "residual", **TRAINED_ELSEWHERE},
     ],
     ids=str,
 )
@@ -100,8 +104,7 @@ def test_what_is_made_again_is_transparent(
     topology = make_topology(**options)
     image, target = make_batch(3)
     loss, gradients, plain = plain_gradients(topology, 3, loss_fn)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     num_micro_batches = 1 if topology.norm == "batch" else 2
     devices = (torch.device("cpu"),) * (len(cuts) + 1)
     layout = Layout(
@@ -131,8 +134,7 @@ def test_ignored_voxels_and_regions_are_transparent(
     topology = make_topology(deep_supervision=deep_supervision)
     image, target = make_batch(num_samples, ignores=True)
     loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores=True)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
     terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
     assert_close(terms.total, loss, "loss")
@@ -147,8 +149,7 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
     topology = make_topology()
     image, target = make_batch(5)
     loss, gradients, plain = plain_gradients(topology, 5)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
     cuts = choose_cuts(
         model,
@@ -172,8 +173,7 @@ def test_batch_norm_is_transparent_on_two_devices() -> None:
     topology = make_topology(norm="batch")
     image, target = make_batch(3)
     loss, gradients, _ = plain_gradients(topology, 3)
-    torch.manual_seed(1)
-    model = UNet3d(topology).double()
+    model = make_network(topology)
     executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
     assert_close(executor.forward_backward(image, target, dice_cross_entropy).total, loss, "loss")
     assert_gradients(model, gradients)
@@ -196,11 +196,13 @@ def test_a_scale_changes_gradients_but_not_the_reported_loss(
     assert_close(weight.grad, 1024 * gradients["encoder.levels.0.0.conv.weight"], "weight")
 
 
-def _on_gpus(devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float) -> None:
+def _on_gpus(
+    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float, **options: object
+) -> None:
     image, target = make_batch(3)
-    loss, gradients, _ = plain_gradients(make_topology(), 3)
-    torch.manual_seed(1)
-    model = UNet3d(make_topology()).double()
+    topology = make_topology(**options)
+    loss, gradients, _ = plain_gradients(topology, 3)
+    model = make_network(topology)
     if autocast is not None:
         model, image = model.float(), image.float()
     layout = Layout(
@@ -225,6 +227,14 @@ def _on_gpus(devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: 
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
 def test_one_gpu_is_transparent(devices: tuple[str, ...]) -> None:
     _on_gpus(devices, None, TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("autocast", "tolerance"), [(None, TOLERANCE), (torch.bfloat16, 5e-2)])
+def test_networks_trained_elsewhere_are_transparent_on_a_gpu(
+    autocast: torch.dtype | None, tolerance: float
+) -> None:
+    _on_gpus(("cuda:0",), autocast, tolerance, **TRAINED_ELSEWHERE)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,11 @@
 
 import logging
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -19,7 +22,7 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
-from unet3d.runs.finding import checkpoints_in
+from unet3d.nnunet.model_files import networks_in
 from unet3d.volumes.header import shear_warning
 from unet3d.volumes.in_memory import NAME, open_array, open_image
 from unet3d.volumes.memory_limits import explaining_memory
@@ -90,22 +93,27 @@ class Segmenter:
 
 def load(
     *checkpoints: FileName,
+    folds: Sequence[int | str] | None = None,
     devices: Device | Sequence[Device] | None = None,
     window: Shape | str | None = None,
     overlap: float | None = None,
+    precision: str | None = None,
     tta: bool | None = None,
     postprocessing: bool | None = None,
 ) -> Segmenter:
     """Load trained networks, and place them on devices of this process.
 
     Args:
-        checkpoints: Files or folders of runs, of folds or of files; of several networks the
-            probabilities are averaged.
+        checkpoints: Files or folders of runs, of folds or of files, or models of nnU-Net, as
+            folders or archives; several networks are averaged.
+        folds: Which folds of them, such as ``[0, 2]``, or ``["all"]`` for that of nnU-Net on all
+            cases; None: all that they have.
         devices: Such as ``"cuda:0"``, 0, ``"cpu"``, or ``"0,1"`` for windows dealt to replicas on
             two GPUs (where a window does not fit on one of them, or they differ, for a network in
             stages); None: the first GPU, or the CPU.
         window: Voxels of a window along X, Y, Z, or ``"whole"``; None: as in training.
         overlap: Share of a window that its neighbour covers too; None: as in training.
+        precision: What is computed in, such as ``"float32"``; None: as in training.
         tta: Whether to average over mirror images, too; None: as in training.
         postprocessing: Whether to keep only the largest component of the labels where the
             validation has shown that this is better; None: as in training.
@@ -121,20 +129,39 @@ def load(
     """
     if not checkpoints:
         raise TypeError("load() needs a checkpoint, or the folder of a run")
-    files = dict.fromkeys(file for path in checkpoints for file in checkpoints_in(Path(path)))
-    group = Group(Ranks())
-    networks = Networks.read(list(files), group)
     given = {
         "inference.window": window,
         "inference.overlap": overlap,
+        "inference.precision": precision,
         "inference.tta": tta,
         "inference.postprocessing": postprocessing,
     }
     changes = {key: value for key, value in given.items() if value is not None}
-    inference = [network.config.with_values(changes).inference for network in networks.described]
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
-    names = names_of(devices)
+    with ExitStack() as unpacked:
+        files = [file for path in checkpoints for file in _files_of(Path(path), folds, unpacked)]
+        segmenter = _placed(list(dict.fromkeys(files)), changes, names_of(devices))
+        # Weights are read when they are needed.
+        weakref.finalize(segmenter, unpacked.pop_all().close)
+    return segmenter
+
+
+def _files_of(
+    path: Path, folds: Sequence[int | str] | None, unpacked: ExitStack
+) -> tuple[Path, ...]:
+    """Return the files of networks; those of an archive are there until the stack is closed."""
+    folder = None
+    if path.suffix == ".zip":
+        folder = Path(unpacked.enter_context(TemporaryDirectory(prefix="unet3d-")))
+    return networks_in(path, folds, folder)
+
+
+def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[str]) -> Segmenter:
+    """Place networks on devices, with changes of the settings of prediction."""
+    group = Group(Ranks())
+    networks = Networks.read(files, group)
+    inference = [network.config.with_values(changes).inference for network in networks.described]
     parallel = Config().with_values({"parallel.devices": names}).parallel
     windows = [one.window for one in inference]
     parallel = choose_mode(parallel, networks, windows, group.ranks)

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.command_line import refusal, run, scan_array
-from tests.networks import write_checkpoint
+from tests.networks import random_checkpoint, write_checkpoint
 from tests.volumes.dicom_series import write_series
 from tests.volumes.samples import write_json, write_volume
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.cli.checkpoints import trained_inference
+from unet3d.config import InferenceSettings, ParallelSettings, load_config
 from unet3d.errors import DoesNotFitError
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
@@ -529,7 +531,7 @@ def test_the_first_line_comes_before_the_heavy_work(
         assert shown == [f"using {checkpoint}"]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unet3d.inference.networks.load_checkpoint", load)
+    monkeypatch.setattr("unet3d.inference.networks.load_network", load)
     assert run("predict", scan, "--checkpoint", checkpoint) == 130
 
 
@@ -540,6 +542,7 @@ def test_the_first_line_comes_before_the_heavy_work(
         (("--overlap", 0), InferenceSettings(window=(8, 8, 8), overlap=0)),
         (("--overlap", 0.75), InferenceSettings(window=(8, 8, 8), overlap=0.75)),
         (("--tta",), InferenceSettings(window=(8, 8, 8), tta=True)),
+        (("--no-tta",), InferenceSettings(window=(8, 8, 8))),
         (("--window", "whole"), InferenceSettings(window="whole")),
         (("--window", "12,10,8"), InferenceSettings(window=(12, 10, 8))),
         (("--parallel", "model", "--devices", "cpu,cpu"), InferenceSettings(window=(8, 8, 8))),
@@ -562,6 +565,46 @@ def test_options_reach_the_windows(
     )
     differs = expected.overlap != 0.5 or expected.window != (8, 8, 8) or expected.tta
     assert (usual != np.asarray(nib.load("found.nii").dataobj)).any() == differs
+
+
+@pytest.mark.parametrize(
+    ("options", "is_mirrored"), [((), True), (("--tta",), True), (("--no-tta",), False)], ids=str
+)
+def test_mirror_images_are_those_of_the_network_unless_asked_otherwise(
+    scan: Path,
+    folder: Path,
+    options: tuple[str, ...],
+    is_mirrored: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    network = write_checkpoint(folder / "network.pt", changes=("inference.tta=true",))
+    arguments = ("predict", scan, "--checkpoint", network, "--devices", "cpu", "--window", "8,8,8")
+    assert run(*arguments, "-o", "found.nii", *options) == 0
+    said = "each window is predicted 4 times, mirrored along Y, Z"
+    assert (said in caplog.text) == is_mirrored
+    predictor = Predictor(
+        Networks.of(load_checkpoint(network)),
+        ParallelSettings(devices=("cpu",)),
+        [InferenceSettings(window=(8, 8, 8), tta=is_mirrored)],
+    )
+    image = read_scan(Scan(images=(scan,), output=scan))
+    np.testing.assert_array_equal(nib.load("found.nii").dataobj, predictor.segment(image))
+
+
+def test_every_setting_of_prediction_is_that_of_the_network() -> None:
+    given: dict[str, Any] = {
+        "window": (24, 16, 8),
+        "overlap": 0.25,
+        "batch_size": 3,
+        "precision": "float32",
+        "tta": True,
+        "averaging": "logits",
+        "postprocessing": False,
+    }
+    assert given.keys() == InferenceSettings.model_fields.keys()
+    config = load_config(None).with_values({f"inference.{k}": v for k, v in given.items()})
+    changes = trained_inference(replace(random_checkpoint(), config=config))
+    assert load_config(None, changes).inference == InferenceSettings(**given)
 
 
 def test_components_are_kept_on_request(scan: Path, folder: Path) -> None:

@@ -91,6 +91,15 @@ def test_ranks_write_the_files_of_one_process(
     assert_same(folder / "ranks", folder / "alone", "ac")
 
 
+def test_ranks_mirror_only_if_they_are_asked_to(folder: Path, scan: Path) -> None:
+    write_checkpoint(folder / "network.pt", changes=("inference.tta=true",))
+    arguments = ("predict", scan, "--checkpoint", "network.pt", "--overwrite", *SPATIAL)
+    for options, is_mirrored in (((), True), (("--no-tta",), False)):
+        done = in_a_process(*arguments, *options)
+        assert done.returncode == 0
+        assert ("each window is predicted 4 times" in done.stderr) == is_mirrored
+
+
 def test_ranks_average_the_networks_that_one_process_does(folder: Path, scans: Path) -> None:
     changes = ("training.precision=float64",)
     for number, channels in enumerate([(4, 8), (6, 8)]):

@@ -1,10 +1,10 @@
-"""The mean of probabilities against PyTorch's softmax in float64."""
+"""The mean of networks against PyTorch's softmax, or plain mean, in float64."""
 
 import pytest
 import torch
 
 from unet3d.inference import averaging
-from unet3d.inference.averaging import ProbabilityMean
+from unet3d.inference.averaging import Averaging, NetworkMean, mean_slabs
 
 
 def random_logits(*shape: int, number: int = 3) -> list[torch.Tensor]:
@@ -12,8 +12,10 @@ def random_logits(*shape: int, number: int = 3) -> list[torch.Tensor]:
     return [6 * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(number)]
 
 
-def mean_of(logits: list[torch.Tensor], of_regions: bool = False) -> torch.Tensor:
-    mean = ProbabilityMean(of_regions=of_regions)
+def mean_of(
+    logits: list[torch.Tensor], of_regions: bool = False, averaging: Averaging = "probabilities"
+) -> torch.Tensor:
+    mean = NetworkMean(averaging, of_regions=of_regions)
     for one in logits:
         mean.add(one.clone())
     return mean.logits()
@@ -29,6 +31,32 @@ def test_it_is_the_mean_of_softmax(monkeypatch: pytest.MonkeyPatch, piece: int) 
     found = mean_of(logits).argmax(0)
     assert torch.equal(found, expected.argmax(0))
     assert not torch.equal(found, torch.stack(logits).mean(0).argmax(0))
+
+
+@pytest.mark.parametrize("of_regions", [False, True])
+def test_logits_are_averaged_as_they_are(of_regions: bool) -> None:
+    logits = random_logits(4, 7, 5, 6)
+    found = mean_of(logits, of_regions, "logits")
+    torch.testing.assert_close(found, torch.stack(logits).mean(0), rtol=1e-13, atol=1e-14)
+    # The mean of probabilities would give other classes.
+    assert not torch.equal(found.argmax(0), mean_of(logits, of_regions).argmax(0))
+
+
+@pytest.mark.parametrize("averaging", ["probabilities", "logits"])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_slabs_that_end_elsewhere_have_the_mean_of_the_whole(
+    averaging: Averaging, axis: int
+) -> None:
+    logits = random_logits(3, 7, 7, 7)
+    slabs = [
+        iter([slab.clone() for slab in torch.split(one, planes, 1 + axis)])
+        for one, planes in zip(logits, (2, 7, 3), strict=True)
+    ]
+    found = torch.cat(list(mean_slabs(slabs, axis, averaging, of_regions=False)), 1 + axis)
+    mean = torch.stack(logits).mean(0)
+    if averaging == "probabilities":
+        mean = torch.stack([one.softmax(0) for one in logits]).mean(0).log()
+    torch.testing.assert_close(found, mean, rtol=1e-13, atol=1e-14)
 
 
 def test_copies_of_one_network_answer_as_it_does() -> None:
@@ -57,7 +85,7 @@ def test_what_float32_cannot_hold_stays_finite_and_in_order() -> None:
 
 def test_a_mean_begins_anew_and_takes_the_wider_type() -> None:
     first, second, third = random_logits(2, 3, 3, 3)
-    mean = ProbabilityMean()
+    mean = NetworkMean("probabilities")
     mean.add(first.float())
     mean.add(second.clone())
     assert mean.logits().dtype == torch.float64
@@ -70,7 +98,7 @@ def test_a_mean_begins_anew_and_takes_the_wider_type() -> None:
 @pytest.mark.gpu
 def test_logits_that_had_no_place_on_the_gpu_bring_the_mean_to_the_host() -> None:
     logits = random_logits(3, 4, 4, 4)
-    mean = ProbabilityMean()
+    mean = NetworkMean("probabilities")
     for one, device in zip(logits, ("cuda", "cuda", "cpu"), strict=True):
         mean.add(one.clone().to(device))
     found = mean.logits()

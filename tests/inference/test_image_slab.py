@@ -21,10 +21,12 @@ class Asked(WholeImage):
     def __init__(self, image: torch.Tensor) -> None:
         super().__init__(image)
         self.asked: list[tuple[int, int]] = []
+        self.devices: list[torch.device] = []
 
-    def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
         self.asked.append((begin, end))
-        return super().planes(axis, begin, end)
+        self.devices.append(device)
+        return super().planes(axis, begin, end, device)
 
 
 @pytest.mark.parametrize("size", [(60, 20, 10), (21, 47, 11), (16, 9, 40), (7, 7, 3), (40, 5, 40)])
@@ -57,6 +59,14 @@ def test_no_more_planes_are_asked_for_than_the_next_batch_reaches() -> None:
     assert max(end - begin for begin, end in image.asked) == 16
 
 
+def test_planes_are_asked_for_where_windows_are_cut() -> None:
+    image = Asked(torch.randn(2, 48, 16, 8))
+    windows = Windows.of((48, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
+    elsewhere = torch.device("meta")
+    assert ImageSlab(image, windows, torch.float32, elsewhere).cut([(0, 0, 0)]).is_meta
+    assert set(image.devices) == {elsewhere}
+
+
 @pytest.mark.parametrize("number", [1, 3, 4, 7])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_planes_are_dropped_in_place(number: int, dim: int) -> None:
@@ -76,8 +86,8 @@ class Slow(Asked):
         self.may_end = threading.Event()
         self.wrong: int | None = None
 
-    def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
-        planes = super().planes(axis, begin, end)
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
+        planes = super().planes(axis, begin, end, device)
         self.threads.append(threading.current_thread().name)
         if begin:
             assert self.may_end.wait(10)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from unet3d.config import ModelSettings
-from unet3d.inference.mirroring import MirroredNetwork
+from unet3d.inference.mirroring import MirroredNetwork, mirrored_mean
 from unet3d.inference.placing import TrainedNetwork
 from unet3d.model import UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
@@ -44,6 +44,31 @@ def test_a_mirrored_image_gives_the_mirrored_answer() -> None:
     torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)
     alone = MirroredNetwork(placed, ())
     assert not torch.allclose(alone.predict(image), alone.predict(image.flip(2)).flip(2), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_sums_are_exact_and_leave_what_the_network_returned(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    returned: list[torch.Tensor] = []
+
+    def predict(image: torch.Tensor) -> torch.Tensor:
+        returned.append(torch.randn(1, 3, *image.shape[2:], generator=generator).to(dtype))
+        return returned[-1]
+
+    mean = mirrored_mean(predict, torch.zeros(1, 1, 6, 5, 4), (0, 1, 2))
+    first = returned[0].clone()
+    flips = [[], [2], [3], [4], [2, 3], [2, 4], [3, 4], [2, 3, 4]]
+    expected = sum(one.double().flip(flip) for one, flip in zip(returned, flips, strict=True)) / 8
+    assert mean.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(mean.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(returned[0], first)
+    mean.zero_()
+    assert torch.equal(returned[0], first)
+
+
+def test_without_axes_it_is_the_network_alone() -> None:
+    image = torch.randn(1, 1, 4, 4, 4)
+    assert mirrored_mean(lambda one: one, image, ()) is image
 
 
 def test_it_is_where_the_placed_network_is() -> None:

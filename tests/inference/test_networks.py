@@ -16,6 +16,7 @@ from unet3d.inference import networks
 from unet3d.inference.networks import Networks
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.resample import Interpolation
 
 ALONE = Group(Ranks())
 CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=70.0)
@@ -35,11 +36,15 @@ def of_preparation(**changes: Any) -> Checkpoint:
             r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \[1.0, 1",
         ),
         ({"spacing_mm": None}, "its spacing_mm is None instead of"),
+        ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
+        ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
         ({"channel_names": ("MR",)}, r"its channel_names is \['MR'\] instead of \['channel 0'\]"),
         ({"label_names": ("a", "b", "c")}, "its label_names is"),
         ({"label_values": (0, 1, 5)}, r"its label_values is \[0, 1, 5\] instead of \[0, 1, 2\]"),
         ({"channels": (replace(CT, kind="z-score"),)}, "its channels is .*z-score.* instead"),
         ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
+        ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
+        ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
     ],
     ids=str,
 )
@@ -50,6 +55,18 @@ def test_networks_that_prepare_images_in_another_way_are_refused(
         CheckpointError, match=f"^network 3 cannot be averaged with network 1: {words}"
     ):
         Networks.of(of_preparation(), of_preparation(), of_preparation(**changes))
+
+
+def test_networks_that_are_averaged_in_another_way_are_refused() -> None:
+    other = of_preparation()
+    other = replace(other, config=other.config.with_values({"inference.averaging": "logits"}))
+    Networks.of(other, other)
+    with pytest.raises(
+        CheckpointError,
+        match="^network 2 cannot be averaged with network 1: its inference.averaging is logits "
+        "instead of probabilities; name networks of one kind$",
+    ):
+        Networks.of(of_preparation(), other)
 
 
 def test_other_windows_and_levels_and_the_last_digit_do_not_matter() -> None:
@@ -65,13 +82,13 @@ def test_files_are_read_in_a_thread_while_the_first_is_in_use(
     read: list[tuple[str, str]] = []
     go_on = threading.Event()
 
-    def load(path: Path, part: Any) -> Checkpoint:
+    def load(path: Path, part: Any = "network") -> Checkpoint:
         read.append((path.stem, part))
         if threading.current_thread() is not threading.main_thread() and path.stem != "a":
             assert go_on.wait(20)
         return load_checkpoint(path, part)
 
-    monkeypatch.setattr(networks, "load_checkpoint", load)
+    monkeypatch.setattr(networks, "load_network", load)
     found = Networks.read(paths, ALONE)
     assert read == [(name, "description") for name in "abc"]
     assert all(weight.is_meta for one in found.described for weight in one.model.values())

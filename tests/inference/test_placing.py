@@ -8,12 +8,14 @@ import pytest
 from tests.networks import random_checkpoint
 from tests.rank_threads import place
 from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import choose_mode
+from unet3d.inference.placing import PlacedNetworks, choose_mode
 from unet3d.inference.predictor import Predictor
+from unet3d.parallel import precision
 from unet3d.runs.checkpoint import Checkpoint
 
 CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
@@ -89,3 +91,35 @@ def test_slabs_in_one_process_are_refused() -> None:
     settings = ParallelSettings(mode="spatial", devices=("cpu", "cpu"))
     with pytest.raises(ConfigError, match="spatial over 2 devices needs a process for each"):
         Predictor(Networks.of(CHECKPOINT), settings, [InferenceSettings()])
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "computed"),
+    [
+        ("float16", "auto", "float32"),
+        ("float16", "bfloat16", "bfloat16"),
+        ("float32", "auto", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("auto", "auto", "bfloat16"),
+        ("auto", "float32", "float32"),
+    ],
+)
+def test_what_is_computed_in_on_a_cpu(
+    trained: str, asked: str, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    network = random_checkpoint(changes=(f"training.precision={trained}",))
+    parallel = ParallelSettings(devices=("cpu",))
+    placed = PlacedNetworks(Networks.of(network), parallel, Group(Ranks()), [asked])
+    assert placed.precision == computed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("trained", "computed"), [("float16", "float16"), ("float32", "float32"), ("auto", "bfloat16")]
+)
+def test_what_is_computed_in_on_a_gpu(trained: str, computed: str) -> None:
+    network = random_checkpoint(changes=(f"training.precision={trained}",))
+    parallel = ParallelSettings(devices=("cuda:0",))
+    assert PlacedNetworks(Networks.of(network), parallel, Group(Ranks())).precision == computed

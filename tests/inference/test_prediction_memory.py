@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 import torch
@@ -57,6 +58,19 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> 
     assert len(long.windows.starts) > 5 * len(short.windows.starts)
 
 
+def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path: Path) -> None:
+    image = nib.Nifti1Image(np.zeros((40, 24, 90), np.int16), np.diag([1.0, 1.0, 2.0, 1.0]))
+    turned = image.as_reoriented(np.array([[2, 1], [0, -1], [1, 1]]))  # stored as 24x90x40
+    nib.save(turned, tmp_path / "scan.nii.gz")
+    network = replace(random_checkpoint(spacing_mm=(1.0, 2.0, 1.0)), patch_size=(16, 32, 8))
+    preprocessing = replace(network.preprocessing, orientation="stored")
+    found = planned(tmp_path / "scan.nii.gz", replace(network, preprocessing=preprocessing))
+    assert turned.shape == (24, 90, 40)
+    assert found.windows.size == (24, 90, 40)
+    assert found.windows.shape == (16, 32, 8)
+    assert found.label_bytes == found.voxel_bytes // 2 == 24 * 90 * 40
+
+
 def test_voxels_that_are_mapped_take_none(tmp_path: Path) -> None:
     network = replace(random_checkpoint(), patch_size=(16, 16, 16))
     assert planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network).voxel_bytes == 0
@@ -71,6 +85,28 @@ def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -
     assert sums < large.device_bytes - 1024**3 < 2**32
     assert small.device_bytes < large.device_bytes
     assert large.slab_bytes < planned(path, network).slab_bytes
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_mirror_images_need_the_sum_of_their_logits(tmp_path: Path, device: torch.device) -> None:
+    """Of many classes they are most of what windows take."""
+    changes = ("patches.augmentation.mirror_axes=x,y",)
+    many = random_checkpoint(label_values=tuple(range(60)), changes=changes)
+    network = replace(many, patch_size=(32, 32, 32))
+    path = scan_of(tmp_path, (64, 64, 64))
+    plain, mirrored = (
+        planned(path, network, device, 24_000 * 2**20, InferenceSettings(batch_size=2, tta=tta))
+        for tta in (False, True)
+    )
+    needed = 2 * 32**3 * 60 * (4 if device == CPU else 2)  # less than the sum in float32
+    assert mirrored.device_bytes + mirrored.host_bytes > (
+        plain.device_bytes + plain.host_bytes + needed
+    )
+    without = replace(
+        network, config=many.config.with_values({"patches.augmentation.mirror_axes": ()})
+    )
+    same = planned(path, without, device, 24_000 * 2**20, InferenceSettings(batch_size=2, tta=True))
+    assert same.device_bytes == plain.device_bytes
 
 
 @pytest.mark.slow
@@ -106,3 +142,16 @@ def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing
     assert "windows of 64x64x64 voxels" in asked.stdout
     predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]
     assert predicted == pytest.approx(peak_bytes, rel=0.25)
+
+
+def test_maps_take_twice_as_much_in_float32(tmp_path: Path) -> None:
+    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
+    path = scan_of(tmp_path, (40, 40, 40))
+    in_types = [
+        prediction_memory(
+            read_header(path), 0, network, InferenceSettings(batch_size=1), CPU, precision, 0
+        ).slab_bytes
+        for precision in ("bfloat16", "float32")
+    ]
+    # Three maps of 4 channels at full resolution, which have 2 bytes and 4.
+    assert in_types[1] - in_types[0] == 16**3 * 3 * 4 * 2

@@ -25,6 +25,7 @@ from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.scan_search import find_scans
 from unet3d.volumes.scans import Scan, Wanted, read_scan, write_segmentation
 from unet3d.volumes.transform import kept_box
@@ -96,6 +97,87 @@ def test_all_orientations_of_a_scan_are_segmented_alike(
         reference = labels if reference is None else reference
         np.testing.assert_array_equal(labels, reference, err_msg=codes)
     assert (np.bincount(reference.ravel(), minlength=3) > 50).all()
+
+
+SHEARED = np.diag([1.0, 1.0, 2.0, 1.0])
+SHEARED[1, 2] = -0.6
+
+
+def as_it_is_stored(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
+    """Return a network that sees the axes of the file."""
+    preprocessing = replace(checkpoint.preprocessing, orientation="stored", **changes)
+    return replace(checkpoint, preprocessing=preprocessing)
+
+
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "SRA", "PIR", "AIL"])
+@pytest.mark.parametrize("affine", [np.diag([1.0, 1.0, 2.0, 1.0]), oblique(), SHEARED], ids="sos")
+def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
+    codes: str, affine: np.ndarray, tmp_path: Path
+) -> None:
+    """As one for RAS sees a file whose header says that its stored axes are those."""
+    array = noise((21, 17, 12))
+    array[:3] = array[..., 10:] = 0
+    checkpoint = random_checkpoint(spacing_mm=(0.9, 1.0, 1.7), changes=MIRRORED)
+    slicewise = Interpolation(thick="always", across_slices=0, logits_across_slices=0, clips=True)
+    changes: dict[str, Any] = {"crops_to_nonzero": True, "interpolation": slicewise}
+    in_ras = replace(checkpoint, preprocessing=replace(checkpoint.preprocessing, **changes))
+    settings = InferenceSettings(tta=True)
+    turn = nib.orientations.ornt_transform(
+        nib.io_orientation(affine), nib.orientations.axcodes2ornt(tuple(codes))
+    )
+    image = nib.Nifti1Image(array, affine).as_reoriented(turn)
+    nib.save(image, tmp_path / "scan.nii")
+    found, found_probabilities = segmented(
+        place(as_it_is_stored(checkpoint, **changes), inference=settings), tmp_path / "scan.nii"
+    )
+    voxels = np.asarray(image.dataobj)
+    straight = np.diag([*image.header.get_zooms(), 1.0])
+    nib.save(nib.Nifti1Image(voxels, straight), tmp_path / "straight.nii")
+    expected, probabilities = segmented(
+        place(in_ras, inference=settings), tmp_path / "straight.nii"
+    )
+    assert nib.aff2axcodes(found.affine) == tuple(codes)
+    np.testing.assert_allclose(found.affine, image.affine, atol=1e-6)
+    np.testing.assert_array_equal(found.dataobj, expected.dataobj)
+    np.testing.assert_array_equal(found_probabilities, probabilities)
+    assert (np.bincount(np.asarray(found.dataobj).ravel(), minlength=3) > 50).all()
+    usual, _ = segmented(place(in_ras, inference=settings), tmp_path / "scan.nii")
+    assert np.array_equal(usual.dataobj, found.dataobj) == (codes == "RAS")
+
+
+MIRRORED = ("patches.augmentation.mirror_axes=x,z",)
+
+
+def segmented(predictor: Predictor, path: Path) -> tuple[nib.Nifti1Image, np.ndarray]:
+    """Return the labels and the probabilities of a file, as they are written."""
+    output = path.with_name("labels.nii")
+    scan = Scan(images=(path,), output=output)
+    image = read_scan(scan)
+    labels = predictor.segment(image, probabilities=path.with_suffix(".npy"))
+    assert labels.shape == image.header.shape  # in RAS
+    write_segmentation(scan, labels, image.header, overwrite=True)
+    loaded = nib.load(output)
+    np.testing.assert_array_equal(nib.as_closest_canonical(loaded).dataobj, labels)
+    found = np.asarray(loaded.dataobj).copy()
+    return nib.Nifti1Image(found, loaded.affine), np.load(path.with_suffix(".npy"))
+
+
+def test_channels_of_several_files_are_seen_with_the_axes_of_the_first(tmp_path: Path) -> None:
+    first, second = noise((20, 17, 12)), noise((20, 17, 12), seed=1)
+    affine = np.diag([-1.0, 1.0, 2.0, 1.0])
+    nib.save(nib.Nifti1Image(np.stack([first, second], 3), affine), tmp_path / "one.nii")
+    nib.save(nib.Nifti1Image(first, affine), tmp_path / "a.nii")
+    lower = nib.Nifti1Image(second, affine)
+    turn = [[2, -1], [0, 1], [1, 1]]
+    nib.save(lower.as_reoriented(np.array(turn)), tmp_path / "b.nii")
+    predictor = place(as_it_is_stored(random_checkpoint(num_channels=2)))
+    images = ((tmp_path / "one.nii",), (tmp_path / "a.nii", tmp_path / "b.nii"))
+    together, apart = (
+        predictor.segment(read_scan(Scan(images=one, output=tmp_path / "unused.nii")))
+        for one in images
+    )
+    np.testing.assert_array_equal(together, apart)
+    assert len(np.unique(together)) == 3
 
 
 @pytest.mark.parametrize("codes", [(1, 2), (2, 0), (0, 4), (3, 1)])
@@ -276,6 +358,20 @@ def test_the_probabilities_of_networks_are_averaged(
         assert (one.argmax(0).numpy() != expected).mean() > 0.02
 
 
+def test_the_logits_of_networks_are_averaged_where_they_say_so(tmp_path: Path) -> None:
+    first = random_checkpoint(patch_size=None, dtype=torch.float64)
+    members = [first, replace(wider(first), patch_size=None), reseeded(first, 2)]
+    array = noise((12, 16, 8))
+    image = torch.from_numpy((array - array.mean()) / array.std()).double()[None, None]
+    with torch.no_grad():
+        logits = torch.cat([one.build_model().double().eval()(image) for one in members])
+    expected = logits.mean(0).argmax(0).numpy()
+    assert (expected != logits.softmax(1).mean(0).argmax(0).numpy()).sum() > 10
+    settings = InferenceSettings(averaging="logits")
+    found = place(Networks.of(*members), inference=settings).segment(volume_of(array, tmp_path))
+    assert (found == expected).mean() > 0.999  # normalised in float32
+
+
 @pytest.mark.parametrize("target_mm", [None, (1.3, 1.1, 2.0)], ids=["native", "resampled"])
 def test_copies_of_a_network_segment_as_one_of_them(
     tmp_path: Path, target_mm: Spacing | None
@@ -360,6 +456,18 @@ def test_tta_averages_over_the_axes_of_training(tmp_path: Path) -> None:
     found = place(checkpoint, inference=InferenceSettings(tta=True)).segment(image)
     assert (found == mean.argmax(0).numpy()).mean() > 0.999  # normalised in float32
     assert (found != place(checkpoint).segment(image)).mean() > 0.02
+
+
+@pytest.mark.parametrize(("orientation", "axes"), [("ras", "X, Z"), ("stored", "I, K")])
+def test_mirrored_axes_are_named_as_the_network_sees_them(
+    orientation: str, axes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    checkpoint = random_checkpoint(changes=MIRRORED)
+    if orientation == "stored":
+        checkpoint = as_it_is_stored(checkpoint)
+    place(checkpoint, inference=InferenceSettings(tta=True))
+    assert f"each window is predicted 4 times, mirrored along {axes}" in caplog.messages
 
 
 def test_a_network_that_saw_no_mirror_images_gets_none(tmp_path: Path) -> None:
@@ -519,7 +627,7 @@ def test_float16_that_overflows_on_a_gpu_is_named(
     sound = place(checkpoint, "0").segment(image)
     assert len(np.unique(sound)) == 3
     # A product of 3000 and of more than 22 is beyond 65504.
-    with pytest.raises(VolumeError, match="in float16, numbers beyond 65504 overflow; add --dev"):
+    with pytest.raises(VolumeError, match="in float16, numbers beyond 65504 overflow; add --prec"):
         place(scaled(checkpoint, 3000.0, part="encoder.levels.1"), "0").segment(image)
 
 

@@ -5,6 +5,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from tests.networks import place, random_checkpoint
 from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import DoesNotFitError
+from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
-from unet3d.inference.windows import gaussian_weight, window_starts
+from unet3d.inference.windows import gaussian_weight, longest_axis, window_starts
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.classes import Region
 from unet3d.volumes.in_memory import open_array
@@ -30,6 +32,42 @@ from unet3d.volumes.scratch import Scratch
 
 def scan_of(array: np.ndarray, folder: Path) -> ScanImage:
     return open_channels([write_volume(folder / "scan.nii", array)])
+
+
+@pytest.mark.parametrize("shape", [(31, 24, 40), (16, 16, 16), (13, 45, 12), (20, 18, 61)], ids=str)
+@pytest.mark.parametrize("axes", [(), (0, 2), (0, 1, 2)], ids=str)
+def test_logits_are_those_of_nnunets_windows(
+    shape: Shape, axes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the same network, which sees the same prepared image: padded, cut, mirrored, blended."""
+    theirs = pytest.importorskip("nnunetv2.inference.predict_from_raw_data", reason="needs nnU-Net")
+    # Their sums are of half precision, which in a volume's corners leaves no digit.
+    gaussian = partial(theirs.compute_gaussian, dtype=torch.float32)
+    monkeypatch.setattr(theirs, "compute_gaussian", gaussian)
+    monkeypatch.setattr(torch, "half", torch.float32)
+    letters = ",".join("xyz"[axis] for axis in axes)
+    changes = ["training.precision=float32"]
+    if axes:
+        changes += [f"patches.augmentation.mirror_axes={letters}"]
+    checkpoint = random_checkpoint(patch_size=(16, 16, 12), changes=tuple(changes))
+    image = torch.from_numpy(noise(shape))[None]
+    image = (image - image.mean()) / image.std()
+    reference = theirs.nnUNetPredictor(
+        tile_step_size=0.5,
+        use_mirroring=bool(axes),
+        perform_everything_on_device=False,
+        device=torch.device("cpu"),
+        allow_tqdm=False,
+    )
+    reference.network = checkpoint.build_model()
+    reference.allowed_mirroring_axes = axes or None
+    reference.configuration_manager = SimpleNamespace(patch_size=[16, 16, 12])
+    reference.label_manager = SimpleNamespace(num_segmentation_heads=3)
+    expected = reference.predict_sliding_window_return_logits(image)
+    logits = place(checkpoint, inference=InferenceSettings(tta=bool(axes)))._logits
+    slabs = logits.slabs(WholeImage(image), [(16, 16, 12)], lambda done, total: None)
+    found = torch.cat(list(slabs), 1 + longest_axis(shape))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Memory:

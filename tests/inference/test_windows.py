@@ -1,9 +1,10 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
-from monai.data.utils import compute_importance_map
+from scipy import ndimage
 
 from unet3d.config import Shape
 from unet3d.inference.windows import (
@@ -30,8 +31,8 @@ def test_starts_cover_an_axis_with_the_overlap_asked_for(window: int, overlap: f
         assert starts[-1] == size - window
         steps = [b - a for a, b in itertools.pairwise(starts)]
         assert all(step >= 1 for step in steps)
-        # The overlap, but at least one voxel of progress.
-        assert all(step <= max(1.0, window * (1 - overlap) + 1e-9) for step in steps)
+        # The overlap, in whole voxels, but at least one of progress.
+        assert all(step <= max(1, math.ceil(window * (1 - overlap) - 1e-9)) for step in steps)
         if steps:
             assert max(steps) - min(steps) <= 1  # evenly spread
 
@@ -42,27 +43,43 @@ def test_no_more_windows_than_needed() -> None:
     assert window_starts(150, 100, 0.5) == [0, 50]
     assert window_starts(151, 100, 0.5) == [0, 26, 51]
     assert window_starts(300, 100, 0.0) == [0, 100, 200]
+    assert window_starts(46, 31, 0.5) == [0, 15]  # within half a voxel
+    assert window_starts(47, 31, 0.5) == [0, 8, 16]
     # 20 * (1 - 0.9) is 1.9999999999999996 in floating point, yet two voxels are meant.
     assert window_starts(40, 20, 0.9) == list(range(0, 21, 2))
 
 
-@pytest.mark.parametrize("window", [(16, 16, 16), (16, 9, 4), (5, 1, 8)])
-def test_weights_are_monais_gaussian(window: Shape) -> None:
+@pytest.mark.parametrize("window", [(16, 16, 16), (64, 9, 4), (5, 1, 8), (40, 56, 40), (2, 3, 1)])
+def test_weights_are_scipys_gaussian_of_a_point(window: Shape) -> None:
+    point = np.zeros(window)
+    point[tuple(n // 2 for n in window)] = 1
+    expected = ndimage.gaussian_filter(point, [n / 8 for n in window], mode="constant")
+    expected /= expected.max()
+    assert expected.min() > 0  # at four sigma it is cut off, which a window does not reach
     weight = gaussian_weight(window)
-    theirs = compute_importance_map(window, mode="gaussian", sigma_scale=0.125)
-    theirs = theirs / theirs.max()
-    seen = theirs > 2e-3  # below, MONAI's floor is another
-    assert seen.sum() > 4
-    torch.testing.assert_close(weight[seen], theirs[seen], rtol=1e-5, atol=0)
+    assert weight.dtype == torch.float32
+    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-6)
     assert weight.max() == 1
-    assert weight.min() >= 1e-4
+    assert weight.min() > 1e-11  # far from what float32 rounds to nothing
 
 
-def test_weights_are_the_closed_form() -> None:
-    weight = gaussian_weight((9, 1, 1))[:, 0, 0]
-    expected = [math.exp(-0.5 * ((i - 4) / (9 / 8)) ** 2) for i in range(9)]
-    assert weight.tolist() == pytest.approx(expected, rel=1e-5)
-    assert torch.equal(weight, weight.flip(0))
+@pytest.mark.parametrize("window", [(16, 16, 16), (64, 9, 4), (40, 56, 40)])
+def test_weights_are_those_of_nnunet(window: Shape) -> None:
+    theirs = pytest.importorskip(
+        "nnunetv2.inference.sliding_window_prediction", reason="needs nnU-Net"
+    ).compute_gaussian(window, 1 / 8, 10, dtype=torch.float32, device=CPU)
+    torch.testing.assert_close(10 * gaussian_weight(window), theirs, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("overlap", [0.5, 0.25, 0.75])
+@pytest.mark.parametrize("window", [7, 16, 31, 40, 64])
+def test_starts_are_those_of_nnunet(window: int, overlap: float) -> None:
+    sliding = pytest.importorskip(
+        "nnunetv2.inference.sliding_window_prediction", reason="needs nnU-Net"
+    )
+    for size in range(window, 8 * window):
+        (theirs,) = sliding.compute_steps_for_sliding_window((size,), (window,), 1 - overlap)
+        assert window_starts(size, window, overlap) == theirs
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+from typing import Literal
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,12 +10,13 @@ from unet3d.model.layers import (
     ConvUnit,
     Head,
     HeadUnit,
-    Norm,
     ResidualUnit,
     Upsample,
     UpsampledUnit,
-    make_norm,
 )
+from unet3d.model.norms import Norm, make_norm
+
+Kind = Literal["instance", "group", "batch"]
 
 
 def image(channels: int = 3, size: tuple[int, int, int] = (6, 4, 8)) -> Tensor:
@@ -29,7 +32,7 @@ def closed_form_instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor
 
 
 def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
-    unit = ConvUnit(in_channels=3, channels=4, stride=(2, 1, 2), norm="instance").double()
+    unit = ConvUnit(in_channels=3, channels=4, stride=(2, 1, 2), norm=Norm()).double()
     nn.init.normal_(unit.norm.weight)
     nn.init.normal_(unit.norm.bias)
     x = image()
@@ -40,19 +43,19 @@ def test_a_conv_unit_is_convolution_instance_norm_leaky_relu() -> None:
     torch.testing.assert_close(unit(x), expected)
 
 
-@pytest.mark.parametrize("norm", ["instance", "batch"])
-def test_an_upsampled_unit_is_one_convolution_of_what_is_joined(norm: Norm) -> None:
+@pytest.mark.parametrize("kind", ["instance", "batch"])
+def test_an_upsampled_unit_is_one_convolution_of_what_is_joined(kind: Kind) -> None:
     stride = (2, 1, 2)
     skip, up, unit = (
         Convolution(2, 4).double(),
         Upsample(6, 3, stride).double(),
-        ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=norm).double(),
+        ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=Norm(kind=kind)).double(),
     )
     low, high = image(6, (3, 4, 4)), image(2)
     weight = torch.cat([unit.conv.weight, skip.weight], dim=1)
     joined = torch.cat([F.conv_transpose3d(low, up.weight, stride=stride), high], 1)
     plain = F.conv3d(joined, weight, padding=1)
-    if norm == "instance":
+    if kind == "instance":
         normed = closed_form_instance_norm(plain, unit.norm.weight, unit.norm.bias)
     else:
         normed = F.batch_norm(plain, None, None, training=True)
@@ -60,9 +63,9 @@ def test_an_upsampled_unit_is_one_convolution_of_what_is_joined(norm: Norm) -> N
     torch.testing.assert_close(actual, F.leaky_relu(normed, 0.01))
 
 
-@pytest.mark.parametrize("norm", ["instance", "group"])
-def test_a_head_unit_is_its_unit_and_its_head(norm: Norm) -> None:
-    unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=norm).double()
+@pytest.mark.parametrize("kind", ["instance", "group"])
+def test_a_head_unit_is_its_unit_and_its_head(kind: Kind) -> None:
+    unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=Norm(kind=kind)).double()
     head = Head(4, 2).double()
     nn.init.normal_(head.bias)
     x = image()
@@ -71,14 +74,14 @@ def test_a_head_unit_is_its_unit_and_its_head(norm: Norm) -> None:
 
 
 def test_a_residual_unit_adds_its_input() -> None:
-    unit = ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="instance").double()
+    unit = ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm=Norm()).double()
     nn.init.zeros_(unit.norm.weight)  # what is added is then nothing
     x = image()
     torch.testing.assert_close(unit(x), F.leaky_relu(x, 0.01))
 
 
 def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None:
-    unit = ResidualUnit(in_channels=3, channels=5, stride=(2, 2, 1), norm="instance").double()
+    unit = ResidualUnit(in_channels=3, channels=5, stride=(2, 2, 1), norm=Norm()).double()
     nn.init.zeros_(unit.norm.weight)
     x = image()
     projection, norm = unit.shortcut[1]
@@ -90,8 +93,8 @@ def test_a_residual_unit_averages_and_projects_where_the_shape_changes() -> None
 
 def test_an_input_is_not_changed_by_the_in_place_activation() -> None:
     for unit in (
-        ConvUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="group"),
-        ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm="instance"),
+        ConvUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm=Norm(kind="group")),
+        ResidualUnit(in_channels=3, channels=3, stride=(1, 1, 1), norm=Norm()),
     ):
         x = image()
         before = x.clone()
@@ -118,14 +121,14 @@ def test_a_head_mixes_channels_only() -> None:
 
 @pytest.mark.parametrize(("channels", "num_groups"), [(32, 8), (12, 4), (6, 2), (5, 1)])
 def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> None:
-    norm, _ = make_norm("group", channels, activated=True)
+    norm, _ = make_norm(Norm(kind="group"), channels, activated=True)
     assert isinstance(norm, nn.GroupNorm)
     assert norm.num_groups == num_groups
 
 
 def test_only_batch_norm_mixes_samples() -> None:
     for name, mixes in (("instance", False), ("group", False), ("batch", True)):
-        unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=name).double()
+        unit = ConvUnit(in_channels=3, channels=4, stride=(1, 1, 1), norm=Norm(kind=name)).double()
         x = image()
         together, alone = unit(x)[:1], unit(x[:1])
         assert torch.allclose(together, alone, rtol=1e-12, atol=1e-12) != mixes, name

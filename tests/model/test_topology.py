@@ -194,6 +194,52 @@ def test_kernels_survive_and_files_without_them_have_cubes() -> None:
     assert validated(Topology, values) == plan((128, 128, 32), (1.0, 1.0, 5.0))
 
 
+NEW_FIELDS = {
+    "units": (1, 3, 2, 1),
+    "decoder_units": (1, 3, 2),
+    "upsampling_bias": True,
+    "norm_eps": 1e-3,
+    "negative_slope": 0.0,
+}
+
+
+def test_what_earlier_files_lack_is_what_they_meant() -> None:
+    topology = plan((32, 32, 32), encoder="plain", num_levels=4)
+    values = topology.to_dict()
+    for name in NEW_FIELDS:
+        del values[name]
+    assert validated(Topology, values) == topology
+    assert (topology.norm_eps, topology.negative_slope) == (1e-5, 0.01)
+    assert not topology.upsampling_bias
+    assert [topology.num_units(level) for level in range(4)] == [2] * 4
+    assert [topology.num_decoder_units(level) for level in range(3)] == [2] * 3
+
+
+def test_a_residual_encoder_has_nnunets_units_at_any_number_of_levels() -> None:
+    topology = validated(
+        Topology,
+        {
+            "in_channels": 1,
+            "num_classes": 2,
+            "channels": [4] * 16,
+            "strides": [[1, 1, 1]] * 16,
+            "encoder": "residual",
+        },
+    )
+    assert [topology.num_units(level) for level in range(16)] == [1, 3, 4, *[6] * 13]
+    assert [topology.num_decoder_units(level) for level in range(15)] == [1] * 15
+
+
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
+def test_units_are_those_that_are_named(encoder: str) -> None:
+    topology = plan((32, 32, 32), encoder=encoder, num_levels=4)
+    values = {**topology.to_dict(), **NEW_FIELDS}
+    named = validated(Topology, values)
+    assert [named.num_units(level) for level in range(4)] == [1, 3, 2, 1]
+    assert [named.num_decoder_units(level) for level in range(3)] == [1, 3, 2]
+    assert validated(Topology, named.to_dict()) == named
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -204,7 +250,7 @@ def test_kernels_survive_and_files_without_them_have_cubes() -> None:
         ({"channels": [4, 8, True]}, "channels.2 must be a valid integer, but is True"),
         ({"channels": ["4", 8, 8]}, "channels.0 must be a valid integer, but is '4'"),
         ({"channels": [4, 10**30, 4]}, "channels.1 must be at most 65536, but is 1" + 30 * "0"),
-        ({"channels": [4] * 10**6}, "channels has 1,000,000 entries, and may have 8"),
+        ({"channels": [4] * 10**6}, "channels has 1,000,000 entries, and may have 16"),
         ({"strides": [[1, 1]]}, "strides.0.2 is missing"),
         ({"strides": [1, 2]}, "strides.0 must be a valid tuple, but is 1"),
         ({"strides": [[1, 1, 1]]}, "channels of 4 levels but 1 strides"),
@@ -214,6 +260,25 @@ def test_kernels_survive_and_files_without_them_have_cubes() -> None:
         ({"kernels": [[3, 3, 2]] * 4}, "kernels.0.2 must be 1 or 3, but is 2"),
         ({"kernels": [[3, 3]] * 4}, "kernels.0.2 is missing"),
         ({"kernels": [[3, 3, 3]] * 3 + [[3, 1, 3]]}, "skip voxels of kernels (3, 1, 3)"),
+        ({"units": [2, 2]}, "channels of 4 levels but 2 units"),
+        ({"units": [2, 2, 0, 2]}, "units.2 must be at least 1, but is 0"),
+        ({"units": [2, 2, 2, 65]}, "units.3 must be at most 64, but is 65"),
+        ({"units": [2, 2, 2, 2.0]}, "units.3 must be a valid integer, but is 2.0"),
+        ({"units": [1] * 10**6}, "units has 1,000,000 entries, and may have 16"),
+        ({"decoder_units": [2] * 4}, "channels of 4 levels but 4 decoder_units, not 3"),
+        ({"decoder_units": [2, 0, 2]}, "decoder_units.1 must be at least 1, but is 0"),
+        ({"norm_eps": 0.0}, "norm_eps must be greater than 0, but is 0.0"),
+        ({"norm_eps": 2.0}, "norm_eps must be at most 1, but is 2.0"),
+        ({"norm_eps": float("nan")}, "norm_eps must be a finite number, but is nan"),
+        ({"norm_eps": "1e-5"}, "norm_eps must be a valid number, but is '1e-5'"),
+        ({"negative_slope": -0.01}, "negative_slope must be at least 0, but is -0.01"),
+        ({"negative_slope": 1.5}, "negative_slope must be at most 1, but is 1.5"),
+        ({"negative_slope": True}, "negative_slope must be a valid number, but is True"),
+        ({"upsampling_bias": 1}, "upsampling_bias must be a valid boolean, but is 1"),
+        (
+            {"upsampling_bias": True, "norm": "group"},
+            "has an upsampling_bias with norm group; it is known with instance only",
+        ),
         ({"norm": "layer"}, "norm must be 'instance', 'group' or 'batch', but is 'layer'"),
         ({"deep_supervision": 1}, "deep_supervision must be a valid boolean, but is 1"),
         ({"another": 1}, "another is unknown"),

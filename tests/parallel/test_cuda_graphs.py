@@ -37,8 +37,8 @@ SIZE = 16 if torch.cuda.is_available() else 8
 
 def make_executor(devices: tuple[torch.device, ...], **options: Any) -> Executor:
     torch.manual_seed(0)
-    topology = replace(TOPOLOGY, deep_supervision=options.pop("deep_supervision", False))
-    model = UNet3d(topology)
+    fields = {name: options.pop(name, False) for name in ("deep_supervision", "upsampling_bias")}
+    model = UNet3d(replace(TOPOLOGY, **fields))
     on_gpu = devices[0].type == "cuda"
     if not on_gpu:
         model.double()
@@ -128,6 +128,19 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
     )
     num_stages = len(cuts) + 1
     assert cpu_graphs.num_captured == num_micro_batches * (2 * num_stages + 1)
+
+
+@pytest.mark.parametrize("recompute", ["norm", "level"])
+def test_what_a_bias_of_the_upsampling_adds_is_replayed(
+    cpu_graphs: type[CpuGraphPool],
+    monkeypatch: pytest.MonkeyPatch,
+    recompute: Literal["norm", "level"],
+) -> None:
+    """A bias begins at zero, and is another one in each step."""
+    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
+    given = {"upsampling_bias": True, "recompute": recompute, "cuts": (6,)}
+    check_replayed_steps((CPU, CPU), tolerance=1e-10, **given)
+    assert cpu_graphs.num_captured
 
 
 def test_coarse_logits_of_an_earlier_stage_reach_the_loss(
@@ -305,6 +318,11 @@ def test_replayed_steps_train_as_launched_ones(
 ) -> None:
     gpus = tuple(torch.device("cuda", index) for index in indices)
     check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
+
+
+@pytest.mark.gpu
+def test_replayed_steps_have_a_bias_of_the_upsampling() -> None:
+    check_replayed_steps((torch.device("cuda", 0),), upsampling_bias=True)
 
 
 @pytest.mark.gpu

@@ -32,6 +32,12 @@ from unet3d.volumes.augment import DeviceAugmentation
 FLAT = SMALL.model_copy(update={"kernels": "anisotropic"})
 
 
+def trained_elsewhere(step: Step) -> Step:
+    """Return a step of a network as only a checkpoint describes it."""
+    more = replace(step.topology, units=(1, 3, 2), decoder_units=(3, 1), upsampling_bias=True)
+    return replace(step, topology=more)
+
+
 def activations(step: Step) -> list[int]:
     return [
         memory.activations_bytes
@@ -86,6 +92,7 @@ needs_onednn_bfloat16 = pytest.mark.skipif(
             id="residual, deep supervision",
         ),
         pytest.param(make_step((CPU, CPU), model=FLAT, spacing_mm=(1, 1, 4)), id="flat kernels"),
+        pytest.param(trained_elsewhere(make_step((CPU, CPU))), id="trained elsewhere"),
     ],
 )
 def test_what_is_predicted_is_what_is_measured_to_the_byte(
@@ -154,6 +161,9 @@ RESIDUAL = SMALL.model_copy(update={"encoder": "residual", "deep_supervision": T
         ),
         pytest.param(
             make_step((CPU,), num_shards=3, model=FLAT, spacing_mm=(1, 1, 4)), id="flat across Z"
+        ),
+        pytest.param(
+            trained_elsewhere(make_step((CPU,), num_shards=2)), id="trained elsewhere, two shards"
         ),
     ],
 )
@@ -266,6 +276,22 @@ def test_gpus_are_predicted_without_gpus() -> None:
     for index, memory in prediction.memory.items():
         ratio = memory.activations_bytes / in_float32.memory[index].activations_bytes
         assert 0.5 < ratio < 0.6  # autocast lowers nearly all of them
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_bias_of_the_upsampling_keeps_no_map(precision: str, num_shards: int) -> None:
+    given = {"num_shards": num_shards, "precision": precision}
+    step = make_step(GPUS[:1], (128, 128, 128), 1, 1, model=WIDE, **given)
+    with_bias = replace(step, topology=replace(step.topology, upsampling_bias=True))
+    plain, more = (
+        predict_memory(one, counts_reserved=False).memory[0] for one in (step, with_bias)
+    )
+    biases = sum(step.topology.channels[:-1])
+    assert more.parameters_bytes - plain.parameters_bytes == 4 * biases
+    # Faces of a few channels, of maps of 2 million voxels with 32.
+    assert more.activations_bytes - plain.activations_bytes < 2**20
+    assert more.peak_bytes - plain.peak_bytes < 8 * 2**20
 
 
 @pytest.mark.parametrize(

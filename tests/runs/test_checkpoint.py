@@ -35,13 +35,23 @@ PREPROCESSING = Preprocessing(
 )
 
 
+TRAINED_ELSEWHERE: dict[str, object] = {
+    "units": (1, 3),
+    "decoder_units": (1,),
+    "upsampling_bias": True,
+    "norm_eps": 1e-3,
+    "negative_slope": 0.0,
+}
+
+
 def make_checkpoint(dtype: torch.dtype = torch.float32, **options: object) -> Checkpoint:
     """Return the checkpoint of a network after one step of training."""
     torch.manual_seed(0)
+    fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
     settings = ModelSettings(
         **{"deep_supervision": False, "base_channels": 2, "num_levels": 2, **options}
     )
-    topology = plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3)
+    topology = replace(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3), **fields)
     model = UNet3d(topology).to(dtype)
     optimization = Optimization(model, TrainingSettings(optimizer="adamw"), "float32")
     image = torch.randn(2, 2, 16, 16, 8, dtype=dtype)
@@ -116,7 +126,13 @@ def test_what_predictions_keep_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "options", [{}, {"norm": "batch", "encoder": "residual", "deep_supervision": True}], ids=str
+    "options",
+    [
+        {},
+        {"norm": "batch", "encoder": "residual", "deep_supervision": True},
+        TRAINED_ELSEWHERE,
+    ],
+    ids=str,
 )
 def test_round_trip_is_bit_exact(
     tmp_path: Path, dtype: torch.dtype, options: dict[str, object]

@@ -29,6 +29,7 @@ from unet3d.model import UNet3d
 from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.state import TrainingState
+from unet3d.volumes.resample import Interpolation
 
 
 def content_of(optimizer: str = "adamw") -> dict[str, Any]:
@@ -126,7 +127,10 @@ def test_format_1_is_read(tmp_path: Path, optimizer: str) -> None:
     known = content["preprocessing"]
     prepared = loaded.preprocessing.to_dict()
     assert {key: prepared[key] for key in known} == known
-    assert not any(prepared[key] for key in prepared.keys() - known.keys())
+    assert loaded.preprocessing.orientation == "ras"
+    assert loaded.preprocessing.interpolation == Interpolation()
+    new = prepared.keys() - known.keys() - {"orientation", "interpolation"}
+    assert not any(prepared[key] for key in new)
     assert loaded.postprocessing == ()
     assert loaded.preprocessing.label_names[2] == "lésion"
     assert loaded.patch_size == (16, 16, 8)
@@ -155,14 +159,17 @@ NAN, INFINITY = float("nan"), float("inf")
     [
         ({"topology__channels": (10**6, 10**6)}, "topology.channels.0 must be at most 65536, but"),
         ({"topology__channels": (16384, 16384)}, "is 4x1x3x3x3 in float32 instead of 16384x1x3x"),
-        ({"topology__channels": (4,) * 10**5}, "channels has 100,000 entries, and may have 8"),
+        ({"topology__channels": (4,) * 10**5}, "channels has 100,000 entries, and may have 16"),
         ({"topology__channels": ()}, "names channels of 0 levels but 2 strides"),
         ({"topology__norm": "batch"}, "running_mean is missing"),
         ({"topology__in_channels": 2}, "its network has 2 channels and 3 classes, but it prepares"),
         ({"preprocessing__spacing_mm": [1.0, 0.0, 1.0]}, "spacing_mm.1 must be at least 0.000"),
         ({"preprocessing__spacing_mm": [NAN, 1.0, 1.0]}, "spacing_mm.0 must be a finite number"),
         ({"preprocessing__spacing_mm": [1e30, 1.0, 1.0]}, "spacing_mm.0 must be at most"),
-        ({"preprocessing__channels": [{"kind": "zscore"}]}, "kind must be 'ct', 'z-score' or 'non"),
+        (
+            {"preprocessing__channels": [{"kind": "zscore"}]},
+            "kind must be 'ct', 'z-score', 'z-score-all', ",
+        ),
         ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
         ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
         (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unet3d.config import load_config
 from unet3d.distributed.group import Group
+from unet3d.model import Topology
 from unet3d.training.validation import Validation, Validator
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.transform import Preprocessing
@@ -76,13 +77,11 @@ def validator(
             label_values=tuple(range(len(NAMES))),
             ignore_value=ignore_value,
         ),
-        topology=SimpleNamespace(
-            total_stride=(2, 2, 2),
+        topology=Topology(
+            in_channels=1,
             num_classes=len(NAMES),
-            strides=((1, 1, 1), (2, 2, 2)),
             channels=(4, 8),
-            num_levels=2,
-            deep_supervision=False,
+            strides=((1, 1, 1), (2, 2, 2)),
         ),
         patch_size=(4, 4, 4),
         validation=tuple(cases),

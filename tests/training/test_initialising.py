@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from tests.networks import random_checkpoint
+from tests.nnunet.models import TOPOLOGY, random_weights, write_model
 from tests.trainings import SMALL, assert_same_weights, run, settings, weights
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
-from unet3d.model import Topology, UNet3d
+from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
 from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.classes import Region
 from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
 DEEP = Topology(
@@ -138,6 +140,39 @@ def test_another_type_of_numbers_is_converted() -> None:
     take_weights(model, checkpoint.preprocessing, double)
     for name, value in model.state_dict().items():
         assert torch.equal(value, checkpoint.model[name])
+
+
+def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    checkpoint = trained()
+    there = replace(
+        checkpoint.preprocessing,
+        orientation="stored",
+        interpolation=Interpolation(across_slices=0, logits_across_slices=0, clips=True),
+        channels=(ChannelNormalization(kind="z-score-all"),) * 2,
+        crops_to_nonzero=True,
+    )
+    save_checkpoint(replace(checkpoint, preprocessing=there), tmp_path / "a.pt")
+    model = network(2)
+    begin_with(tmp_path / "a.pt", model, checkpoint.preprocessing, Group(Ranks()))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, checkpoint.model[name]), name
+    begins, differs = caplog.messages
+    assert begins == f"begins with the weights of {tmp_path / 'a.pt'}; nothing is new"
+    assert differs == (
+        "images are prepared otherwise than for it: orientation ras instead of stored; "
+        "normalization z-score instead of z-score-all; crops_to_nonzero False instead of True; "
+        "interpolation.across_slices 1 instead of 0; interpolation.logits_across_slices 1 instead "
+        "of 0; interpolation.clips False instead of True"
+    )
+    caplog.clear()
+    save_checkpoint(checkpoint, tmp_path / "b.pt")
+    begin_with(tmp_path / "b.pt", model, checkpoint.preprocessing, Group(Ranks()))
+    assert len(caplog.messages) == 1
+    settings = settings_of_init(load_config(None, [f"training.init={tmp_path / 'a.pt'}"]))
+    assert settings.data.spacing_mm == (1.0, 1.0, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -279,3 +314,43 @@ def test_it_goes_on_without_the_file(
     changed = weights(tmp_path / "whole")
     moved = [(value - changed[name]).abs().max() for name, value in weights(finished).items()]
     assert 0 < max(moved) < math.inf
+
+
+def test_every_part_of_a_network_of_another_program_is_taken(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "kernels": ((3, 3, 1), (3, 3, 1), (3, 3, 3), (3, 3, 3)),
+        "strides": ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2)),
+        "units": (1, 3, 2, 2),
+        "decoder_units": (1, 2, 1),
+        "upsampling_bias": True,
+        "norm_eps": 1e-3,
+        "negative_slope": 0.2,
+    }
+    checkpoint = trained(**changes)
+    save_checkpoint(checkpoint, tmp_path / "model.pt")
+    config = resolved(tmp_path / "model.pt", "model.kernels=anisotropic")
+    planned = plan_topology(config.model, (16, 16, 16), (1.0, 1.0, 1.0), 2, 3)
+    assert planned == checkpoint.topology
+    again = Config.from_yaml(config.to_yaml())
+    assert again.model == config.model
+    model = UNet3d(planned)
+    news = take_weights(model, checkpoint.preprocessing, checkpoint)
+    assert "all" in news or "every" in news or "nothing" in news
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, checkpoint.model[name]), name
+    with pytest.raises(ConfigError, match="model.units"):
+        resolved(tmp_path / "model.pt", "model.units=[2,2,2,2]")
+
+
+def test_a_model_of_nnunet_may_be_named_itself(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 0)
+    path = model / "fold_0" / "checkpoint_final.pth"
+    config = resolved(path)
+    planned = plan_topology(config.model, (32, 48, 16), (1.0, 0.5, 3.0), 2, 3)
+    assert planned == TOPOLOGY
+    assert config.data.spacing_mm == (1.0, 0.5, 3.0)
+    network = UNet3d(planned)
+    begin_with(path, network, preparing(2, "organ", "lésion"), Group(Ranks()))
+    expected = random_weights()
+    stem = "encoder.levels.0.0.conv.weight"
+    assert torch.equal(network.state_dict()[stem], expected[stem])

@@ -99,7 +99,7 @@ def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
         ),
         (("training.optimizer=adamw",), "training.optimizer changed from sgd to adamw"),
         (("data.num_folds=2",), "in training before, in validation now"),
-        (("data.normalization=none",), "normalisation changed from z-score to none"),
+        (("data.normalization=none",), "normalisation changed from z-score-all to none"),
         (("data.spacing_mm=native",), "data.spacing_mm changed from "),
         (("data.spacing_mm=2,2,2",), "to 2.0, 2.0, 2.0"),
         (("data.crop_to_nonzero=false",), "data.crop_to_nonzero changed from True to False"),

@@ -14,7 +14,7 @@ import pytest
 from tests.volumes.dicom_series import write_series
 from unet3d.errors import VolumeError
 from unet3d.volumes.header import read_header, same_grid
-from unet3d.volumes.nifti import Volume, read_image, read_label, write_label
+from unet3d.volumes.nifti import Volume, open_channels, read_image, read_label, write_label
 
 ARRAY = np.random.default_rng(0).integers(-1000, 3000, (4, 5, 6)).astype(np.int16)
 SPACING_MM = (0.7, 0.8, 2.5)
@@ -103,6 +103,10 @@ def test_it_lies_where_nibabel_and_simpleitk_say(
         ras = np.asanyarray(canonical(labels, affine).dataobj)
         write_label(tmp_path / "seg.nii.gz", ras, volume.header)
         scan = sitk.ReadImage(str(path), imageIO=READER_OF[path.suffix])
+        # Its axes as they are stored are those of SimpleITK, in reverse.
+        stored = open_channels([path]).as_stored()
+        np.testing.assert_array_equal(stored.voxels.whole()[0].T, sitk.GetArrayFromImage(scan))
+        np.testing.assert_allclose(stored.header.spacing_mm, scan.GetSpacing(), atol=1e-5)
         written = sitk.ReadImage(str(tmp_path / "seg.nii.gz"), imageIO="NiftiImageIO")
         np.testing.assert_array_equal(
             sitk.GetArrayFromImage(written), sitk.GetArrayFromImage(scan) > 1000
@@ -121,6 +125,11 @@ def test_slices_lie_where_their_positions_say(
     folder = write_series(tmp_path / "series", ARRAY, affine)
     volume = read_image(folder)
     compare(volume, affine, tmp_path)
+    # Slices follow each other along the vector product of row and column, as GDCM has them.
+    along = 1 if np.linalg.det(affine) > 0 else -1
+    stored = open_channels([folder]).as_stored()
+    np.testing.assert_array_equal(stored.voxels.whole()[0], ARRAY[..., ::along])
+    np.testing.assert_allclose(stored.header.affine[:3, 2], along * affine[:3, 2], atol=1e-6)
     labels = np.asanyarray(canonical((ARRAY > 1000).astype(np.uint8), affine).dataobj)
     write_label(tmp_path / "seg.nii.gz", labels, volume.header)
     written = nib.load(tmp_path / "seg.nii.gz")

@@ -76,6 +76,10 @@ def assert_like(image: ImageVoxels, expected: np.ndarray) -> None:
             np.testing.assert_array_equal(found, expected[(slice(None),) * (1 + axis) + (planes,)])
             found[...] = 77  # it is a copy that PyTorch can take
             torch.from_numpy(found)
+            sent = image.on_device(axis, planes, torch.device("cpu"))
+            assert sent.dtype == torch.float32
+            np.testing.assert_array_equal(sent, expected[(slice(None),) * (1 + axis) + (planes,)])
+            sent.fill_(77)  # a copy as well
     whole = image.whole()
     assert whole.dtype == np.float32 and whole.flags.c_contiguous
     np.testing.assert_array_equal(whole, expected)
@@ -232,6 +236,26 @@ def test_what_float32_cannot_hold_becomes_infinite(value: float) -> None:
     image = ImageVoxels([StoredChannels(voxels=array)])
     assert np.isinf(image.planes(0, slice(0, 2))).all()
     assert np.isinf(image.whole()).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("piece_voxels", [1, 50, 2**20])
+@pytest.mark.parametrize("dtype", ["<i2", "<f4"])
+def test_each_plane_has_its_extremes(
+    axis: int, piece_voxels: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    stored = np.asfortranarray(stored_numbers(dtype, (2, 5, 6, 7)).astype(dtype))
+    image = ImageVoxels([StoredChannels(voxels=stored, slope=-0.5, inter=3.0)])
+    array = scaled(stored, -0.5, 3.0)[1]
+    inside = np.random.default_rng(0).random(array.shape) < 0.5
+    inside[(slice(None),) * axis + (2,)] = False
+    for mask in (None, inside):
+        lowest, highest = image.plane_extremes(1, axis, mask)
+        counted = np.ma.masked_array(array, None if mask is None else ~mask)
+        others = tuple(one for one in range(3) if one != axis)
+        np.testing.assert_array_equal(lowest, counted.min(axis=others).filled(np.inf))
+        np.testing.assert_array_equal(highest, counted.max(axis=others).filled(-np.inf))
 
 
 def test_an_error_while_it_is_looked_at_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from unet3d.errors import VolumeError
 from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import (
     VolumeHeader,
+    open_channels,
     read_channels,
     read_image,
     read_label,
@@ -154,6 +155,35 @@ def header_bytes(path: Path, **fields: object) -> None:
     raw = header.binaryblock
     with path.open("r+b") as stream:
         stream.write(raw)
+
+
+SHEARED = STRAIGHT.copy()
+SHEARED[:3, 2] += (0, -1.2, 0)  # the tilted gantry of a CT
+
+
+@pytest.mark.parametrize("affine", [STRAIGHT, oblique_affine(), SHEARED], ids="sos")
+def test_a_scan_with_its_axes_as_they_are_stored_is_what_nibabel_loads(
+    affine: np.ndarray, tmp_path: Path
+) -> None:
+    array = np.stack([random_volume(), random_volume(1)], 3)
+    for codes in ORIENTATIONS:
+        path = tmp_path / f"{codes}.nii"
+        save_oriented(path, array, affine, codes, "sform")
+        loaded = nib.load(path)
+        scan = open_channels([path])
+        stored = scan.as_stored()
+        found = stored.voxels.whole()
+        np.testing.assert_array_equal(np.moveaxis(found, 0, 3), loaded.get_fdata())
+        assert stored.header.shape == stored.voxels.shape == loaded.shape[:3]
+        assert stored.header.stored_shape == loaded.shape[:3]
+        assert stored.header.num_channels == 2
+        np.testing.assert_allclose(stored.header.affine, loaded.affine, rtol=0, atol=1e-5)
+        zooms = loaded.header.get_zooms()[:3]
+        np.testing.assert_allclose(stored.header.spacing_mm, zooms, rtol=1e-6)
+        assert same_grid(stored.header, scan.header) is None
+        assert np.shares_memory(
+            stored.voxels.channel(0)._file.voxels, scan.voxels.channel(0)._file.voxels
+        )
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from unet3d.errors import VolumeError
 from unet3d.volumes import image_voxels
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
 from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
@@ -105,3 +106,71 @@ def test_many_voxels_lose_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
         scaling = ChannelScaling.of(image, 0, Z_SCORE, None)
         assert scaling.mean == pytest.approx(mean, rel=1e-13)
         assert scaling.std == pytest.approx(std, rel=1e-11)
+
+
+@pytest.mark.parametrize("piece_voxels", [100, 2**23])
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_kinds_of_nnunet(
+    piece_voxels: int, dtype: type[np.generic], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_voxels, "PIECE_VOXELS", piece_voxels)
+    array = channel().astype(dtype)
+    inside = RNG.random(array.shape) < 0.5
+    image = ImageVoxels([StoredChannels(voxels=array[None])])
+    values = array.astype(np.float64)
+    counted = values[inside]
+    expected = {
+        "z-score-all": (values - values.mean()) / values.std(),
+        "z-score-inside": np.where(inside, (values - counted.mean()) / counted.std(), 0),
+        "rescale": (values - values.min()) / (values.max() - values.min()),
+    }
+    for kind, wanted in expected.items():
+        how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+        scaling = ChannelScaling.of(image, 0, how, inside)
+        found = scaling.apply(array.astype(np.float32), inside)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6, err_msg=kind)
+
+
+@pytest.mark.parametrize("value", [0.1, -7.3, 1e-12, 3e38, 1234567.9])
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
+def test_a_constant_channel_becomes_zero_whatever_its_value(kind: str, value: float) -> None:
+    array = np.full((31, 17, 13), value, np.float32)
+    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+    inside = np.ones(array.shape, bool)
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside).apply(array, inside)
+    np.testing.assert_array_equal(found, 0)
+
+
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
+def test_tiny_intensities_are_not_blown_up(kind: str) -> None:
+    """nnU-Net divides by 1e-8 at least; others are as large as they are."""
+    array = (channel() * np.float32(1e-14)).astype(np.float32)
+    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+    inside = np.ones(array.shape, bool)
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside).apply(array, inside)
+    start = array.min() if kind == "rescale" else array.mean(dtype=np.float64)
+    np.testing.assert_allclose(found, (array - start) / 1e-8, rtol=1e-4, atol=1e-9)
+
+
+def test_the_largest_numbers_are_rescaled() -> None:
+    array = np.array([-3e38, 0, 3e38], np.float32).reshape(1, 1, 3)
+    how = ChannelNormalization(kind="rescale")
+    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, None).apply(array)
+    np.testing.assert_allclose(found.ravel(), [0, 0.5, 1], atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_colours_are_from_0_to_255(dtype: type[np.generic]) -> None:
+    array = RNG.integers(0, 256, (5, 6, 7)).astype(dtype)
+    how = ChannelNormalization(kind="rgb")
+    image = ImageVoxels([StoredChannels(voxels=array[None])])
+    found = ChannelScaling.of(image, 0, how, None).apply(array.astype(np.float32))
+    np.testing.assert_allclose(found, array / 255.0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 255), (0, 256), (-1024, 3071)])
+def test_what_are_no_colours_is_refused(low: int, high: int) -> None:
+    array = np.array([low, 3, high], np.int16).reshape(1, 1, 1, 3)
+    image = ImageVoxels([StoredChannels(voxels=array)])
+    with pytest.raises(VolumeError, match=f"intensities from {low} to {high}, but colours"):
+        ChannelScaling.of(image, 0, ChannelNormalization(kind="rgb"), None)

@@ -24,13 +24,14 @@ from unet3d.volumes.cache import PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.prepared_image import prepare_image
 from unet3d.volumes.preprocess import (
     ct_normalization,
     plan_preprocessing,
     prepare_cases,
     stored_image,
 )
-from unet3d.volumes.transform import prepare_image, prepare_label
+from unet3d.volumes.transform import prepare_label
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_plans_the_median_spacing_and_shape(tmp_path: Path, settings: DataSettin
     plan, fingerprint = plan_preprocessing(dataset, settings)
     assert plan.spacing_mm == fingerprint.spacing_mm == (1.0, 1.0, 2.0)
     assert fingerprint.shape == (10, 20, 8)
-    assert plan.channels == (ChannelNormalization(kind="z-score"),)
+    assert plan.channels == (ChannelNormalization(kind="z-score-all"),)
     assert plan.label_names == ("background", "left", "right")
     plan, fingerprint = plan_preprocessing(
         dataset, settings.model_copy(update={"spacing_mm": "native"})
@@ -142,20 +143,20 @@ def test_patches_are_planned_for_what_is_left(tmp_path: Path, settings: DataSett
     without = settings.model_copy(update={"crop_to_nonzero": False})
     plan, fingerprint = plan_preprocessing(dataset, without)
     assert not plan.crops_to_nonzero
-    assert not plan.masks_outside
+    assert plan.channels[0].kind == "z-score-all"
     assert fingerprint.shapes == {(40, 36, 8)}
 
 
 @pytest.mark.parametrize(
-    ("planes", "normalization", "masks"),
+    ("planes", "normalization", "kind"),
     [
-        ((30, 30, 30), "auto", False),
-        ((30, 23, 30), "auto", False),
-        ((10, 23, 30), "auto", False),
-        ((10, 22, 30), "auto", True),
-        ((12, 12, 30), "auto", True),
-        ((12, 12, 30), "none", False),
-        ((12, 12, 30), "ct", False),
+        ((30, 30, 30), "auto", "z-score-all"),
+        ((30, 23, 30), "auto", "z-score-all"),
+        ((10, 23, 30), "auto", "z-score-all"),
+        ((10, 22, 30), "auto", "z-score-inside"),
+        ((12, 12, 30), "auto", "z-score-inside"),
+        ((12, 12, 30), "none", "none"),
+        ((12, 12, 30), "ct", "ct"),
     ],
 )
 def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
@@ -163,12 +164,14 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
     settings: DataSettings,
     planes: tuple[int, ...],
     normalization: str,
-    masks: bool,
+    kind: str,
 ) -> None:
     boxes = [(slice(0, number), slice(None), slice(None)) for number in planes]
     dataset = write_in_zeros(tmp_path / "data", boxes, (30, 6, 6), (1, 1, 1))
     settings = settings.model_copy(update={"normalization": normalization})
-    assert plan_preprocessing(dataset, settings)[0].masks_outside == masks
+    plan, _ = plan_preprocessing(dataset, settings)
+    assert [channel.kind for channel in plan.channels] == [kind]
+    assert not plan.masks_outside
 
 
 def test_a_masked_case_is_zero_outside(tmp_path: Path, settings: DataSettings) -> None:
@@ -201,12 +204,12 @@ def test_a_ct_case_is_read_once_for_the_plan(
 @pytest.mark.parametrize(
     ("modality", "setting", "kind"),
     [
-        ("MRI", "auto", "z-score"),
+        ("MRI", "auto", "z-score-all"),
         ("CT", "auto", "ct"),
         ("ct (portal venous)", "auto", "ct"),
-        ("CTseg", "auto", "z-score"),
+        ("CTseg", "auto", "z-score-all"),
         ("noNorm", "auto", "none"),
-        ("CT", "z-score", "z-score"),
+        ("CT", "z-score", "z-score-all"),
         ("MRI", "ct", "ct"),
         ("MRI", "none", "none"),
     ],

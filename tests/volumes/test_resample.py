@@ -10,40 +10,82 @@ from torch.profiler import ProfilerActivity, profile
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.memory import host
+from unet3d.volumes import plane_resampling
+from unet3d.volumes.class_resampling import resample_classes
+from unet3d.volumes.interpolation import Order, line_matrix
+from unet3d.volumes.plane_resampling import Resampling
 from unet3d.volumes.resample import (
-    Resampling,
-    _matrix,
+    Interpolation,
     _resampling_bytes,
     affordable_shape,
-    median_spacing,
-    resample_classes,
     resampled_shape,
-    target_spacing,
     thick_axes,
 )
+from unet3d.volumes.target_spacing import median_spacing, target_spacing
 
 RNG = np.random.default_rng(0)
-CUBES = (False, False, False)
+CUBES: tuple[Order, Order, Order] = (3, 3, 3)
 
 
-def resample_image(image: np.ndarray, shape: Shape, thick: tuple[bool, bool, bool]) -> np.ndarray:
+def some_planes(
+    resampling: Resampling, image: np.ndarray, axis: int, begin: int, end: int
+) -> np.ndarray:
+    """Return some planes of the result, of an image that is all there."""
+    along = (slice(None),) * (1 + axis)
+    pieces = resampling.pieces(axis, begin, end, len(image))
+    tensors = (torch.from_numpy(image[(*along, piece)].copy("K")) for piece in pieces)
+    return resampling.planes(tensors, axis, begin, end).numpy()
+
+
+def resample_image(
+    image: np.ndarray, shape: Shape, orders: tuple[Order, Order, Order]
+) -> np.ndarray:
     """Return all planes at once."""
     x, y, z = image.shape[1:]
-    resampling = Resampling((x, y, z), shape, thick)
-    needed = image[:, resampling.needed(0, 0, shape[0])]
-    return resampling.planes(needed, 0, 0, shape[0])
+    resampling = Resampling((x, y, z), shape, orders)
+    axis = resampling.best_axis
+    return some_planes(resampling, image, axis, 0, shape[axis])
 
 
 def test_shapes_follow_the_spacing() -> None:
     assert resampled_shape((100, 50, 20), (1, 1, 3), (2, 1, 1)) == (50, 50, 60)
     assert resampled_shape((3, 4, 1), (1, 1, 1), (10, 10, 10)) == (1, 1, 1)
     assert resampled_shape((3, 4, 5), (1, 2, 3), None) == (3, 4, 5)
+    # 0.6 / 0.8 is a bit less than 0.75 in floating point, and nnU-Net divides first.
+    assert resampled_shape((10, 26, 50), (0.6, 0.6, 0.6), (0.8, 0.8, 0.8)) == (7, 19, 37)
+    assert resampled_shape((10, 26, 50), (0.75, 0.75, 0.75), (1, 1, 1)) == (8, 20, 38)
 
 
 def test_thick_slices_are_more_than_three_times_the_finest() -> None:
     assert thick_axes((1, 1, 3)) == (False, False, False)
     assert thick_axes((1, 1, 3.1)) == (False, False, True)
     assert thick_axes((5, 1, 1), (1, 1, 1)) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("have_mm", "want_mm", "each", "one"),
+    [
+        ((1, 1, 3), (1, 1, 1), (), ()),
+        ((1, 1, 3.1), (1, 1, 1), (2,), (2,)),
+        ((1, 1, 1), (4, 1, 1), (0,), (0,)),
+        ((1, 5, 1), (4, 1, 1), (0, 1), (1,)),  # the first spacing counts
+        ((5, 5, 1), (4, 1, 1), (0, 1), ()),  # two are equally coarse
+        ((4, 5, 1), (1, 1, 1), (0, 1), (1,)),
+    ],
+)
+def test_slices_lie_along_one_axis_where_they_are_clipped(
+    have_mm: Spacing, want_mm: Spacing, each: tuple[int, ...], one: tuple[int, ...]
+) -> None:
+    assert Interpolation().slice_axes(have_mm, want_mm) == each
+    assert Interpolation(clips=True).slice_axes(have_mm, want_mm) == one
+    for clips in (False, True):
+        assert Interpolation(thick="never", clips=clips).slice_axes(have_mm, want_mm) == ()
+
+
+def test_slices_may_be_taken_one_by_one_always() -> None:
+    always = Interpolation(thick="always", clips=True)
+    assert always.slice_axes((1, 1, 1.1), (5, 1, 1)) == (2,)
+    assert always.slice_axes((1, 1, 1), (5, 1, 1)) == ()
 
 
 @pytest.mark.parametrize("shape", [(17, 9, 5), (11, 20, 5), (3, 40, 1), (22, 28, 10), (1, 1, 1)])
@@ -60,14 +102,16 @@ def test_images_are_resampled_as_scipy_zooms(shape: Shape) -> None:
 
 
 def test_long_axes_leave_no_weights_that_slow_everything_down() -> None:
-    weights = _matrix(300, 180, 3).abs()
+    weights = line_matrix(300, 180, 3).abs()
     assert weights[weights > 0].min() > 1e-13
-    torch.testing.assert_close(weights.new_ones(180), _matrix(300, 180, 3).sum(1))
+    torch.testing.assert_close(weights.new_ones(180), line_matrix(300, 180, 3).sum(1))
 
 
 def test_nothing_happens_at_the_same_shape() -> None:
     image = RNG.normal(size=(1, 4, 5, 6)).astype(np.float32)
-    assert Resampling((4, 5, 6), (4, 5, 6), CUBES).planes(image, 0, 0, 4) is image
+    planes = torch.from_numpy(image)
+    resampling = Resampling((4, 5, 6), (4, 5, 6), CUBES)
+    assert resampling.planes([planes], 0, 0, 4).data_ptr() == planes.data_ptr()
     classes = np.zeros((4, 5, 6), np.uint8)
     assert resample_classes(classes, (4, 5, 6)) is classes
 
@@ -84,7 +128,7 @@ def test_thick_slices_do_not_overshoot() -> None:
     image = np.zeros((1, 6, 6, 8), np.float32)
     image[..., 4:] = 1
     cubic = resample_image(image, (6, 6, 32), CUBES)
-    linear = resample_image(image, (6, 6, 32), (False, False, True))
+    linear = resample_image(image, (6, 6, 32), (3, 3, 1))
     assert cubic.max() > 1.02 and cubic.min() < -0.02
     assert linear.max() <= 1 + 1e-6 and linear.min() >= -1e-6
 
@@ -221,24 +265,29 @@ def test_target_spacings_are_those_of_nnunet() -> None:
 
 @pytest.mark.parametrize("shape", [(90, 31, 44), (60, 50, 22), (25, 50, 90), (120, 50, 44)])
 @pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("thick", [CUBES, (True, False, True)])
+@pytest.mark.parametrize("orders", [CUBES, (1, 3, 1), (0, 3, 3)])
+@pytest.mark.parametrize("piece_voxels", [5_000, 2**24])
 def test_planes_by_themselves_are_those_of_the_whole(
-    shape: Shape, axis: int, thick: tuple[bool, bool, bool]
+    shape: Shape,
+    axis: int,
+    orders: tuple[Order, Order, Order],
+    piece_voxels: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     image = RNG.normal(size=(2, 60, 50, 44)).astype(np.float32)
-    whole = resample_image(image, shape, thick)
-    resampling = Resampling((60, 50, 44), shape, thick)
+    whole = resample_image(image, shape, orders)
+    monkeypatch.setattr(plane_resampling, "SOURCE_VOXELS", piece_voxels)
+    resampling = Resampling((60, 50, 44), shape, orders)
     along = (slice(None),) * (1 + axis)
     for begin in range(0, shape[axis], 7):
         end = min(begin + 7, shape[axis])
-        source = resampling.needed(axis, begin, end)
-        part = resampling.planes(image[(*along, source)], axis, begin, end)
+        part = some_planes(resampling, image, axis, begin, end)
         np.testing.assert_allclose(part, whole[(*along, slice(begin, end))], rtol=0, atol=2e-6)
 
 
 def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image() -> None:
     spline = Resampling((500, 8, 8), (1000, 8, 8), CUBES).needed(0, 500, 501)
     assert spline.start < 250 < spline.stop and spline.stop - spline.start < 50
-    linear = Resampling((500, 8, 8), (1000, 8, 8), (True, False, False)).needed(0, 500, 501)
+    linear = Resampling((500, 8, 8), (1000, 8, 8), (1, 3, 3)).needed(0, 500, 501)
     assert linear.stop - linear.start == 2
     assert Resampling((500, 8, 8), (500, 8, 8), CUBES).needed(0, 3, 9) == slice(3, 9)

@@ -1,8 +1,10 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as functional
+from scipy import ndimage
 
 from unet3d.config import Shape
 from unet3d.volumes import restoring
@@ -98,3 +100,45 @@ def test_a_field_that_is_linear_in_space_is_the_same_on_any_grid() -> None:
     restored = torch.cat(list(restored_slabs([field(small)], 2, small, large)), 3)
     inside = (slice(None), slice(2, -2), slice(2, -2), slice(2, -2))
     torch.testing.assert_close(restored[inside], field(large)[inside])
+
+
+@pytest.mark.parametrize(("grid", "shape"), GRIDS, ids=str)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("nearest", [0, 1, 2])
+@pytest.mark.parametrize("num_planes", [1, 3, 100])
+def test_any_slabs_give_the_nearest_slices(
+    grid: Shape, shape: Shape, axis: int, nearest: int, num_planes: int
+) -> None:
+    logits = logits_of(grid)
+    slabs = torch.split(logits, num_planes, dim=1 + axis)
+    found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, (nearest,))), 1 + axis)
+    size = [grid[one] if one == nearest else shape[one] for one in range(3)]
+    slices = functional.interpolate(logits[None], size=size, mode="trilinear")[0].numpy()
+    places = grid[nearest] / shape[nearest] * (np.arange(shape[nearest]) + 0.5) - 0.5
+    lines = [np.arange(n) if one != nearest else places for one, n in enumerate(shape)]
+    expected = np.stack(
+        [
+            ndimage.map_coordinates(
+                one, np.stack(np.meshgrid(*lines, indexing="ij")), order=0, mode="nearest"
+            )
+            for one in slices
+        ]
+    )
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)
+
+
+def test_a_slice_that_is_nearest_waits_for_no_other() -> None:
+    given = []
+
+    def slabs():
+        for slab in torch.split(logits_of((40, 4, 4)), 10, dim=1):
+            given.append(slab.shape[1])
+            yield slab
+
+    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), (0,))
+    assert [(sum(given), slab.shape[1]) for slab in restored] == [
+        (10, 20),
+        (20, 20),
+        (30, 20),
+        (40, 20),
+    ]

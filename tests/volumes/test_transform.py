@@ -14,13 +14,13 @@ from unet3d.volumes.classes import Region
 from unet3d.volumes.cropping import whole_box
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.prepared_image import PreparedImage, prepare_image
+from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.restoring import restored_slabs
 from unet3d.volumes.transform import (
-    PreparedImage,
     Preprocessing,
     classes_of,
     kept_box,
-    prepare_image,
     prepare_label,
 )
 
@@ -54,7 +54,40 @@ def test_survives_json() -> None:
         with pytest.raises(ValueError, match=f"{field} must be a valid boolean, but is 1"):
             validated(Preprocessing, {**tree, field: 1})
         del tree[field]
+    for field in ("orientation", "interpolation"):
+        del tree[field]
     assert validated(Preprocessing, tree) == plan()  # as files of the first versions are read
+
+
+def test_what_is_as_in_nnunet_survives_json() -> None:
+    how = Interpolation(
+        order=1, thick="always", across_slices=0, logits_across_slices=0, clips=True
+    )
+    kinds = ("z-score-all", "z-score-inside", "rescale", "rgb")
+    channels = [ChannelNormalization(kind=kind) for kind in kinds]  # type: ignore[arg-type]
+    preprocessing = replace(plan(*channels), orientation="stored", interpolation=how)
+    tree = json.loads(json.dumps(preprocessing.to_dict()))
+    assert validated(Preprocessing, tree) == preprocessing
+    for field, value in (("order", 2), ("thick", "z"), ("across_slices", 3), ("clips", 1)):
+        wrong = {**tree, "interpolation": {**tree["interpolation"], field: value}}
+        with pytest.raises(ValueError, match=f"interpolation.{field} must be"):
+            validated(Preprocessing, wrong)
+    with pytest.raises(ValueError, match="orientation must be"):
+        validated(Preprocessing, {**tree, "orientation": "lps"})
+
+
+def test_one_channel_is_masked_and_another_is_not() -> None:
+    image = np.zeros((2, 9, 8, 7), np.float32)
+    image[:, 2:7, 2:6, 2:5] = RNG.normal(90, 9, (2, 5, 4, 3))
+    how = [ChannelNormalization(kind=one) for one in ("z-score", "z-score-inside")]  # type: ignore[arg-type]
+    found = prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(*how))
+    inside = image[1] != 0
+    for channel, is_masked in enumerate((False, True)):
+        counted = image[channel][inside].astype(np.float64)
+        expected = (image[channel] - counted.mean()) / counted.std()
+        if is_masked:
+            expected[~inside] = 0
+        np.testing.assert_allclose(found[channel], expected, atol=1e-4)
 
 
 def test_ignored_voxels_have_the_index_after_the_last_class() -> None:
@@ -317,7 +350,7 @@ def test_an_allocation_that_fails_all_the_same_is_explained(
         def exhausted(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("unet3d.volumes.transform.Resampling.planes", exhausted)
+        monkeypatch.setattr("unet3d.volumes.prepared_image.Resampling.planes", exhausted)
         with pytest.raises(VolumeError, match="too little memory, .* available"):
             prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
 
@@ -363,4 +396,4 @@ def test_the_largest_intensity_is_that_of_the_normalised_image() -> None:
     image[1, 3, 4, 5] = -900
     how = ChannelNormalization(kind="z-score")
     prepared = PreparedImage(ImageVoxels.of(image), (1, 1, 1), plan(how, how))
-    assert prepared.largest == pytest.approx(np.abs(prepared.planes(0, 0, 12)).max(), rel=1e-6)
+    assert prepared.largest == pytest.approx(float(prepared.planes(0, 0, 12).abs().max()), rel=1e-6)

@@ -14,6 +14,7 @@ import click
 
 from unet3d import __version__
 from unet3d.cli.config import config
+from unet3d.cli.convert import convert
 from unet3d.cli.evaluate import check, evaluate
 from unet3d.cli.log_format import OneLineFormatter
 from unet3d.cli.options import named_as_typed
@@ -107,5 +108,5 @@ def commands(debug: bool) -> None:
     logging.getLogger("unet3d").setLevel(logging.DEBUG if debug else logging.INFO)
 
 
-for _command in (train, predict, evaluate, report, check, plan, config):
+for _command in (train, predict, evaluate, report, check, plan, convert, config):
     commands.add_command(_command)

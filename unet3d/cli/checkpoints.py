@@ -16,16 +16,7 @@ def trained_inference(network: "Checkpoint") -> list[str]:
     Args:
         network: The network.
     """
-    trained = network.config.inference
-    return changes_of(
-        {
-            "inference.window": trained.window,
-            "inference.overlap": trained.overlap,
-            "inference.batch_size": trained.batch_size,
-            "inference.tta": trained.tta,
-            "inference.postprocessing": trained.postprocessing,
-        }
-    )
+    return changes_of({f"inference.{name}": value for name, value in network.config.inference})
 
 
 def newest_checkpoints() -> tuple[Path, ...]:

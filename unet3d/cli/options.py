@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import click
@@ -19,18 +20,27 @@ def files_of_checkpoints(
     """Return the checkpoints that paths stand for, each of them once.
 
     Args:
-        context: Of click.
-        parameter: The option.
-        paths: Files and folders; see :func:`~unet3d.runs.finding.checkpoints_in`.
+        context: Of click; an archive is unpacked as long as it lasts.
+        parameter: The option, or the argument.
+        paths: Files and folders; see :func:`~unet3d.nnunet.model_files.networks_in`.
 
     Raises:
         CheckpointError: A folder has none.
     """
+    folds = context.params.get("folds")
     if not paths:
+        if folds is not None:
+            raise click.UsageError("--folds needs the network whose folds are meant: --checkpoint")
         return ()
-    from unet3d.runs.finding import checkpoints_in
+    from unet3d.nnunet.model_files import networks_in
 
-    return tuple(dict.fromkeys(file for path in paths for file in checkpoints_in(path)))
+    found: dict[Path, None] = {}
+    for path in paths:
+        unpacked = None
+        if path.suffix == ".zip":
+            unpacked = Path(context.with_resource(TemporaryDirectory(prefix="unet3d-")))
+        found |= dict.fromkeys(networks_in(path, folds, unpacked))
+    return tuple(found)
 
 
 def checkpoint_option(what: str) -> Callable[[Function], Function]:
@@ -47,6 +57,32 @@ def checkpoint_option(what: str) -> Callable[[Function], Function]:
         callback=files_of_checkpoints,
         help=what,
     )
+
+
+class Folds(click.ParamType[tuple[int | str, ...]]):
+    """Folds of a network: ``0,2``, or ``all`` for that of nnU-Net on all cases."""
+
+    name = "folds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | str, ...]:
+        """Return numbers, or ``all``."""
+        if value == "all":
+            return ("all",)
+        parts = str(value).split(",")
+        if not all(part.isdecimal() and len(part) <= 4 for part in parts):
+            self.fail(f"{value} names no folds; give numbers such as 0,2, or all", param, ctx)
+        return tuple(dict.fromkeys(map(int, parts)))
+
+
+folds_option = click.option(
+    "--folds",
+    type=Folds(),
+    metavar="LIST",
+    is_eager=True,  # before the networks are looked for
+    help="Which folds of the network, such as 0,2; default: all that it has.",
+)
 
 
 PARALLEL_HELP = {

@@ -29,16 +29,15 @@ def plan_prediction(
         import torch
 
         from unet3d.config import load_config
+        from unet3d.inference.computing_precision import wanted_precision
         from unet3d.inference.prediction_memory import prediction_memory
         from unet3d.memory.host import available_bytes
+        from unet3d.nnunet.reading import load_network
         from unet3d.parallel import ParallelDims, resolve_precision
-        from unet3d.runs.checkpoint import load_checkpoint
         from unet3d.volumes.header import read_header
         from unet3d.volumes.nifti import unpacked_bytes
 
-        networks = [
-            load_checkpoint(path, part="network") for path in checkpoints or newest_checkpoints()
-        ]
+        networks = [load_network(path) for path in checkpoints or newest_checkpoints()]
         header, packed = read_header(scan[0]), unpacked_bytes(scan)
         if device_memory is not None:
             device = torch.device("cuda", 0)
@@ -52,18 +51,14 @@ def plan_prediction(
             on_gpu = device.type == "cuda"
             gpu_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
             precision = resolve_precision("auto", [device])
-        found = [
-            prediction_memory(
-                header,
-                packed,
-                network,
-                load_config(None, trained_inference(network)).inference,
-                device,
-                precision,
-                gpu_bytes,
+        found = []
+        for network in networks:
+            settings = load_config(None, trained_inference(network)).inference
+            wanted = wanted_precision(network, settings.precision, [device])
+            of_network = precision if wanted == "auto" else wanted
+            found.append(
+                prediction_memory(header, packed, network, settings, device, of_network, gpu_bytes)
             )
-            for network in networks
-        ]
         # They take turns, so the largest counts.
         memory = max(found, key=lambda one: (one.device_bytes, one.host_bytes))
         record = memory.to_dict(str(device), gpu_bytes, available_bytes())

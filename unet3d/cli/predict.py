@@ -10,7 +10,13 @@ import click
 
 from unet3d.cli.checkpoints import newest_checkpoints, trained_inference
 from unet3d.cli.dealing import from_plain, showing_left, to_plain
-from unet3d.cli.options import FILE, changes_of, checkpoint_option, placement_options
+from unet3d.cli.options import (
+    FILE,
+    changes_of,
+    checkpoint_option,
+    folds_option,
+    placement_options,
+)
 from unet3d.cli.output import begin_as_rank, imports_at_once
 from unet3d.cli.segmentation import Segmentation
 
@@ -32,7 +38,8 @@ class _Request:
     output: Path | None
     window: str | None
     overlap: float | None
-    tta: bool
+    tta: bool | None
+    precision: str | None
     statistics: bool
     preview: bool
     probabilities: bool
@@ -60,10 +67,12 @@ class _Request:
             "--output": self.output,
             "--window": self.window,
             "--overlap": self.overlap,
+            "--precision": self.precision,
             "--scratch": self.scratch,
         }
         flags = {
-            "--tta": self.tta,
+            "--tta": self.tta is True,
+            "--no-tta": self.tta is False,
             "--statistics": self.statistics,
             "--preview": self.preview,
             "--probabilities": self.probabilities,
@@ -83,9 +92,10 @@ class _Request:
 @click.command()
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @checkpoint_option(
-    "A file, or the folder of a run, of its folds or of files; repeatable: probabilities of "
-    "several networks are averaged. Default: the newest finished run."
+    "A file, or the folder of a run, of its folds or of files; a model of nnU-Net, as a folder or "
+    "an archive; repeatable: several networks are averaged. Default: the newest finished run."
 )
+@folds_option
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
 @placement_options("auto", "none", "data", "spatial", "model")
 @click.option(
@@ -97,9 +107,15 @@ class _Request:
     "--window", metavar="X,Y,Z", help="Voxels of a window, or whole; default: as in training."
 )
 @click.option(
-    "--tta",
-    is_flag=True,
-    help="Average over mirror images, as far as training had them: up to 8 times the work.",
+    "--precision",
+    type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+    help="What is computed in; auto: bfloat16 where the device has it (default).",
+)
+@click.option(
+    "--tta/--no-tta",
+    default=None,
+    help="Average over mirror images, as far as training had them: up to 8 times the work; "
+    "default: as in training.",
 )
 @click.option("--statistics", is_flag=True, help="Also write mL and intensity of each label.")
 @click.option(
@@ -139,12 +155,14 @@ def predict(
     *,
     images: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
+    folds: tuple[int | str, ...] | None,
     output: Path | None,
     parallel: str | None,
     devices: str | None,
     overlap: float | None,
     window: str | None,
-    tta: bool,
+    precision: str | None,
+    tta: bool | None,
     statistics: bool,
     preview: bool,
     probabilities: bool,
@@ -186,6 +204,7 @@ def predict(
         output=output,
         window=window,
         overlap=overlap,
+        precision=precision,
         tta=tta,
         statistics=statistics,
         preview=preview,
@@ -208,7 +227,8 @@ def predict(
             {
                 "inference.window": window,
                 "inference.overlap": overlap,
-                "inference.tta": True if tta else None,
+                "inference.precision": precision,
+                "inference.tta": tta,
                 "inference.postprocessing": False if no_postprocessing else None,
             }
         )

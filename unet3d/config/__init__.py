@@ -1,12 +1,12 @@
 """The configuration: every setting with its meaning, its limits and its one default."""
 
 from unet3d.config.configuration import Config, load_config, overrides_of
+from unet3d.config.inference_settings import InferenceSettings
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.settings import (
     RATE_DIVISOR_OF_INIT,
     AugmentationSettings,
     DataSettings,
-    InferenceSettings,
     MemorySettings,
     ModelSettings,
     PatchSettings,
@@ -19,11 +19,14 @@ from unet3d.config.values import (
     Channels,
     CudaGraphs,
     Few,
+    Kernel,
     Offload,
     Recompute,
     Shape,
     Spacing,
     Strides,
+    Taps,
+    Units,
 )
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "DataSettings",
     "Few",
     "InferenceSettings",
+    "Kernel",
     "MemorySettings",
     "ModelSettings",
     "Offload",
@@ -47,7 +51,9 @@ __all__ = [
     "Shape",
     "Spacing",
     "Strides",
+    "Taps",
     "TrainingSettings",
+    "Units",
     "load_config",
     "overrides_of",
 ]

@@ -16,11 +16,11 @@ from pydantic import ValidationError, model_validator
 
 from unet3d.config.bounded_yaml import MAX_BYTES, MAX_NODES, parse_yaml
 from unet3d.config.explain import explain, known_setting
+from unet3d.config.inference_settings import InferenceSettings
 from unet3d.config.parallel_settings import ParallelSettings
 from unet3d.config.section import Section
 from unet3d.config.settings import (
     DataSettings,
-    InferenceSettings,
     MemorySettings,
     ModelSettings,
     PatchSettings,

@@ -111,7 +111,7 @@ def in_words(hint: Any, many: bool = False) -> str:
         ]
         return " ".join([in_words(arguments[0], many), " and ".join(limits)]).rstrip()
     if origin is Literal:
-        return _any_of(arguments)
+        return _any_of(map(str, arguments))
     if origin in (Union, UnionType):
         return _any_of(
             word

@@ -13,6 +13,7 @@ from unet3d.config.values import (
     Few,
     FilePath,
     Fraction,
+    Kernel,
     Many,
     Offload,
     Recompute,
@@ -20,6 +21,7 @@ from unet3d.config.values import (
     Shape,
     Spacing,
     Strides,
+    Units,
     of_few_voxels,
 )
 from unet3d.inputs.plain_data import at_most
@@ -169,9 +171,12 @@ class ModelSettings(Section):
     """Resolutions of the network; auto: until an axis would fall below 4 voxels, at most 6."""
     channels: Annotated[tuple[Channels, ...], at_most(1024)] | None = None
     """Channels of each level, instead of the three settings above; null: by those."""
-    kernels: Literal["isotropic", "anisotropic"] = "isotropic"
+    kernels: Literal["isotropic", "anisotropic"] | Annotated[tuple[Kernel, ...], at_most(8)] = (
+        "isotropic"
+    )
     """isotropic: 3 x 3 x 3 voxels; anisotropic: one voxel along an axis while its spacing is 2 or
-    more times the finest, as across thick slices, and three below."""
+    more times the finest, as across thick slices, and three below; or 1 or 3 voxels along X, Y, Z
+    for each level, such as [[3,3,1],[3,3,3]]."""
     strides: Annotated[tuple[Strides, ...], at_most(8)] | None = None
     """Strides along X, Y, Z from each level to the next, such as [[1,2,2],[2,2,2]] for three
     levels; null: from patch size and spacing."""
@@ -180,6 +185,17 @@ class ModelSettings(Section):
     groups of channels of each sample, or each channel of the batch."""
     deep_supervision: bool = True
     """Whether coarser levels of the decoder have a loss of their own too."""
+    units: Annotated[tuple[Units, ...], at_most(8)] | None = None
+    """Convolutions, or residual units, of each level; null: 2, of residual units 1, 3, 4 and 6."""
+    decoder_units: Annotated[tuple[Units, ...], at_most(8)] | None = None
+    """Convolutions of each level of the decoder, full resolution first; null: 2, beside a residual
+    encoder 1."""
+    upsampling_bias: bool = False
+    """Whether transposed convolutions have a bias, which changes the border of an image alone."""
+    norm_eps: Annotated[float, Field(gt=0, le=1), NUMBER] = 1e-5
+    """What normalisations add to the variance."""
+    negative_slope: Fraction = 0.01
+    """Slope of each LeakyReLU below zero."""
 
     @model_validator(mode="after")
     def _strides_suit_levels(self) -> Self:
@@ -304,27 +320,3 @@ class MemorySettings(Section):
     def _off(cls, value: Any) -> Any:
         """Accept ``off`` as a word, because YAML reads it as False."""
         return "off" if value is False else value
-
-
-class InferenceSettings(Section):
-    """Prediction, also in validation."""
-
-    window: Literal["auto", "whole"] | Shape = "auto"
-    """Voxels along X, Y, Z of a window; whole: the whole volume; auto: the training patch, or the
-    whole volume for a network trained on whole volumes."""
-    overlap: Annotated[float, Field(ge=0, le=0.95), NUMBER] = 0.5
-    """Share of a window that its neighbour covers again."""
-    batch_size: Few | Literal["auto"] = "auto"
-    """Windows in one forward pass, of each replica; auto: as many as 2^23 voxels hold on a GPU, if
-    it has the memory (one while a training validates), and 2^20 on a CPU."""
-    tta: bool = False
-    """Whether each window is also predicted mirrored, over all combinations of the axes along which
-    patches were mirrored in training, and the logits are averaged: up to 8 times the work."""
-    postprocessing: bool = True
-    """Whether a training ends with the choice of labels of which only the largest component is kept
-    (those where that raises Dice in validation), and predictions keep only these."""
-
-    @field_validator("window")
-    @classmethod
-    def _few_voxels(cls, window: str | Shape) -> str | Shape:
-        return of_few_voxels("inference.window", window, MAX_PATCH_VOXELS)

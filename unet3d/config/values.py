@@ -56,6 +56,12 @@ Stride = Annotated[int, Field(ge=1, le=4, strict=True)]
 """Voxels of a level along one axis in one voxel of the next level."""
 Strides = tuple[Stride, Stride, Stride]
 """Strides along X, Y, Z."""
+Taps = Literal[1, 3]
+"""Voxels of a kernel along one axis."""
+Kernel = tuple[Taps, Taps, Taps]
+"""Voxels of a kernel along X, Y, Z."""
+Units = Annotated[int, Field(ge=1, le=64, strict=True)]
+"""Convolutions or residual units, one behind another."""
 Voxels = Annotated[int, Field(gt=0, le=2**16, strict=True)]
 """Voxels along one axis."""
 Shape = tuple[Voxels, Voxels, Voxels]

@@ -1,46 +1,54 @@
-"""The mean of the probabilities of several networks, slab after slab."""
+"""The mean of several networks, of their probabilities or of their logits, slab after slab."""
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+Averaging: TypeAlias = Literal["probabilities", "logits"]
+"""What of several networks is averaged."""
 
 PIECE_NUMBERS = 2**22
 """Numbers whose exponentials are in memory at a time, beside the logits that they replace."""
 
 
-class ProbabilityMean:
-    """Adds up the probabilities that networks give to each class, one network after the other.
+class NetworkMean:
+    """Adds up what networks say of each class, one network after the other.
 
-    As in nnU-Net's ensembles (arXiv 1904.08128) every network counts the same, and each voxel is
-    given to the class of the largest mean. The mean is returned as its logarithm: that is what the
-    softmax of logits gives back, so it is resampled and compared as logits are, and several copies
-    of a network segment as one of them does. The probabilities of regions, which overlap, are
-    averaged each for itself.
+    Every network counts the same, and each voxel is given to the class of the largest mean. Of
+    probabilities, as in nnU-Net's ensembles (arXiv 1904.08128), the mean is returned as its
+    logarithm: that is what the softmax of logits gives back, so it is resampled and compared as
+    logits are, and several copies of a network segment as one of them does. The probabilities of
+    regions, which overlap, are averaged each for itself. The mean of logits, as of nnU-Net's folds,
+    is what it is.
     """
 
-    def __init__(self, *, of_regions: bool = False) -> None:
+    def __init__(self, averaging: Averaging, *, of_regions: bool = False) -> None:
         """Begin without a network.
 
         Args:
+            averaging: What is averaged.
             of_regions: Whether logits are those of regions, and not of classes.
         """
+        self._averaging = averaging
         self._of_regions = of_regions
         self._total: Tensor | None = None
         self._num_networks = 0
 
     def add(self, logits: Tensor) -> None:
-        """Add the probabilities of one more network.
+        """Add one more network.
 
         Args:
             logits: Shape (K, X, Y, Z), blended over all windows, on any device; their memory is
                 taken over.
         """
-        if self._of_regions:
-            logits.sigmoid_()
-        else:
-            _to_probabilities(logits)
+        if self._averaging == "probabilities":
+            if self._of_regions:
+                logits.sigmoid_()
+            else:
+                _to_probabilities(logits)
         self._num_networks += 1
         if self._total is None:
             self._total = logits
@@ -51,7 +59,9 @@ class ProbabilityMean:
         self._total = self._total.to(dtype).add_(logits.to(self._total.device))
 
     def logits(self) -> Tensor:
-        """Return the logarithm of the mean, of regions its logit, shape (K, X, Y, Z); forget it.
+        """Return the mean as logits, shape (K, X, Y, Z); forget it.
+
+        Of probabilities that is their logarithm, and of regions their logit.
 
         Raises:
             RuntimeError: No network has been added.
@@ -60,6 +70,8 @@ class ProbabilityMean:
             raise RuntimeError("there is no mean of no networks")
         mean = self._total.div_(self._num_networks)
         self._total, self._num_networks = None, 0
+        if self._averaging == "logits":
+            return mean
         # A probability that has become 0, or 1 of a region, has none that could be resampled.
         number = torch.finfo(mean.dtype)
         if self._of_regions:
@@ -68,17 +80,18 @@ class ProbabilityMean:
 
 
 def mean_slabs(
-    networks: Sequence[Iterator[Tensor]], axis: int, *, of_regions: bool
+    networks: Sequence[Iterator[Tensor]], axis: int, averaging: Averaging, *, of_regions: bool
 ) -> Iterator[Tensor]:
     """Yield the mean of networks, as far as all of them have come.
 
     Args:
         networks: The logits of each, in consecutive slabs that may end at different planes.
         axis: The axis along which they follow each other.
+        averaging: What of them is averaged.
         of_regions: Whether logits are those of regions, and not of classes.
 
     Yields:
-        Consecutive slabs: :meth:`ProbabilityMean.logits`.
+        Consecutive slabs: :meth:`NetworkMean.logits`.
     """
     dim = 1 + axis
     waiting: list[Tensor | None] = [None] * len(networks)
@@ -91,7 +104,7 @@ def mean_slabs(
         if not known:  # all of them cover the same volume
             return
         num_planes = min(slab.shape[dim] for slab in known)
-        mean = ProbabilityMean(of_regions=of_regions)
+        mean = NetworkMean(averaging, of_regions=of_regions)
         for slab in known:
             mean.add(slab.narrow(dim, 0, num_planes))
         left = [slab.narrow(dim, num_planes, slab.shape[dim] - num_planes) for slab in known]

@@ -63,8 +63,8 @@ def cause_of_non_finite(model: BlockNetwork, name: str, intensity: float, precis
         )
     if precision == "float16":
         return (
-            f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --devices cpu, which "
-            "computes in another precision"
+            f"in float16, numbers beyond {MAX_FLOAT16} overflow; add --precision bfloat16, which "
+            "reaches further"
         )
     return "its intensities are probably unlike those of the training; look at the image"
 

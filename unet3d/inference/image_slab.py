@@ -32,13 +32,14 @@ class Planes(Protocol):
         """Channels."""
         ...
 
-    def planes(self, axis: int, begin: int, end: int) -> Tensor:
-        """Return some planes, shape (C, X, Y, Z), on any device.
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
+        """Return some planes, shape (C, X, Y, Z), which are there; on any device.
 
         Args:
             axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
             begin: The first of them.
             end: The one after the last.
+            device: Where they are wanted; there they are made, if they are made.
         """
         ...
 
@@ -65,13 +66,14 @@ class WholeImage:
         """Channels."""
         return len(self._image)
 
-    def planes(self, axis: int, begin: int, end: int) -> Tensor:
-        """Return some planes, without a copy.
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> Tensor:
+        """Return some planes, without a copy, wherever they are.
 
         Args:
             axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
             begin: The first of them.
             end: The one after the last.
+            device: Makes no difference.
         """
         return self._image.narrow(1 + axis, begin, end - begin)
 
@@ -136,8 +138,11 @@ class ImageSlab:
             begun, self._ahead = self._ahead or self._begun(), None
             first, behind = self._missing.popleft()
             place[axis] = slice(first - self._first, behind - self._first)
-            self._planes[(slice(None), *place)] = begun.result()
-            del begun
+            made = begun.result()
+            if made.is_cuda:  # on another stream, which may have its memory back after this
+                made.record_stream(torch.cuda.current_stream(made.device))
+            self._planes[(slice(None), *place)] = made
+            del begun, made
             if self._missing:
                 self._ahead = self._begun()
 
@@ -146,7 +151,7 @@ class ImageSlab:
         axis = self._windows.axis
         start = self._windows.inside[axis].start
         first, behind = (plane - start for plane in self._missing[0])
-        return ahead(lambda: self._image.planes(axis, first, behind))
+        return ahead(lambda: self._image.planes(axis, first, behind, self._planes.device))
 
 
 def _pieces(windows: Windows) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,7 @@ patches were mirrored in training; a network that has never seen mirror images g
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,16 +25,13 @@ class MirroredNetwork:
 
         Args:
             placed: The network, or several of which one is placed at a time.
-            axes: Of X, Y, Z, counted from 0, those that are mirrored; none: the window alone.
+            axes: Those of the windows' X, Y, Z that are mirrored, counted from 0; none: the window
+                alone.
             replica: Which of its replicas predicts.
         """
         self._placed = placed
         self._replica = replica
-        self._flips = [
-            tuple(2 + axis for axis in some)
-            for number in range(len(axes) + 1)
-            for some in itertools.combinations(axes, number)
-        ]
+        self._axes = tuple(axes)
 
     @property
     def _executor(self) -> Predicting:
@@ -61,13 +58,30 @@ class MirroredNetwork:
         Args:
             image: The windows (N, C, X, Y, Z), on the input device.
         """
-        if len(self._flips) == 1:
-            return self._executor.predict(image)
-        total: Tensor | None = None
-        for flip in self._flips:
-            logits = self._executor.predict(image.flip(flip)).flip(flip)
-            # Sums of eight in bfloat16 would lose digits. A flip is a copy, and so may be changed.
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            total = logits if total is None else total.add_(logits)
-        assert total is not None  # the window itself is one of them
-        return total.div_(len(self._flips))
+        return mirrored_mean(self._executor.predict, image, self._axes)
+
+
+def mirrored_mean(
+    predict: Callable[[Tensor], Tensor], image: Tensor, axes: Sequence[int]
+) -> Tensor:
+    """Return the mean of the logits of windows and of their mirror images.
+
+    Args:
+        predict: Returns logits (N, K, X, Y, Z) of windows (N, C, X, Y, Z).
+        image: The windows.
+        axes: Of X, Y, Z, counted from 0, those that are mirrored, in all combinations.
+
+    Returns:
+        Shape (N, K, X, Y, Z), at least in float32 where there are mirror images.
+    """
+    logits = predict(image)
+    if not axes:
+        return logits
+    # Sums of eight in bfloat16 would lose digits; and what the network returns may be its own.
+    total = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    del logits  # while others are computed
+    for number in range(1, len(axes) + 1):
+        for some in itertools.combinations(axes, number):
+            flip = tuple(2 + axis for axis in some)
+            total.add_(predict(image.flip(flip)).flip(flip))
+    return total.div_(2 ** len(axes))

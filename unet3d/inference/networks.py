@@ -3,19 +3,19 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import overload
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_close, shown
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.nnunet.reading import load_network, network_from_first
+from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.transform import Preprocessing
 
 
 class Networks(Sequence[Checkpoint]):
-    """Trained networks whose probabilities are averaged; they prepare an image in one way.
+    """Trained networks that are averaged; they prepare an image in one way.
 
     Only what the files say of them is read at first. The weights of the first network are read when
     it is asked for, and those of the others meanwhile, in their order, in a thread.
@@ -35,7 +35,8 @@ class Networks(Sequence[Checkpoint]):
             load: Returns one of them with its weights; called from another thread.
 
         Raises:
-            CheckpointError: One of them prepares images in another way than the first.
+            CheckpointError: One of them prepares images, or is averaged, in another way than the
+                first.
         """
         self.names = tuple(names)
         self.described = tuple(described)
@@ -47,6 +48,12 @@ class Networks(Sequence[Checkpoint]):
                 raise CheckpointError(
                     f"{name} cannot be averaged with {self.names[0]}: {'; '.join(differences)}; "
                     "name networks that were trained on the same channels, labels and spacing"
+                )
+            wanted, found = (one.config.inference.averaging for one in (self.described[0], other))
+            if wanted != found:
+                raise CheckpointError(
+                    f"{name} cannot be averaged with {self.names[0]}: its inference.averaging is "
+                    f"{found} instead of {wanted}; name networks of one kind"
                 )
 
     @classmethod
@@ -67,13 +74,12 @@ class Networks(Sequence[Checkpoint]):
             CheckpointError: A file cannot be used, or the networks do not belong together.
         """
         if group.size > 1:
-            read = partial(load_checkpoint, part="network")
-            loaded = [group.file_from_first(path, read) for path in paths]
+            loaded = [network_from_first(path, group) for path in paths]
             return cls([str(path) for path in paths], loaded, loaded.__getitem__)
-        described = [load_checkpoint(path, part="description") for path in paths]
+        described = [load_network(path, "description") for path in paths]
 
         def load(index: int) -> Checkpoint:
-            loaded = load_checkpoint(paths[index], part="network")
+            loaded = load_network(paths[index])
             if replace(loaded, model={}) != replace(described[index], model={}):
                 raise CheckpointError(
                     f"{paths[index]} was replaced while it was in use; give the same command again"

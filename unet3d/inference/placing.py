@@ -12,6 +12,7 @@ from unet3d.config import ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.networks import Networks
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.inference.windows import GPU_SHARE, bytes_of_voxel, computed_window
@@ -141,13 +142,20 @@ class PlacedNetworks:
     data set allow; a network of another topology or type is placed in its stead.
     """
 
-    def __init__(self, networks: Networks, parallel: ParallelSettings, group: Group) -> None:
+    def __init__(
+        self,
+        networks: Networks,
+        parallel: ParallelSettings,
+        group: Group,
+        precisions: Sequence[str] = (),
+    ) -> None:
         """Place the first network; all ranks call it.
 
         Args:
             networks: Networks trained in any mode.
             parallel: Where to run; it need not be where they were trained.
             group: The ranks, connected; each has a slab of every window.
+            precisions: What each computes in, or ``auto``; none: all of them that.
 
         Raises:
             DeviceError: A device does not exist, or has too little memory.
@@ -165,7 +173,11 @@ class PlacedNetworks:
             )
         self._homes = dims.replicas if dims.mode == "data" else (dims.devices,)
         """The devices of each replica in this process."""
-        self._precisions = [self._precision_of(network) for network in networks.described]
+        wanted = precisions or ["auto"] * len(networks)
+        self._precisions = [
+            self._precision_of(network, precision)
+            for network, precision in zip(networks.described, wanted, strict=True)
+        ]
         self.index = 0
         """Number of the network that is placed."""
         self._alone: tuple[Executor, ...] = ()
@@ -280,13 +292,10 @@ class PlacedNetworks:
         network = self._networks.described[index]
         return network.topology, network.dtype, self._precisions[index]
 
-    def _precision_of(self, network: Checkpoint) -> str:
-        # A network trained in float64 or float32 stays there.
-        wanted = "float64" if network.dtype == torch.float64 else network.config.training.precision
-        # Lower ones suit the devices of training, which need not be these.
-        wanted = wanted if wanted in ("float32", "float64") else "auto"
-        devices = [device for home in self._homes for device in home]
-        return resolve_precision(wanted, devices, self._group.exchange)
+    def _precision_of(self, network: Checkpoint, setting: str) -> str:
+        wanted = wanted_precision(network, setting, self._dims.all_devices)
+        here = [device for home in self._homes for device in home]
+        return resolve_precision(wanted, here, self._group.exchange)
 
     def _layout(self, index: int, devices: tuple[torch.device, ...]) -> Layout:
         dims = self._dims

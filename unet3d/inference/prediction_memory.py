@@ -17,8 +17,11 @@ from torch import Tensor
 
 from unet3d.config import InferenceSettings
 from unet3d.inference.image_slab import PIECE_VOXELS
+from unet3d.inference.mirroring import mirrored_mean
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.windows import (
+    BFLOAT16_BYTES,
+    FLOAT32_BYTES,
     Windows,
     bytes_of_maps,
     bytes_of_voxel,
@@ -28,12 +31,10 @@ from unet3d.memory.fake_devices import fake_device
 from unet3d.parallel import Layout, autocast_dtype, parallelize
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.header import VolumeHeader
-from unet3d.volumes.resample import visible_shape
+from unet3d.volumes.resample import SOURCE_VOXELS, visible_shape
 
 CUDA_HOST_BYTES = 200 * 1024**2
 """What CUDA takes of the host, beside the program: on an H200, 1.24 GiB in all."""
-
-FLOAT32_BYTES = 4
 
 CLASS_BYTES = 9
 """Of a voxel whose class is looked for: the class as a number of 8 bytes, and as one of 1."""
@@ -121,7 +122,10 @@ def prediction_memory(
         VolumeError: Nothing of the scan would be left at the network's spacing.
     """
     preprocessing, topology = network.preprocessing, network.topology
+    if preprocessing.orientation == "stored":
+        header = header.as_stored()
     shape = visible_shape(header.shape, header.spacing_mm, preprocessing.spacing_mm)
+    mirror_axes = network.mirror_axes if settings.tta else ()
     window = network.patch_size if settings.window == "auto" else settings.window
     windows = Windows.of(
         shape,
@@ -130,7 +134,7 @@ def prediction_memory(
         settings.overlap,
         settings.batch_size if window is not None else 1,
         [device],
-        bytes_of_voxel(topology, network.dtype),
+        bytes_of_voxel(topology, network.dtype, is_mirrored=bool(mirror_axes)),
         max(0, gpu_bytes - UNCOUNTED_BYTES),
     )
     slab, classes = math.prod(windows.slab), topology.num_classes
@@ -142,11 +146,11 @@ def prediction_memory(
     on_gpu = device.type == "cuda"
     # Before anything is counted, which imports what a prediction does not.
     program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
-    computed = _computed_bytes(network, windows, device, precision)
+    computed = _computed_bytes(network, windows, mirror_axes, device, precision)
     largest = max(preprocessing.label_values)
     return PredictionMemory(
         windows=windows,
-        device_bytes=UNCOUNTED_BYTES + computed + image + sums + means if on_gpu else 0,
+        device_bytes=UNCOUNTED_BYTES + computed + image + sums + means + prepared if on_gpu else 0,
         program_bytes=program,
         slab_bytes=prepared + (0 if on_gpu else computed + image + sums + means),
         voxel_bytes=packed_bytes,
@@ -173,21 +177,34 @@ def _prepared_bytes(header: VolumeHeader, windows: Windows, num_channels: int) -
     made = planes * of_plane * num_channels * FLOAT32_BYTES
     if header.shape == windows.size:
         return 2 * made
-    # Resampling has what it needs, and for one channel what it makes, in two orders of memory.
-    needed = math.prod(header.shape) * min(1.0, 2 * planes / windows.size[axis])
-    source = math.ceil(needed) * num_channels * FLOAT32_BYTES
-    return 2 * made + source + 2 * max(made, source) // num_channels
+    # All planes that are needed are interpolated within themselves, some of them at a time.
+    num_planes = math.ceil(header.shape[axis] * min(1.0, 2 * planes / windows.size[axis]))
+    of_source = math.prod(header.shape) // header.shape[axis]
+    within = num_planes * of_plane * num_channels * FLOAT32_BYTES
+    piece = max(1, min(num_planes, SOURCE_VOXELS // (of_source * num_channels)))
+    # As stored, in float32, and interpolated along one axis and along both.
+    arrays = 2 * of_source + 2 * max(of_source, of_plane)
+    return 2 * made + within + piece * arrays * num_channels * FLOAT32_BYTES
 
 
 def _computed_bytes(
-    network: Checkpoint, windows: Windows, device: torch.device, precision: str
+    network: Checkpoint,
+    windows: Windows,
+    mirror_axes: Sequence[int],
+    device: torch.device,
+    precision: str,
 ) -> int:
     """Return what the network takes while it computes windows."""
     topology = network.topology
     count = min(windows.batch_size, len(windows.starts))
     if device.type != "cuda":
         logits = topology.num_classes * network.dtype.itemsize
-        return count * math.prod(windows.shape) * (bytes_of_maps(topology) + logits)
+        if mirror_axes:
+            logits *= 3  # their sum, those of an image, and the same turned back
+        maps = bytes_of_maps(topology)  # in a type of two bytes
+        if autocast_dtype(precision) is None:
+            maps = maps * network.dtype.itemsize // BFLOAT16_BYTES
+        return count * math.prod(windows.shape) * (maps + logits)
     model = network.build_model().eval()
     with counted_allocations() as recorder:
         stand_in = fake_device(device)
@@ -197,7 +214,7 @@ def _computed_bytes(
         make_parameters_fake(model)
         size = (count, topology.in_channels, *windows.shape)
         image = torch.empty(size, dtype=network.dtype, device=stand_in)
-        logits_of: Sequence[Tensor] = [executor.predict(image)]
+        logits_of: Sequence[Tensor] = [mirrored_mean(executor.predict, image, mirror_axes)]
         del logits_of
         return recorder.peak[stand_in] + recorder.workspace_bytes[stand_in]
 

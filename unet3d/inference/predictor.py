@@ -15,6 +15,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.inference.diagnosis import cause_of_non_finite, excess_of
+from unet3d.inference.image_slab import CPU
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.inference.networks import Networks
 from unet3d.inference.placing import PlacedNetworks, TrainedNetwork
@@ -25,10 +26,11 @@ from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import longest_axis
 from unet3d.parallel import Executor
 from unet3d.volumes.cropping import Box
-from unet3d.volumes.nifti import ScanImage
+from unet3d.volumes.nifti import ScanImage, turned_to_ras
+from unet3d.volumes.prepared_image import PreparedImage
 from unet3d.volumes.restoring import restored_slabs
 from unet3d.volumes.scratch import Scratch
-from unet3d.volumes.transform import PreparedImage, Preprocessing, kept_box
+from unet3d.volumes.transform import Preprocessing, kept_box
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ PLANES_KEPT = 2
 
 
 class Predictor:
-    """A trained network, or several whose probabilities are averaged, that segments volumes."""
+    """A trained network, or several that are averaged, that segments volumes."""
 
     def __init__(
         self,
@@ -69,7 +71,9 @@ class Predictor:
         """
         group = group or Group(Ranks())
         self._networks = networks
-        self._placed = placed or PlacedNetworks(networks, parallel, group)
+        self._placed = placed or PlacedNetworks(
+            networks, parallel, group, [settings.precision for settings in inference]
+        )
         self._logits = VolumeLogits(
             networks,
             inference,
@@ -161,12 +165,13 @@ class Predictor:
                 f"was trained on {wanted} ({', '.join(self.preprocessing.channel_names)})"
                 f"{'; name the files of a scan case_0000, case_0001, ...' if wanted > 1 else ''}"
             )
-        box = kept_box(image.voxels, self.preprocessing)
-        prepared = self._prepared(image, box)
-        labels = LabelVolume(image.header, box, self.preprocessing, scratch or Scratch())
+        seen = self._seen(image)
+        box = kept_box(seen.voxels, self.preprocessing)
+        prepared = self._prepared(seen, box)
+        labels = LabelVolume(seen.header, box, self.preprocessing, scratch or Scratch())
         results: list[LabelVolume | ProbabilityVolume] = [labels]
         if probabilities is not None:
-            results.append(ProbabilityVolume(probabilities, image.header, box, self.preprocessing))
+            results.append(ProbabilityVolume(probabilities, seen.header, box, self.preprocessing))
         try:
             self._fill(results, prepared, box.shape, windows_done)
         except NonFiniteLogitsError as error:
@@ -183,7 +188,7 @@ class Predictor:
             raise VolumeError(f"{image.header.path}: {error}") from error
         del prepared  # components take memory, too
         keep_largest(labels.array[box.slices], self._rules)
-        return labels.array
+        return labels.array if seen is image else turned_to_ras(labels.array, image.header)
 
     def join(self, image: ScanImage) -> None:
         """Compute with other ranks what :meth:`segment` returns in one of them; keep nothing.
@@ -198,7 +203,12 @@ class Predictor:
             DoesNotFitError: A device has too little memory.
             RuntimeError: The settings leave the windows' size open.
         """
-        self._logits.join(self._prepared(image, kept_box(image.voxels, self.preprocessing)))
+        seen = self._seen(image)
+        self._logits.join(self._prepared(seen, kept_box(seen.voxels, self.preprocessing)))
+
+    def _seen(self, image: ScanImage) -> ScanImage:
+        """Return an image with its axes as the networks see them."""
+        return image.as_stored() if self.preprocessing.orientation == "stored" else image
 
     def _prepared(self, image: ScanImage, box: Box) -> "_Prepared":
         try:
@@ -236,7 +246,7 @@ class Predictor:
                 result.begin()
             try:
                 slabs = self._logits.slabs(image, sizes, windows_done)
-                for logits in restored_slabs(slabs, axis, image.shape, shape):
+                for logits in restored_slabs(slabs, axis, image.shape, shape, image.nearest_axes):
                     for result in results:
                         result.add(logits, axis)
                 for result in results:
@@ -259,18 +269,19 @@ class _Prepared:
         self.shape = image.shape
         self.num_channels = image.num_channels
         self.largest = image.largest
+        self.nearest_axes = image.nearest_axes
         self._lock = Lock()  # planes are made ahead, for several networks
-        self._last: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._last: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
 
-    def planes(self, axis: int, begin: int, end: int) -> torch.Tensor:
-        asked = (axis, begin, end)
+    def planes(self, axis: int, begin: int, end: int, device: torch.device = CPU) -> torch.Tensor:
+        asked = (axis, begin, end, device)
         with self._lock:
             known = self._last.get(asked)
             if known is not None:
                 return known
             while self._last and len(self._last) >= self._num_kept:
                 del self._last[next(iter(self._last))]
-            made = torch.from_numpy(self._image.planes(axis, begin, end))
+            made = self._image.planes(axis, begin, end, device)
             if self._num_kept:
                 self._last[asked] = made
             return made

@@ -106,9 +106,10 @@ class VolumeLogits:
     def log_mirroring(self) -> None:
         """Say how many forward passes a window takes, where mirror images are asked for."""
         described = zip(self._networks.described, self._settings, strict=True)
+        letters = "XYZ" if self._networks.preprocessing.orientation == "ras" else "IJK"
         for axes in dict.fromkeys(network.mirror_axes for network, one in described if one.tta):
             if axes:
-                words = ", ".join("XYZ"[axis] for axis in axes)
+                words = ", ".join(letters[axis] for axis in axes)
                 logger.info(
                     "each window is predicted %d times, mirrored along %s", 2 ** len(axes), words
                 )
@@ -162,7 +163,7 @@ class VolumeLogits:
             windows_done: Is told how many windows of all networks are done.
 
         Yields:
-            Shape (K, X, Y, Z); of several networks, the logarithm of their mean probabilities.
+            Shape (K, X, Y, Z); of several networks, their mean.
 
         Raises:
             CheckpointError: A network cannot be used.
@@ -192,8 +193,12 @@ class VolumeLogits:
         ]
         if len(networks) == 1:
             return networks[0]
-        of_regions = bool(self._networks.preprocessing.regions)
-        return mean_slabs(networks, longest_axis(image.shape), of_regions=of_regions)
+        return mean_slabs(
+            networks,
+            longest_axis(image.shape),
+            self._settings[0].averaging,  # the others have the same
+            of_regions=bool(self._networks.preprocessing.regions),
+        )
 
     def join(self, image: Planes) -> None:
         """Compute with other ranks what :meth:`slabs` yields in one of them; keep nothing.
@@ -266,7 +271,12 @@ class VolumeLogits:
             # Ranks that join know of no other's memory.
             None
             if isinstance(self._placed, TrainedNetwork)
-            else bytes_of_voxel(network.topology, network.dtype, num_replicas),
+            else bytes_of_voxel(
+                network.topology,
+                network.dtype,
+                num_replicas,
+                is_mirrored=settings.tta and bool(network.mirror_axes),
+            ),
         )
         self._num_at_a_time[index] = windows.batch_size
         return replace(windows, batch_size=windows.batch_size * num_replicas)

@@ -46,6 +46,8 @@ MAPS_OF_FINEST_LEVEL = 3
 
 BFLOAT16_BYTES = 2
 
+FLOAT32_BYTES = 4
+
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:
     """Return the voxels of a window that a network can halve.
@@ -68,17 +70,22 @@ def bytes_of_maps(topology: Topology) -> int:
     return MAPS_OF_FINEST_LEVEL * topology.channels[0] * BFLOAT16_BYTES
 
 
-def bytes_of_voxel(topology: Topology, dtype: torch.dtype, num_replicas: int = 1) -> int:
+def bytes_of_voxel(
+    topology: Topology, dtype: torch.dtype, num_replicas: int = 1, *, is_mirrored: bool = False
+) -> int:
     """Return what a voxel of a window takes of a GPU while it is computed: its maps and its logits.
 
     Args:
         topology: The network's.
         dtype: The type of its parameters.
         num_replicas: Replicas that compute as many windows each, whose logits come together.
+        is_mirrored: Whether logits are added up over mirror images.
     """
     # As they arrive, and joined.
     num_logits = 2 * num_replicas if num_replicas > 1 else 1
     logits = num_logits * BFLOAT16_BYTES + dtype.itemsize
+    if is_mirrored:  # the sum, and those of an image turned back
+        logits += FLOAT32_BYTES + BFLOAT16_BYTES
     return bytes_of_maps(topology) + topology.num_classes * logits
 
 
@@ -114,17 +121,22 @@ def window_starts(size: int, window: int, overlap: float) -> list[int]:
     Args:
         size: Voxels of the volume, at least those of the window.
         window: Voxels of a window.
-        overlap: Least share of a window that its neighbour covers too.
+        overlap: Share of a window that its neighbour covers too; as starts are whole voxels, it may
+            be less by one of them.
     """
-    step = max(1, math.floor(window * (1 - overlap) + 1e-6))  # 20 * (1 - 0.9) is just below 2
-    num_windows = math.ceil((size - window) / step) + 1
-    if num_windows == 1:
+    farthest = max(1.0, window * (1 - overlap))
+    # 20 * (1 - 0.9) is just below 2, and must not make one window more.
+    num_steps = math.ceil((size - window) / farthest - 1e-6)
+    if num_steps == 0:
         return [0]
-    return [round(i * (size - window) / (num_windows - 1)) for i in range(num_windows)]
+    step = (size - window) / num_steps
+    return [round(i * step) for i in range(num_steps + 1)]
 
 
 def gaussian_weight(window: Shape) -> Tensor:
     """Return the weight of each voxel of a window, 1 at the centre and never 0.
+
+    The centre is a voxel, as in nnU-Net: of an even number of them the first of the upper half.
 
     Args:
         window: Voxels along X, Y, Z.
@@ -134,12 +146,10 @@ def gaussian_weight(window: Shape) -> Tensor:
     """
     axes = []
     for voxels in window:
-        distance = torch.arange(voxels, dtype=torch.float32) - (voxels - 1) / 2
+        distance = torch.arange(voxels, dtype=torch.float64) - voxels // 2
         axes.append(torch.exp(-0.5 * (distance / (voxels * SIGMA)) ** 2))
-    weight = torch.einsum("x,y,z->xyz", *axes)
-    weight /= weight.max()
-    # Even so small a weight is enough in a corner that one window alone covers.
-    return weight.clamp_min(1e-4)
+    # In a corner it is 4e-11: enough in float32, where one window alone covers the corner.
+    return torch.einsum("x,y,z->xyz", *axes).float()
 
 
 def longest_axis(size: Sequence[int]) -> int:

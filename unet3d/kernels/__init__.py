@@ -10,6 +10,7 @@ from unet3d.kernels.conv.api import (
     upsample_with_halo,
     upsampled_conv3x3x3,
 )
+from unet3d.kernels.conv.border import add_border
 from unet3d.kernels.conv.flat import flat_conv
 from unet3d.kernels.conv.slabs import convolve
 from unet3d.kernels.dice_ce.api import dice_ce_sums
@@ -22,6 +23,7 @@ from unet3d.kernels.region_sums import region_sums
 from unet3d.kernels.stem_norm.api import conv3x3x3_instance_norm
 
 __all__ = [
+    "add_border",
     "average_pool",
     "conv1x1x1",
     "conv3x3x3",

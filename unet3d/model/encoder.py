@@ -7,13 +7,11 @@ from torch import Tensor, nn
 
 from unet3d.model.blocks import Block, run_blocks
 from unet3d.model.layers import ConvUnit, ResidualUnit
+from unet3d.model.norms import Norm
 from unet3d.model.topology import Topology
 
 Kind = Callable[..., nn.Module]
 """Makes a unit."""
-
-RESIDUAL_UNITS = (1, 3, 4, 6, 6, 6, 6, 6)
-"""Units of each level of the residual encoder, as in nnU-Net's (arXiv 2404.09556)."""
 
 
 class Encoder(nn.Module):
@@ -27,16 +25,17 @@ class Encoder(nn.Module):
             zip(topology.channels, topology.strides, strict=True)
         ):
             units: list[nn.Module] = []
-            kinds: list[Kind] = [partial(ConvUnit, feeds_convolution=True)] * 2
+            num_units = topology.num_units(level)
+            kinds: list[Kind] = [partial(ConvUnit, feeds_convolution=True)] * num_units
             if topology.encoder == "residual":  # the first level needs a stem
                 stem: list[Kind] = [ConvUnit] if level == 0 else []
-                kinds = [*stem, *[ResidualUnit] * RESIDUAL_UNITS[level]]
+                kinds = [*stem, *[ResidualUnit] * num_units]
             for kind in kinds:
                 unit = kind(
                     in_channels=in_channels,
                     channels=channels,
                     stride=stride,
-                    norm=topology.norm,
+                    norm=norm_of(topology),
                     kernel=topology.kernel(level),
                 )
                 units.append(unit)
@@ -64,6 +63,15 @@ class Encoder(nn.Module):
         """Map an image (N, C, X, Y, Z) to the features of each level, level 0 first."""
         features = run_blocks(self.blocks(), {"image": image}, self.outputs())
         return tuple(features[name] for name in self.outputs())
+
+
+def norm_of(topology: Topology) -> Norm:
+    """Return what follows the convolutions of a network.
+
+    Args:
+        topology: Of the network.
+    """
+    return Norm(kind=topology.norm, eps=topology.norm_eps, negative_slope=topology.negative_slope)
 
 
 def units_of(level: nn.Module) -> list[nn.Module]:

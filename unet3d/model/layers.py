@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from unet3d.config import Shape
 from unet3d.kernels import (
+    add_border,
     average_pool,
     conv1x1x1,
     conv3x3x3,
@@ -21,7 +22,7 @@ from unet3d.kernels import (
     upsampled_conv3x3x3,
     with_halo,
 )
-from unet3d.model.norms import NEGATIVE_SLOPE, NORM_EPS, InstanceNorm, Norm, make_norm
+from unet3d.model.norms import InstanceNorm, Norm, make_norm
 
 _CUBE: Shape = (3, 3, 3)
 """The kernel that sees all neighbours of a voxel."""
@@ -91,7 +92,7 @@ class ConvUnit(nn.Module):
             in_channels: Channels of the input.
             channels: Channels of the result.
             stride: Of the convolution along X, Y, Z.
-            norm: The normalisation; see :func:`make_norm`.
+            norm: The normalisation, and the activation behind it.
             kernel: Voxels of the kernel along X, Y, Z.
             feeds_convolution: Whether a convolution with such a kernel reads the result.
         """
@@ -113,7 +114,7 @@ class ConvUnit(nn.Module):
                 self.conv.weight,
                 norm.weight,
                 norm.bias,
-                NORM_EPS,
+                norm.eps,
                 norm.negative_slope,
                 pads_output=norm.feeds_convolution,
                 has_halo=norm.activated,
@@ -158,7 +159,7 @@ class ResidualUnit(nn.Module):
         )
         self.conv = Convolution(channels, channels, kernel=kernel)
         self.norm = make_norm(norm, channels, activated=False)
-        self.activation = nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)
+        self.activation = nn.LeakyReLU(norm.negative_slope, inplace=True)
         # As in ResNet-D (arXiv 1812.01187), averaging comes first, so that no voxel is skipped.
         pool = AveragePool(stride) if max(stride) > 1 else nn.Identity()
         project = (
@@ -180,12 +181,15 @@ class ResidualUnit(nn.Module):
 class Upsample(nn.ConvTranspose3d):
     """Transposed convolution whose kernel is its stride: each voxel becomes a small block.
 
-    It has no bias, because except at the edge of the volume the normalisation after the next
-    convolution would remove it. That convolution belongs to it (:class:`UpsampledUnit`).
+    It needs no bias, because except at the edge of the volume the normalisation after the next
+    convolution would remove it; networks that were trained elsewhere may have one. That convolution
+    belongs to it (:class:`UpsampledUnit`).
     """
 
-    def __init__(self, in_channels: int, channels: int, stride: Shape) -> None:
-        super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=False)
+    def __init__(
+        self, in_channels: int, channels: int, stride: Shape, *, has_bias: bool = False
+    ) -> None:
+        super().__init__(in_channels, channels, kernel_size=stride, stride=stride, bias=has_bias)
 
 
 class UpsampledUnit(nn.Module):
@@ -211,8 +215,20 @@ class UpsampledUnit(nn.Module):
         """Return what is normalised, and what is added to it before."""
         conv, stride = self.unit.conv, self.up.stride
         if conv.is_cube:
-            return upsampled_conv3x3x3(x, self.up.weight, conv.weight, stride), added
-        return conv(upsample_with_halo(x, self.up.weight, stride)), added
+            made = upsampled_conv3x3x3(x, self.up.weight, conv.weight, stride)
+        else:
+            made = conv(upsample_with_halo(x, self.up.weight, stride))
+        return self.with_bias(made), added
+
+    def with_bias(self, convolved: Tensor) -> Tensor:
+        """Return a convolution with what a bias of the upsampling before it adds to it.
+
+        Args:
+            convolved: Without that, (N, channels, X', Y', Z'); it may be overwritten.
+        """
+        bias = self.up.bias
+        # The normalisation removes all but the border.
+        return convolved if bias is None else add_border(convolved, self.unit.conv.weight, bias)
 
     def forward(self, x: Tensor, added: Tensor) -> Tensor:
         """Map (N, C, X, Y, Z) to (N, channels, X', Y', Z').
@@ -263,7 +279,7 @@ class HeadUnit(nn.Module):
             x,
             norm.weight,
             norm.bias,
-            NORM_EPS,
+            norm.eps,
             norm.negative_slope,
             added=added,
             head_weight=head.weight,

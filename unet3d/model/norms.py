@@ -1,5 +1,6 @@
 """Normalisations, each with the LeakyReLU that follows it, also of slabs of a volume."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -8,24 +9,35 @@ from torch import Tensor, nn
 from unet3d.kernels import instance_norm, sum_of, with_halo
 from unet3d.kernels.sharding import current_shard, sum_over_shards
 
-Norm = Literal["instance", "group", "batch"]
-
 NORM_EPS = 1e-5
 NEGATIVE_SLOPE = 0.01
 """Slope of LeakyReLU, as in nnU-Net."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """What follows the convolutions of a network."""
+
+    kind: Literal["instance", "group", "batch"] = "instance"
+    """``instance`` and ``group`` treat each sample alone, ``batch`` does not."""
+    eps: float = NORM_EPS
+    """Added to the variance."""
+    negative_slope: float = NEGATIVE_SLOPE
+    """Slope of LeakyReLU below zero, where it follows."""
+
+
 class InstanceNorm(nn.Module):
     """Instance normalisation, with the LeakyReLU that follows it, as one operation."""
 
-    def __init__(self, channels: int, activated: bool, feeds_convolution: bool) -> None:
+    def __init__(self, norm: Norm, channels: int, activated: bool, feeds_convolution: bool) -> None:
         """Start as the plain normalisation; see :func:`make_norm`."""
         super().__init__()
         self.activated = activated
         self.feeds_convolution = feeds_convolution
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
-        self.negative_slope = NEGATIVE_SLOPE if activated else 1.0
+        self.eps = norm.eps
+        self.negative_slope = norm.negative_slope if activated else 1.0
 
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """Map (N, C, X, Y, Z) to the same shape.
@@ -38,7 +50,7 @@ class InstanceNorm(nn.Module):
             x,
             self.weight,
             self.bias,
-            NORM_EPS,
+            self.eps,
             self.negative_slope,
             added=added,
             pads_output=self.feeds_convolution,
@@ -69,9 +81,9 @@ class GroupNorm(nn.GroupNorm):
 class OtherNorm(nn.Sequential):
     """A normalisation of PyTorch's, and LeakyReLU where it follows."""
 
-    def __init__(self, norm: nn.Module, activated: bool) -> None:
+    def __init__(self, norm: nn.Module, negative_slope: float, activated: bool) -> None:
         """Put the activation behind a normalisation, or nothing."""
-        follows = [nn.LeakyReLU(NEGATIVE_SLOPE, inplace=True)] if activated else []
+        follows = [nn.LeakyReLU(negative_slope, inplace=True)] if activated else []
         super().__init__(norm, *follows)
         self.activated = activated
 
@@ -87,14 +99,16 @@ def make_norm(
     """Return the normalisation that follows a convolution.
 
     Args:
-        norm: ``instance`` and ``group`` treat each sample alone, ``batch`` does not.
+        norm: Which one.
         channels: Channels of the feature map.
         activated: Whether LeakyReLU follows and then the unit ends.
         feeds_convolution: Whether a 3x3x3 convolution reads the result.
     """
-    if norm == "instance":
-        return InstanceNorm(channels, activated, feeds_convolution)
-    if norm == "group":
+    if norm.kind == "instance":
+        return InstanceNorm(norm, channels, activated, feeds_convolution)
+    if norm.kind == "group":
         num_groups = next(groups for groups in (8, 4, 2, 1) if channels % groups == 0)
-        return OtherNorm(GroupNorm(num_groups, channels, eps=NORM_EPS), activated)
-    return OtherNorm(nn.BatchNorm3d(channels, eps=NORM_EPS), activated)
+        made: nn.Module = GroupNorm(num_groups, channels, eps=norm.eps)
+    else:
+        made = nn.BatchNorm3d(channels, eps=norm.eps)
+    return OtherNorm(made, norm.negative_slope, activated)

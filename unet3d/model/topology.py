@@ -9,9 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from unet3d.config import Channels, ModelSettings, Shape, Spacing, Strides
+from unet3d.config import Channels, Kernel, ModelSettings, Shape, Spacing, Strides, Taps, Units
 from unet3d.errors import ConfigError
-from unet3d.inputs.plain_data import PLAIN, at_most
+from unet3d.inputs.plain_data import PLAIN, at_most, validated
+from unet3d.model.norms import NEGATIVE_SLOPE, NORM_EPS
 
 MAX_LEVELS = 6
 MIN_VOXELS = 4
@@ -21,11 +22,14 @@ ANISOTROPY_RATIO = 2.0
 """Along an axis whose spacing is so many times the finest or more, an anisotropic kernel has one
 voxel (the value of nnU-Net)."""
 
-Taps = Literal[1, 3]
-Kernel = tuple[Taps, Taps, Taps]
-"""Voxels along X, Y, Z."""
-
 _CUBE: Kernel = (3, 3, 3)
+
+MOST_LEVELS = 16
+"""Of a network that a file describes."""
+
+RESIDUAL_UNITS = (1, 3, 4, 6)
+"""Units of the first levels of a residual encoder; deeper ones have as many as the last (as in
+nnU-Net's, arXiv 2404.09556)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +42,31 @@ class Topology:
     """Channels of the image."""
     num_classes: Annotated[int, Field(ge=1, le=2**16, strict=True)]
     """Channels of the logits, the background included."""
-    channels: Annotated[tuple[Channels, ...], at_most(8)]
+    channels: Annotated[tuple[Channels, ...], at_most(MOST_LEVELS)]
     """Channels of each level; level 0 has the full resolution."""
-    strides: Annotated[tuple[Strides, ...], at_most(8)]
+    strides: Annotated[tuple[Strides, ...], at_most(MOST_LEVELS)]
     """Stride from the level above, per level and axis; level 0 has (1, 1, 1)."""
-    kernels: Annotated[tuple[Kernel, ...], at_most(8)] = ()
+    kernels: Annotated[tuple[Kernel, ...], at_most(MOST_LEVELS)] = ()
     """Voxels of the kernels of each level along X, Y, Z, 1 or 3; empty: 3 x 3 x 3 at all levels, as
     in files of the first versions."""
     encoder: Literal["plain", "residual"] = "plain"
-    """Two plain convolutions a level, or residual units."""
+    """Plain convolutions, or residual units."""
     norm: Literal["instance", "group", "batch"] = "instance"
     """Normalisation after each convolution."""
     deep_supervision: Annotated[bool, Field(strict=True)] = False
     """Whether coarser levels have a head of their own in training."""
+    units: Annotated[tuple[Units, ...], at_most(MOST_LEVELS)] = ()
+    """Convolutions or residual units of each level of the encoder, without the stem of a residual
+    one; empty: 2, or RESIDUAL_UNITS."""
+    decoder_units: Annotated[tuple[Units, ...], at_most(MOST_LEVELS)] = ()
+    """Convolutions of each level of the decoder, level 0 first, which has none at the lowest;
+    empty: 2 with a plain encoder, 1 with a residual one, as in nnU-Net."""
+    upsampling_bias: Annotated[bool, Field(strict=True)] = False
+    """Whether the transposed convolutions have a bias."""
+    norm_eps: Annotated[float, Field(gt=0, le=1, strict=True)] = NORM_EPS
+    """What normalisations add to the variance."""
+    negative_slope: Annotated[float, Field(ge=0, le=1, strict=True)] = NEGATIVE_SLOPE
+    """Slope of each LeakyReLU below zero."""
 
     @model_validator(mode="after")
     def _levels_agree(self) -> Self:
@@ -67,6 +83,19 @@ class Topology:
         for kernel, stride in zip(self.kernels, self.strides, strict=False):
             if any(step > taps for taps, step in zip(kernel, stride, strict=True)):
                 raise ValueError(f"has strides {stride} that skip voxels of kernels {kernel}")
+        if len(self.units) not in (0, len(self.channels)):
+            raise ValueError(
+                f"names channels of {len(self.channels)} levels but {len(self.units)} units"
+            )
+        if len(self.decoder_units) not in (0, len(self.channels) - 1):
+            raise ValueError(
+                f"names channels of {len(self.channels)} levels but {len(self.decoder_units)} "
+                f"decoder_units, not {len(self.channels) - 1}"
+            )
+        if self.upsampling_bias and self.norm != "instance":
+            raise ValueError(
+                f"has an upsampling_bias with norm {self.norm}; it is known with instance only"
+            )
         return self
 
     def kernel(self, level: int) -> Kernel:
@@ -76,6 +105,34 @@ class Topology:
             level: From 0, the full resolution.
         """
         return self.kernels[level] if self.kernels else _CUBE
+
+    def num_units(self, level: int) -> int:
+        """Return the convolutions or residual units of a level of the encoder, without a stem.
+
+        Args:
+            level: From 0, the full resolution.
+        """
+        if self.units:
+            return self.units[level]
+        return 2 if self.encoder == "plain" else RESIDUAL_UNITS[min(level, len(RESIDUAL_UNITS) - 1)]
+
+    def num_decoder_units(self, level: int) -> int:
+        """Return the convolutions of a level of the decoder.
+
+        Args:
+            level: From 0, the full resolution, to the last but one.
+        """
+        if self.decoder_units:
+            return self.decoder_units[level]
+        return 2 if self.encoder == "plain" else 1
+
+    @property
+    def num_heads(self) -> int:
+        """Levels that have a head, level 0 first.
+
+        nnU-Net gives none to the two lowest levels, because their logits are too coarse.
+        """
+        return max(self.num_levels - 2, 1) if self.deep_supervision else 1
 
     @property
     def num_levels(self) -> int:
@@ -116,8 +173,8 @@ def plan_topology(
         num_classes: Classes, the background included.
 
     Raises:
-        ConfigError: More levels are asked for than the patch can be halved to, or it cannot be
-            halved at all.
+        ConfigError: More levels are asked for than the patch can be halved to, it cannot be halved
+            at all, or the settings of levels do not belong together.
     """
     if settings.strides is None:
         strides = _strides(size, spacing_mm)
@@ -133,24 +190,45 @@ def plan_topology(
             "use fewer levels (at least 2) or a larger patch"
         )
     strides = strides[:num_levels]
-    kernels = _kernels(strides, spacing_mm)
-    # Without one kernel across slices, a network of few levels would see each slice alone.
-    kernels = (*kernels[: num_levels - 1], _CUBE)
-    if settings.kernels == "isotropic" or set(kernels) == {_CUBE}:
-        kernels = ()
+    kernels = _planned_kernels(settings, strides, spacing_mm)
     channels = settings.channels or tuple(
         min(settings.base_channels * 2**level, settings.max_channels) for level in range(num_levels)
     )
-    return Topology(
-        in_channels=in_channels,
-        num_classes=num_classes,
-        channels=channels,
-        strides=strides,
-        kernels=kernels,
-        encoder=settings.encoder,
-        norm=settings.norm,
-        deep_supervision=settings.deep_supervision,
-    )
+    try:
+        return validated(
+            Topology,
+            {
+                "in_channels": in_channels,
+                "num_classes": num_classes,
+                "channels": channels,
+                "strides": strides,
+                "kernels": kernels,
+                "encoder": settings.encoder,
+                "norm": settings.norm,
+                "deep_supervision": settings.deep_supervision,
+                "units": settings.units or (),
+                "decoder_units": settings.decoder_units or (),
+                "upsampling_bias": settings.upsampling_bias,
+                "norm_eps": settings.norm_eps,
+                "negative_slope": settings.negative_slope,
+            },
+        )
+    except ValueError as error:
+        raise ConfigError(f"model: {error}; change these settings") from error
+
+
+def _planned_kernels(
+    settings: ModelSettings, strides: tuple[Shape, ...], spacing_mm: Spacing
+) -> tuple[Kernel, ...]:
+    """Return the kernels of levels; none where all are cubes."""
+    if settings.kernels == "isotropic":
+        return ()
+    if settings.kernels == "anisotropic":
+        # Without one kernel across slices, a network of few levels would see each slice alone.
+        kernels: tuple[Kernel, ...] = (*_kernels(strides, spacing_mm)[:-1], _CUBE)
+    else:
+        kernels = settings.kernels
+    return () if set(kernels) == {_CUBE} else kernels
 
 
 def _refuse_single_voxel(size: Shape, strides: tuple[Shape, ...]) -> None:

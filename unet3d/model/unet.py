@@ -1,8 +1,8 @@
 """A 3D U-Net as a list of blocks: an encoder and a decoder that share nothing but tensors.
 
-In the style of nnU-Net's plain network (arXiv 1904.08128): two convolutions a level, 3x3x3 unless
-the topology has other kernels, each with normalisation and LeakyReLU, strided convolution down,
-transposed convolution up::
+In the style of nnU-Net's networks (arXiv 1904.08128): a few convolutions a level, two unless the
+topology has other numbers, 3x3x3 unless it has other kernels, each with normalisation and
+LeakyReLU, strided convolution down, transposed convolution up::
 
     image ─ encoder.0.0 ─ encoder.0.1 ──────── decoder.0.skip ─ decoder.0.0 ─ head
                                │                                    │
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from unet3d.errors import DoesNotFitError, VolumeError
 from unet3d.memory.host import shortage
 from unet3d.model.blocks import Block, run_blocks
-from unet3d.model.encoder import Encoder, units_of
+from unet3d.model.encoder import Encoder, norm_of, units_of
 from unet3d.model.layers import (
     Convolution,
     ConvUnit,
@@ -40,7 +40,6 @@ from unet3d.model.layers import (
     Upsample,
     UpsampledUnit,
 )
-from unet3d.model.norms import NEGATIVE_SLOPE
 from unet3d.model.topology import Topology
 
 
@@ -61,28 +60,30 @@ class Decoder(nn.Module):
         """Build the decoder.
 
         Args:
-            topology: Channels and strides.
+            topology: Channels, strides and units.
             skips: Name of the encoder's result at each level, level 0 first.
         """
         super().__init__()
         self.skips = skips
         self.levels = nn.ModuleDict()
-        # nnU-Net pairs its residual encoder with one convolution per level.
-        num_units = 2 if topology.encoder == "plain" else 1
         for level in reversed(range(topology.num_levels - 1)):
             channels, kernel = topology.channels[level], topology.kernel(level)
+            num_units = topology.num_decoder_units(level)
             self.levels[str(level)] = nn.ModuleDict(
                 {
                     "skip": Convolution(channels, channels, kernel=kernel),
                     "up": Upsample(
-                        topology.channels[level + 1], channels, topology.strides[level + 1]
+                        topology.channels[level + 1],
+                        channels,
+                        topology.strides[level + 1],
+                        has_bias=topology.upsampling_bias,
                     ),
                     "units": nn.ModuleList(
                         ConvUnit(
                             in_channels=channels,
                             channels=channels,
                             stride=(1, 1, 1),
-                            norm=topology.norm,
+                            norm=norm_of(topology),
                             kernel=kernel,
                             feeds_convolution=i < num_units - 1,
                         )
@@ -90,10 +91,9 @@ class Decoder(nn.Module):
                     ),
                 }
             )
-        # nnU-Net gives no head to the two lowest levels, because their logits are too coarse.
-        supervised = max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
         self.heads = nn.ModuleList(
-            Head(topology.channels[level], topology.num_classes) for level in range(supervised)
+            Head(topology.channels[level], topology.num_classes)
+            for level in range(topology.num_heads)
         )
         # Not registered: their parameters are those of the modules above, under those names.
         self._joined: dict[int, _Joined] = {}
@@ -183,7 +183,7 @@ class UNet3d(nn.Module):
         for module in self.modules():
             # Random numbers on meta are nothing, but PyTorch imports its compiler for them.
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d) and not module.weight.is_meta:
-                nn.init.kaiming_normal_(module.weight, a=NEGATIVE_SLOPE)
+                nn.init.kaiming_normal_(module.weight, a=topology.negative_slope)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         self.decoder.share_variance()

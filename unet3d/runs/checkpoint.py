@@ -139,7 +139,7 @@ def load_checkpoint(
         CheckpointError: The file is missing, damaged, not a checkpoint of ours, or one that cannot
             be used: values out of range, tensors of another network, weights that are not finite.
     """
-    with _explained(path), open_tensor_file(path) as file:
+    with explained(path), open_tensor_file(path) as file:
         content = file.content
         _check_format(path, content)
         try:
@@ -193,7 +193,7 @@ def _check_format(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def explained(path: Path) -> Iterator[None]:
     """Say of a file that cannot be read why."""
     try:
         yield

@@ -24,7 +24,7 @@ FORMAT = 1
 """Raised whenever a checkpoint is laid out differently."""
 
 MAX_TENSORS = 20_000
-"""Of a network, or of its optimizer; the largest network has a thousand."""
+"""Of a network, or of its optimizer; the largest network has ten thousand."""
 
 
 class Part(BaseModel):

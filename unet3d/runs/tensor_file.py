@@ -6,19 +6,18 @@ nothing is unpacked or called. A file is a ZIP archive, of one pickle and an ent
 
 * The archive is taken if its entries are stored as they are, one behind the other.
 * Of the pickle's language only what plain values and tensors need is understood
-  (:mod:`pickletools` reads it); names of functions are compared, never looked up.
-* A tensor must have numbers of its own in the file, each of them once.
+  (:mod:`unet3d.runs.plain_pickle`).
+* A tensor must have numbers of its own in the file, each of them once. Where other programs' files
+  are read, several names may be of one tensor.
 """
 
 import io
 import math
 import os
-import pickle
-import pickletools
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,36 +28,15 @@ from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
 from unet3d.inputs.reading import open_regular
+from unet3d.runs.plain_pickle import MAX_STEPS, Storage, plain_values
 
 MAX_DIRECTORY_BYTES = 4 * 2**20
 """Of the archive's list of entries; one takes about a hundred bytes."""
 MAX_PICKLE_BYTES = 8 * 2**20
-MAX_STEPS = 1_000_000
-"""Of the pickle, and of the values that it makes; a network of a hundred layers has 30,000."""
-MAX_DEPTH = 32
-MAX_NUMBER_AS_KEY = 2**32
+FOREIGN_SHARE = 4
+"""So many times what our own files hold may others: nnU-Net keeps the scores of thousands of epochs
+of a hundred classes."""
 MAX_AXES = 8
-
-DTYPES = {
-    "torch FloatStorage": torch.float32,
-    "torch DoubleStorage": torch.float64,
-    "torch HalfStorage": torch.float16,
-    "torch BFloat16Storage": torch.bfloat16,
-    "torch LongStorage": torch.int64,
-    "torch IntStorage": torch.int32,
-    "torch ByteStorage": torch.uint8,
-    "torch BoolStorage": torch.bool,
-}
-_REBUILD = "torch._utils _rebuild_tensor_v2"
-_DICTIONARY = "collections OrderedDict"
-
-
-class _Name(str):
-    """Name of a function or class, which is never looked up."""
-
-
-class _Storage(tuple[str, torch.dtype, int]):
-    """Key, type and length of the numbers of a tensor, which are not read yet."""
 
 
 class TensorFile:
@@ -66,7 +44,8 @@ class TensorFile:
 
     def __init__(self, entries: "_Entries") -> None:
         self._entries = entries
-        self.content = _checked(_values(entries.pickle(), entries.describe))
+        steps = MAX_STEPS * (FOREIGN_SHARE if entries.is_foreign else 1)
+        self.content = plain_values(entries.pickle(), entries.describe, steps)
         """Plain values, and tensors on the meta device."""
 
     @property
@@ -93,11 +72,13 @@ class TensorFile:
 
 
 @contextmanager
-def open_tensor_file(path: Path) -> Iterator[TensorFile]:
+def open_tensor_file(path: Path, *, foreign: bool = False) -> Iterator[TensorFile]:
     """Open a file of ``torch.save``; while it is open its tensors can be read.
 
     Args:
         path: The file.
+        foreign: Whether another program wrote it: a tensor may have several names, for each of
+            which :meth:`TensorFile.filled` reads it anew, and there may be more plain values.
 
     Raises:
         OSError: The file cannot be read, or is no regular file.
@@ -108,7 +89,8 @@ def open_tensor_file(path: Path) -> Iterator[TensorFile]:
         try:
             with zipfile.ZipFile(file) as archive:
                 file.limit = None
-                yield TensorFile(_Entries(archive, os.fstat(file.fileno()).st_size))
+                size = os.fstat(file.fileno()).st_size
+                yield TensorFile(_Entries(archive, size, is_foreign=foreign))
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
             raise ValueError(printable(str(error), 200) or "it ends too early") from error
         except (struct.error, LookupError, OverflowError, TypeError) as error:
@@ -133,8 +115,11 @@ class _BoundedFile(io.BufferedReader):
 class _Entries:
     """The entries of the archive: the pickle, and numbers by their keys."""
 
-    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
+    def __init__(self, archive: zipfile.ZipFile, size: int, *, is_foreign: bool) -> None:
+        self.is_foreign = is_foreign
         self._archive = archive
+        self._shared: dict[str, Tensor] = {}
+        """Tensors that may have other names, by their key."""
         ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
         ends = [entry.header_offset for entry in ordered[1:]] + [size]
         for entry, end in zip(ordered, ends, strict=True):
@@ -159,13 +144,21 @@ class _Entries:
 
     def pickle(self) -> bytes:
         """Return the pickle."""
-        return self._read(self._by_name[f"{self._folder}data.pkl"], MAX_PICKLE_BYTES)
+        most = MAX_PICKLE_BYTES * (FOREIGN_SHARE if self.is_foreign else 1)
+        return self._read(self._by_name[f"{self._folder}data.pkl"], most)
 
     def describe(
-        self, storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+        self, storage: Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Tensor:
-        """Return a tensor without memory for an entry, which no other tensor can have after it."""
+        """Return a tensor without memory for an entry, which no other can have after it."""
         key, dtype, length = storage
+        known = self._shared.get(key)
+        if known is not None:
+            _, _, first = self._described[id(known)]
+            if (known.dtype, first, *known.shape) == (dtype, offset, *shape) and (
+                known.stride() == strides
+            ):
+                return known
         entry = self._by_name.pop(f"{self._folder}data/{key}", None)
         if entry is None:
             raise ValueError(f"the numbers of a tensor are missing, or those of two: {key[:40]!a}")
@@ -179,6 +172,8 @@ class _Entries:
             raise ValueError("a tensor repeats its numbers, or leaves some out")
         tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         self._described[id(tensor)] = (tensor, entry, offset)
+        if self.is_foreign:
+            self._shared[key] = tensor
         return tensor
 
     def read_tensor(self, described: Tensor) -> Tensor:
@@ -202,140 +197,3 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         reach *= length
     return True
-
-
-def _values(content: bytes, describe: Callable[..., Tensor]) -> Any:
-    """Carry out a pickle's steps on plain values.
-
-    Raises:
-        pickle.UnpicklingError: A step needs more than plain values and tensors.
-        ValueError, LookupError, TypeError: The steps make no sense.
-    """
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
-
-    def pop(count: int) -> list[Any]:
-        taken = stack[len(stack) - count :]
-        if len(taken) < count:
-            raise ValueError("its pickle takes more values than there are")
-        del stack[len(stack) - count :]
-        return taken
-
-    def above_mark() -> list[Any]:
-        return pop(len(stack) - marks.pop())
-
-    for number, (step, argument, _) in enumerate(pickletools.genops(content)):
-        if number > MAX_STEPS:
-            raise ValueError(f"its pickle has more than {MAX_STEPS:,} steps")
-        name = step.name
-        if name in _ARGUMENT_IS_VALUE:
-            stack.append(argument)
-        elif name in _NEW:
-            stack.append(_NEW[name]())
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[_as_int(argument)] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[_as_int(argument)])
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name == "TUPLE":
-            stack.append(tuple(above_mark()))
-        elif name in _TUPLES:
-            stack.append(tuple(pop(_TUPLES[name])))
-        elif name in ("APPEND", "APPENDS"):
-            items = pop(1) if name == "APPEND" else above_mark()
-            _last(stack, list).extend(items)
-        elif name in ("SETITEM", "SETITEMS"):
-            items = pop(2) if name == "SETITEM" else above_mark()
-            _put(_last(stack, dict), items)
-        elif name == "GLOBAL":
-            stack.append(_Name(argument))
-        elif name == "BINPERSID":
-            stack.append(_storage(*pop(1)))
-        elif name == "REDUCE":
-            function, arguments = pop(2)
-            stack.append(_made(function, arguments, describe))
-        elif name == "BUILD":  # attributes of a state_dict, which hold nothing that we read
-            pop(1)
-        elif name == "STOP":
-            break
-        elif name != "PROTO":
-            raise pickle.UnpicklingError(name)
-    if len(stack) != 1:
-        raise ValueError(f"its pickle makes {len(stack):,} values instead of one")
-    return stack[0]
-
-
-_ARGUMENT_IS_VALUE = {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
-_NEW: dict[str, Callable[[], Any]] = {
-    "EMPTY_DICT": dict,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-
-
-def _as_int(argument: Any) -> int:
-    return int(argument)
-
-
-def _last(stack: list[Any], kind: type[Any]) -> Any:
-    if type(stack[-1]) is not kind:
-        raise ValueError("its pickle puts values into what takes none")
-    return stack[-1]
-
-
-def _put(target: dict[Any, Any], items: list[Any]) -> None:
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        # Numbers that differ by multiples of 2^61 - 1 have one hash, and a dictionary of them takes
-        # hours; those of parameters are small.
-        if type(key) is not str and (type(key) is not int or not 0 <= key < MAX_NUMBER_AS_KEY):
-            raise ValueError("its pickle has keys that are neither text nor small numbers")
-        target[key] = value
-
-
-def _storage(description: Any) -> _Storage:
-    """Return what torch.save says of a tensor's numbers: kind, type, key, device, length."""
-    kind, dtype, key, _, length = description
-    if kind != "storage" or type(dtype) is not _Name or not isinstance(key, str):
-        raise ValueError("its pickle refers to something that is no tensor")
-    if dtype not in DTYPES:
-        raise ValueError(f"it holds numbers of the type {printable(dtype)}")
-    if type(length) is not int:
-        raise ValueError("a tensor has no usable length")
-    return _Storage((key, DTYPES[dtype], length))
-
-
-def _made(function: Any, arguments: Any, describe: Callable[..., Tensor]) -> Any:
-    """Return what a function would make, if it is one of the two that torch.save calls."""
-    if function == _DICTIONARY and type(function) is _Name and arguments == ():
-        return {}
-    if function == _REBUILD and type(function) is _Name and type(arguments) is tuple:
-        storage, offset, shape, strides, *_ = arguments
-        if type(storage) is _Storage and type(shape) is tuple and type(strides) is tuple:
-            return describe(storage, offset, shape, strides)
-        raise ValueError("its pickle makes a tensor of something else")
-    raise pickle.UnpicklingError(function)
-
-
-def _checked(value: Any) -> Any:
-    """Return values if they are few and flat: a list may hold another one many times, or itself."""
-    num_values = 0
-
-    def visit(value: Any, depth: int) -> None:
-        nonlocal num_values
-        num_values += 1
-        if num_values > MAX_STEPS or depth > MAX_DEPTH:
-            raise ValueError(f"its values are more than {MAX_STEPS:,}, or too deep")
-        if type(value) in (_Name, _Storage):
-            raise pickle.UnpicklingError(value)
-        if isinstance(value, dict | list | tuple):
-            for item in value.values() if isinstance(value, dict) else value:
-                visit(item, depth + 1)
-
-    visit(value, 0)
-    return value

@@ -7,22 +7,27 @@ again. Patches may have another size, because no weight depends on it.
 
 The heads are made anew where the labels are others, and the stem where the number of channels is:
 there is no weight for them.
+
+Images are prepared as for any training here: in RAS, interpolated and normalised as the settings
+say. Where the checkpoint's were prepared otherwise, as those of nnU-Net's models are, one line says
+what differs.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from unet3d.config import Config
+from unet3d.config import Config, Kernel
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError, ConfigError, some
+from unet3d.inputs.plain_data import is_close
 from unet3d.model import Topology, UNet3d
-from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
+from unet3d.nnunet.reading import load_network, network_from_first
+from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.transform import Preprocessing
 
 logger = logging.getLogger(__name__)
@@ -51,7 +56,7 @@ def settings_of_init(config: Config) -> Config:
     model = config.model
     if path is None or (model.strides is not None and model.channels is not None):  # it is done
         return config
-    checkpoint = load_checkpoint(path, part="description")
+    checkpoint = load_network(path, "description")
     topology = checkpoint.topology
     differences = _differences(config, topology)
     if differences:
@@ -66,6 +71,7 @@ def settings_of_init(config: Config) -> Config:
         "model.num_levels": topology.num_levels,
         "model.channels": topology.channels,
         "model.strides": topology.strides[1:],
+        **{f"model.{name}": value for name, value in _details_of(topology).items()},
     }
     if "spacing_mm" not in config.data.model_fields_set:
         values["data.spacing_mm"] = checkpoint.preprocessing.spacing_mm or "native"
@@ -83,10 +89,11 @@ def _differences(config: Config, topology: Topology) -> list[str]:
     asked: Mapping[str, tuple[Any, Any]] = {
         "encoder": (model.encoder, topology.encoder),
         "norm": (model.norm, topology.norm),
-        "kernels": (model.kernels, _kernels_of(topology)),
+        "kernels": (_exact_kernels(model.kernels, topology), _kernels_of(topology)),
         "num_levels": (model.num_levels, topology.num_levels),
         "channels": (by_rule if has_rule else model.channels, topology.channels),
         "strides": (model.strides, topology.strides[1:]),
+        **{name: (getattr(model, name), value) for name, value in _details_of(topology).items()},
     }
     return [
         f"model.{name} {_words(wanted)}, but the checkpoint has {_words(found)}"
@@ -96,8 +103,26 @@ def _differences(config: Config, topology: Topology) -> list[str]:
     ]
 
 
-def _kernels_of(topology: Topology) -> str:
-    return "anisotropic" if topology.kernels else "isotropic"
+def _kernels_of(topology: Topology) -> str | tuple[Kernel, ...]:
+    return topology.kernels or "isotropic"
+
+
+def _exact_kernels(
+    wanted: str | tuple[Kernel, ...], topology: Topology
+) -> str | tuple[Kernel, ...]:
+    """Return kernels that were given; of ``anisotropic`` ones those that the checkpoint has."""
+    return topology.kernels or wanted if wanted == "anisotropic" else wanted
+
+
+def _details_of(topology: Topology) -> dict[str, Any]:
+    """Return what networks of other programs have otherwise, by the names of the settings."""
+    return {
+        "units": topology.units or None,
+        "decoder_units": topology.decoder_units or None,
+        "upsampling_bias": topology.upsampling_bias,
+        "norm_eps": topology.norm_eps,
+        "negative_slope": topology.negative_slope,
+    }
 
 
 def _words(value: Any) -> str:
@@ -116,12 +141,39 @@ def begin_with(path: Path, model: UNet3d, preprocessing: Preprocessing, group: G
     Raises:
         CheckpointError: It cannot be used, or is of another network.
     """
-    checkpoint = group.file_from_first(path, partial(load_checkpoint, part="network"))
+    checkpoint = network_from_first(path, group)
     try:
         news = take_weights(model, preprocessing, checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from error
     logger.info("begins with the weights of %s; %s", path, news)
+    differences = _other_preparation(preprocessing, checkpoint.preprocessing)
+    if differences:
+        logger.info("images are prepared otherwise than for it: %s", "; ".join(differences))
+
+
+def _other_preparation(new: Preprocessing, old: Preprocessing) -> list[str]:
+    """Return how images are prepared otherwise than they were, in words.
+
+    Statistics of intensities are those of the data, and so always others.
+    """
+    wanted, found = _preparation(new), _preparation(old)
+    return [
+        f"{name} {_words(wanted[name])} instead of {_words(found[name])}"
+        for name in wanted
+        if not is_close(wanted[name], found[name])
+    ]
+
+
+def _preparation(preprocessing: Preprocessing) -> dict[str, Any]:
+    return {
+        "orientation": preprocessing.orientation,
+        "spacing_mm": preprocessing.spacing_mm or "native",
+        "normalization": tuple(dict.fromkeys(one.kind for one in preprocessing.channels)),
+        "crops_to_nonzero": preprocessing.crops_to_nonzero,
+        "masks_outside": preprocessing.masks_outside,
+        **{f"interpolation.{k}": v for k, v in asdict(preprocessing.interpolation).items()},
+    }
 
 
 def take_weights(model: UNet3d, preprocessing: Preprocessing, checkpoint: Checkpoint) -> str:

@@ -14,7 +14,8 @@ from unet3d.volumes.dataset import Case, Dataset
 from unet3d.volumes.files import is_volume_file, members, times
 from unet3d.volumes.header import VolumeHeader, read_header, same_grid, shear_warning
 from unet3d.volumes.nifti import read_image, read_label
-from unet3d.volumes.resample import SpacingSetting, affordable_shape, median_spacing, target_spacing
+from unet3d.volumes.resample import affordable_shape
+from unet3d.volumes.target_spacing import SpacingSetting, median_spacing, target_spacing
 
 UNUSUAL_RATIO = 30.0
 """A spacing so many times larger or smaller than the median is probably in another unit."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Shape
 from unet3d.inputs.plain_data import PLAIN
-from unet3d.volumes.image_voxels import ImageVoxels
+from unet3d.volumes.image_voxels import PIECE_VOXELS, ImageVoxels
 
 MASKED_SHARE = 0.75
 """Where cropping leaves at most this share of the volume, what is normalised by mean and deviation
@@ -73,16 +73,51 @@ def nonzero_box(image: ImageVoxels) -> Box:
     Returns:
         The box; of an image that is zero everywhere, all of it.
     """
-    occupied = [np.zeros(size, bool) for size in image.shape]
-    for piece in image.pieces():
-        nonzero = image.any_nonzero(piece)
-        for axis, others in enumerate(((1, 2), (0, 2), (0, 1))):
-            occupied[axis][piece[axis]] |= nonzero.any(axis=others)
-    if not occupied[0].any():
-        return whole_box(image.shape)
-    bounds = [(int(found[0]), int(found[-1]) + 1) for found in map(np.flatnonzero, occupied)]
-    (x, y, z), (x_stop, y_stop, z_stop) = zip(*bounds, strict=True)
+    start, stop = [0, 0, 0], list(image.shape)
+    slowest = image.slowest_axis
+    for axis in (slowest, *(other for other in range(3) if other != slowest)):
+        first = _first_nonzero(image, axis, start, stop, backward=False)
+        if first is None:
+            return whole_box(image.shape)
+        last = _first_nonzero(image, axis, start, stop, backward=True)
+        start[axis], stop[axis] = first, (first if last is None else last) + 1
+    (x, y, z), (x_stop, y_stop, z_stop) = start, stop
     return Box(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
+
+
+def _first_nonzero(
+    image: ImageVoxels, axis: int, start: Sequence[int], stop: Sequence[int], *, backward: bool
+) -> int | None:
+    """Return the first plane of a part of an image, or the last one, that is not zero.
+
+    Most images are not zero at any side, so that a few planes are all that is read.
+
+    Args:
+        image: The image.
+        axis: The planes follow each other along it.
+        start: The part's first voxel along X, Y, Z.
+        stop: The voxel behind its last one.
+        backward: Whether the last plane is looked for.
+    """
+    first, behind = start[axis], stop[axis]
+    number = 1  # then more and more: of many empty planes each would be a pass of its own
+    of_plane = math.prod(b - a for a, b in zip(start, stop, strict=True)) // (behind - first)
+    most = max(1, PIECE_VOXELS // of_plane)
+    while first < behind:
+        number = min(number, behind - first)
+        place = [slice(a, b) for a, b in zip(start, stop, strict=True)]
+        place[axis] = slice(behind - number, behind) if backward else slice(first, first + number)
+        x, y, z = place
+        others = tuple(other for other in range(3) if other != axis)
+        found = np.flatnonzero(image.any_nonzero((x, y, z)).any(axis=others))
+        if len(found):
+            return int(place[axis].start + found[-1 if backward else 0])
+        if backward:
+            behind -= number
+        else:
+            first += number
+        number = min(2 * number, most)
+    return None
 
 
 def inside_mask(image: ImageVoxels) -> npt.NDArray[np.bool_]:

@@ -1,7 +1,8 @@
 """Where a volume lies: its header, read in RAS, and whether two volumes lie on one grid."""
 
 import logging
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ GEOMETRY_FIELDS = (
 )
 
 
+SINGLE_PRECISION = 1e-6
+"""Relative difference below which a number of 32 bits is the rounded one."""
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VolumeHeader:
     """Where the voxels of a volume lie, in RAS and as they are stored."""
@@ -65,6 +70,27 @@ class VolumeHeader:
         """Voxels along each axis as they are stored."""
         i, j, k = (self.shape[int(axis)] for axis in self.stored_orientation[:, 0])
         return (i, j, k)
+
+    def as_stored(self) -> "VolumeHeader":
+        """Return the same, with the stored axes, in their direction, as X, Y, Z.
+
+        The spacing is that of the file in its single precision, not rounded: so it is what other
+        readers see, and a resampled axis whose length ends in a half gets as many voxels.
+        """
+        i, j, k = (int(axis) for axis in self.stored_orientation[:, 0])
+        rounded = (self.spacing_mm[i], self.spacing_mm[j], self.spacing_mm[k])
+        x, y, z = (
+            float(stored) if math.isclose(stored, known, rel_tol=SINGLE_PRECISION) else known
+            for stored, known in zip(self.stored_header.get_zooms()[:3], rounded, strict=True)
+        )
+        turn = nib.orientations.ornt_transform(RAS, self.stored_orientation)
+        return replace(
+            self,
+            shape=self.stored_shape,
+            spacing_mm=(x, y, z),
+            affine=self.affine @ nib.orientations.inv_ornt_aff(turn, self.shape),
+            stored_orientation=RAS,
+        )
 
 
 def read_header(path: Path | str) -> VolumeHeader:

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,6 +30,9 @@ MOST_THREADS = 8
 
 TABLE_BYTES = 2
 """Integers of at most so many bytes are counted, each value for itself."""
+
+SENT_AS_STORED = (np.dtype(np.uint8), np.dtype(np.int8), np.dtype(np.int16))
+"""Types that are smaller than float32 and known to every device."""
 
 Values = npt.NDArray[np.float32]
 Counts = npt.NDArray[np.int64]
@@ -64,6 +67,22 @@ class StoredChannels:
             values = _scaled(self.voxels[index], self.slope, self.inter)
         forget_pages(self.voxels)
         return values
+
+    def on_device(self, index: Any, device: torch.device) -> torch.Tensor:
+        """Return a copy of a part of the voxels, scaled, in float32 on a device.
+
+        Args:
+            index: Of the part.
+            device: Any.
+        """
+        if self.voxels.dtype in SENT_AS_STORED and (self.slope, self.inter) == (1.0, 0.0):
+            stored = self.voxels[index].copy("K")
+            forget_pages(self.voxels)
+            return torch.from_numpy(stored).to(device).float()
+        values = self.values(index)
+        if np.may_share_memory(values, self.voxels):
+            values = values.copy("K")
+        return torch.from_numpy(values).to(device)
 
 
 class ImageVoxels:
@@ -114,6 +133,14 @@ class ImageVoxels:
             ]
         )
 
+    def viewed(self, view: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> "ImageVoxels":
+        """Return the same voxels, seen otherwise, with what is known of them.
+
+        Args:
+            view: Returns a view (C, X', Y', Z') of an array (C, X, Y, Z).
+        """
+        return ImageVoxels([replace(one, voxels=view(one.voxels)) for one in self._files])
+
     def planes(self, axis: int, planes: slice) -> npt.NDArray[np.float32]:
         """Return some planes of all channels.
 
@@ -130,6 +157,21 @@ class ImageVoxels:
             return np.concatenate(parts)
         is_view = np.may_share_memory(parts[0], self._files[0].voxels)
         return parts[0].copy("K") if is_view else parts[0]
+
+    def on_device(self, axis: int, planes: slice, device: torch.device) -> torch.Tensor:
+        """Return some planes of all channels in float32 on a device, to be changed there.
+
+        Args:
+            axis: As in :meth:`planes`.
+            planes: As there.
+            device: It is sent what takes least.
+
+        Returns:
+            Shape (C, X, Y, Z), in the order of memory in which they are stored.
+        """
+        index = (slice(None),) * (1 + axis) + (planes,)
+        parts = [file.on_device(index, device) for file in self._files]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def channel(self, number: int) -> "Channel":
         """Return one channel, of which planes are read when they are asked for."""
@@ -186,6 +228,38 @@ class ImageVoxels:
             return look(values if inside is None else values[inside[piece]], None)
 
         return list(self._in_threads(part))
+
+    def plane_extremes(
+        self, channel: int, axis: int, inside: Mask | None = None
+    ) -> tuple[Values, Values]:
+        """Return the lowest and the highest intensity of each plane of a channel.
+
+        Args:
+            channel: Its number.
+            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
+            inside: The voxels that count, shape (X, Y, Z); None: all.
+
+        Returns:
+            One for each plane: infinite where none of its voxels counts.
+        """
+        file, number = self._channels[channel]
+        others = tuple(other for other in range(3) if other != axis)
+
+        def part(piece: tuple[slice, slice, slice]) -> tuple[slice, Values, Values]:
+            values = file.values((number, *piece))
+            counted: Mask | bool = True if inside is None else inside[piece]
+            return (
+                piece[axis],
+                values.min(axis=others, where=counted, initial=np.inf),
+                values.max(axis=others, where=counted, initial=-np.inf),
+            )
+
+        lowest = np.full(self.shape[axis], np.inf, np.float32)
+        highest = np.full(self.shape[axis], -np.inf, np.float32)
+        for planes, low, high in self._in_threads(part):
+            lowest[planes] = np.minimum(lowest[planes], low)
+            highest[planes] = np.maximum(highest[planes], high)
+        return lowest, highest
 
     def any_nonzero(self, piece: tuple[slice, slice, slice]) -> Mask:
         """Return where any channel of a piece is not 0, shape (X, Y, Z) of the piece."""

@@ -42,6 +42,15 @@ class ScanImage:
     """Of all channels, in RAS."""
     header: VolumeHeader
 
+    def as_stored(self) -> "ScanImage":
+        """Return the same, with the stored axes of its first file, in their direction, as X, Y, Z.
+
+        Its voxels are views.
+        """
+        turn = nib.orientations.ornt_transform(RAS, self.header.stored_orientation)
+        voxels = self.voxels.viewed(lambda array: _turned(array, turn))
+        return ScanImage(voxels=voxels, header=self.header.as_stored())
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Volume:

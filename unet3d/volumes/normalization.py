@@ -1,4 +1,4 @@
-"""Intensities of one channel brought to a mean of 0 and a standard deviation of 1.
+"""Intensities of one channel brought to a mean of 0 and a deviation of 1, or to 0 ... 1.
 
 What depends on the whole image is found first, some planes at a time; then any part of it can be
 normalised by itself.
@@ -11,18 +11,27 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import ConfigDict, Field
+from torch import Tensor
 
+from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN
 from unet3d.volumes.image_voxels import Counts, ImageVoxels, Values
 
-Kind = Literal["ct", "z-score", "none"]
+Kind = Literal["ct", "z-score", "z-score-all", "z-score-inside", "rescale", "rgb", "none"]
 
 Array = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
 CONSTANT_DEVIATION = 1e-8
 """A channel counts as constant below this deviation, as a part of its largest intensity."""
+
+LEAST_DEVIATION = 1e-8
+"""What nnU-Net divides by at least."""
+
+MOST_COLOUR = 255.0
+"""The largest intensity of an image of colours."""
 
 SAFE_EXPONENT = 60
 """Intensities above 2 to this power, or all below its inverse, are scaled before they are used."""
@@ -35,12 +44,17 @@ Intensity = Annotated[float, Field(ge=-MAX_INTENSITY, le=MAX_INTENSITY, strict=T
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelNormalization:
-    """How the intensities of one channel get a mean of 0 and a standard deviation of 1.
+    """How the intensities of one channel become comparable.
 
     ``ct``: clipped to ``low`` and ``high``, then shifted and scaled with the data set's ``mean``
-    and ``std``, because Hounsfield units mean the same in every scan. ``z-score``: with the image's
-    own mean and deviation over its non-zero voxels, or over all that the image has inside
-    (``Preprocessing.masks_outside``). ``none``: unchanged.
+    and ``std``, because Hounsfield units mean the same in every scan. ``z-score-all``: with mean
+    and deviation of all voxels of the image. ``z-score-inside``: with those of what is inside, and
+    0 outside. ``none``: unchanged.
+
+    ``rescale``, from 0 for the lowest intensity to 1 for the highest, and ``rgb``, where 255
+    becomes 1, are in models of nnU-Net alone. ``z-score`` is in files of the first versions: with
+    mean and deviation of the voxels that are not 0, or of what is inside
+    (``Preprocessing.masks_outside``).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = PLAIN
@@ -76,18 +90,56 @@ class ChannelScaling:
             image: The image.
             channel: Number of the channel.
             how: What is wanted.
-            inside: The voxels that ``z-score`` counts, shape (X, Y, Z); None: those not 0.
+            inside: The voxels that ``z-score`` and ``z-score-inside`` count, shape (X, Y, Z); None:
+                those not 0.
+
+        Raises:
+            VolumeError: There are other intensities than colours have.
         """
         if how.kind == "none":
             return cls()
         if how.kind == "ct":
             return cls(limits=(how.low, how.high), mean=how.mean, std=how.std)
-        extents = image.measure(channel, partial(_extent, counts_zero=inside is not None), inside)
+        if how.kind == "rescale":
+            return cls._of_range(*extremes(image, channel))
+        if how.kind == "rgb":
+            lowest, highest = extremes(image, channel)
+            if lowest < 0 or highest > MOST_COLOUR:
+                raise VolumeError(
+                    f"channel {channel} has intensities from {lowest:.6g} to {highest:.6g}, but "
+                    "colours are expected, from 0 to 255; choose images like those of the training"
+                )
+            return cls(std=MOST_COLOUR)
+        if how.kind == "z-score":
+            return cls._of_mean(image, channel, inside, counts_zero=inside is not None)
+        counted = inside if how.kind == "z-score-inside" else None
+        return cls._of_mean(image, channel, counted, counts_zero=True, least=LEAST_DEVIATION)
+
+    @classmethod
+    def _of_range(cls, lowest: float, highest: float) -> "ChannelScaling":
+        if lowest == highest:
+            return cls(mean=lowest)
+        exponent = _safe_exponent(max(-lowest, highest))
+        lowest, highest = math.ldexp(lowest, exponent), math.ldexp(highest, exponent)
+        least = math.ldexp(LEAST_DEVIATION, exponent)
+        return cls(exponent=exponent, mean=lowest, std=max(highest - lowest, least))
+
+    @classmethod
+    def _of_mean(
+        cls,
+        image: ImageVoxels,
+        channel: int,
+        inside: Mask | None,
+        *,
+        counts_zero: bool,
+        least: float = 0.0,
+    ) -> "ChannelScaling":
+        """Look for mean and deviation, which is taken for ``least`` if it is less."""
+        extents = image.measure(channel, partial(_extent, counts_zero=counts_zero), inside)
         largest, count = max(one[0] for one in extents), sum(one[1] for one in extents)
         if not largest:
             return cls()
-        exponent = math.frexp(largest)[1]
-        exponent = -exponent if abs(exponent) > SAFE_EXPONENT else 0
+        exponent = _safe_exponent(largest)
         largest = math.ldexp(largest, exponent)
 
         # Sums of 10^8 voxels in float32 lose digits.
@@ -97,7 +149,7 @@ class ChannelScaling:
         mean = math.fsum(image.measure(channel, total, inside)) / count
 
         def deviations(values: Values, counts: Counts | None) -> float:
-            if inside is None:
+            if not counts_zero:
                 is_counted = values != 0
                 values, counts = values[is_counted], None if counts is None else counts[is_counted]
             scaled = np.ldexp(values, exponent, dtype=np.float64)
@@ -107,29 +159,64 @@ class ChannelScaling:
         std = math.sqrt(variance)
         if std < CONSTANT_DEVIATION * largest:
             std = largest
+        std = max(std, math.ldexp(least, exponent))
         return cls(exponent=exponent, mean=mean, std=std, masks=inside is not None)
 
-    def apply(self, array: Array, inside: Mask | None = None, out: Array | None = None) -> Array:
-        """Normalise a part of the channel.
+    def apply(self, array: Array, inside: Mask | None = None) -> Array:
+        """Return a normalised part of the channel.
 
         Args:
             array: The part, which is not changed.
             inside: Which of its voxels are inside.
-            out: Takes the result; None: new memory.
         """
-        normal = np.empty_like(array) if out is None else out
-        if self == ChannelScaling():
-            np.copyto(normal, array)
-            return normal
-        if self.limits is not None:
-            array = np.clip(array, *self.limits, out=normal)
-        if self.exponent:
-            array = np.ldexp(array, self.exponent, out=normal)
-        np.subtract(array, np.float32(self.mean), out=normal)
-        np.divide(normal, np.float32(self.std), out=normal)
-        if self.masks and inside is not None:
-            normal[~inside] = 0
+        normal = array.copy("K")
+        self.apply_(
+            torch.from_numpy(normal), None if inside is None else torch.from_numpy(inside.copy())
+        )
         return normal
+
+    def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
+        """Normalise a part of the channel in place.
+
+        Args:
+            values: The part, in float32, on any device.
+            inside: Which of its voxels are inside, on that device.
+        """
+        if self.limits is not None:
+            values.clamp_(*self.limits)
+        if self.exponent:
+            half = self.exponent // 2  # float32 does not hold the power of every exponent
+            values.mul_(2.0**half).mul_(2.0 ** (self.exponent - half))
+        if self.mean:
+            values.sub_(self.mean)
+        if self.std != 1:
+            values.div_(self.std)
+        if self.masks and inside is not None:
+            values.masked_fill_(~inside, 0)
+
+
+def extremes(image: ImageVoxels, channel: int, inside: Mask | None = None) -> tuple[float, float]:
+    """Return the lowest and the highest intensity of a channel, as they are stored.
+
+    Args:
+        image: The image.
+        channel: Number of the channel.
+        inside: The voxels that count, shape (X, Y, Z), at least one; None: all.
+    """
+
+    def look(values: Values, counts: Counts | None) -> tuple[float, float]:
+        if not values.size:
+            return math.inf, -math.inf
+        return float(values.min()), float(values.max())
+
+    lowest, highest = zip(*image.measure(channel, look, inside), strict=True)
+    return min(lowest), max(highest)
+
+
+def _safe_exponent(largest: float) -> int:
+    """Return that of a power of two with which no difference of intensities overflows."""
+    exponent = math.frexp(largest)[1]
+    return -exponent if abs(exponent) > SAFE_EXPONENT else 0
 
 
 def _extent(values: Values, counts: Counts | None, *, counts_zero: bool) -> tuple[float, int]:

@@ -26,8 +26,10 @@ from unet3d.volumes.header import read_header, same_grid
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.nifti import Volume, on_grid_of, read_channels, read_label
 from unet3d.volumes.normalization import ChannelNormalization, Kind
-from unet3d.volumes.resample import median_spacing, resampled_shape, target_spacing
-from unet3d.volumes.transform import Preprocessing, kept_box, prepare_image, prepare_label
+from unet3d.volumes.prepared_image import prepare_image
+from unet3d.volumes.resample import resampled_shape
+from unet3d.volumes.target_spacing import median_spacing, target_spacing
+from unet3d.volumes.transform import Preprocessing, kept_box, prepare_label
 from unet3d.volumes.workers import counting, map_items
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,7 @@ MAX_INTENSITIES_PER_CASE = 10_000
 LARGEST_IN_FLOAT16 = 2.0**14
 """Normalised intensities up to this are stored as float16, which reaches four times as far."""
 
-VERSION = 5
+VERSION = 6
 """Part of every key: raise it whenever preparation gives other arrays for the same settings, or
 entries of another form."""
 
@@ -104,6 +106,9 @@ def plan_preprocessing(
     kept = whole
     if settings.crop_to_nonzero:
         kept = [box.shape for box in boxes_of(dataset.cases, whole, settings.cache)]
+    if takes_much(whole, kept):
+        masked = ChannelNormalization(kind="z-score-inside")
+        channels = [masked if one.kind == "z-score-all" else one for one in channels]
     spacings_mm = [header.spacing_mm for header in headers]
     median_mm = median_spacing(spacings_mm)
     target_mm = target_spacing(spacings_mm, kept, settings.spacing_mm)
@@ -126,7 +131,6 @@ def plan_preprocessing(
         label_values=dataset.label_values,
         ignore_value=dataset.ignore_value,
         crops_to_nonzero=settings.crop_to_nonzero,
-        masks_outside="z-score" in kinds and takes_much(whole, kept),
         regions=dataset.regions,
     )
     return preprocessing, fingerprint
@@ -225,17 +229,18 @@ def _case_key(store: Cache, case: Case, preprocessing: Preprocessing) -> str:
     # Names change nothing in the arrays.
     kept = ("spacing_mm", "channels", "label_values", "ignore_value")
     cropping = ("crops_to_nonzero", "masks_outside")
-    settings = {key: plan[key] for key in (*kept, *cropping)}
+    voxels = ("orientation", "interpolation")
+    settings = {key: plan[key] for key in (*kept, *cropping, *voxels)}
     return key_of([*_digests(store, case), settings], VERSION)
 
 
 def _kind(channel_name: str, setting: Literal["auto", "ct", "z-score", "none"]) -> Kind:
     if setting != "auto":
-        return setting
+        return "z-score-all" if setting == "z-score" else setting
     name = channel_name.strip().lower()
     if name == "ct" or name.startswith(("ct ", "ct_", "ct-")):
         return "ct"
-    return "none" if name == "nonorm" else "z-score"
+    return "none" if name == "nonorm" else "z-score-all"
 
 
 def ct_normalization(intensities: Sequence[npt.NDArray[np.float32]]) -> ChannelNormalization:

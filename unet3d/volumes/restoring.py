@@ -2,7 +2,8 @@
 
 Both grids cover the same box of space, and interpolation is trilinear as PyTorch's is with
 ``align_corners=False``: first along the axis of the slabs, from the two planes around each, then
-within the planes. How the logits are divided into slabs changes no more than the rounding.
+within the planes. Across thick slices it may take the nearest instead, as nnU-Net does. How the
+logits are divided into slabs changes no more than the rounding.
 """
 
 import math
@@ -19,7 +20,11 @@ PIECE_NUMBERS = 2**24
 
 
 def restored_slabs(
-    slabs: Iterable[Tensor], axis: int, grid: Shape, shape: Shape
+    slabs: Iterable[Tensor],
+    axis: int,
+    grid: Shape,
+    shape: Shape,
+    nearest_axes: tuple[int, ...] = (),
 ) -> Iterator[Tensor]:
     """Yield logits on the grid of the original image, each plane as soon as it is known.
 
@@ -28,6 +33,7 @@ def restored_slabs(
         axis: The axis along which they follow each other.
         grid: Voxels along X, Y, Z of all slabs together.
         shape: Voxels along X, Y, Z of the original image.
+        nearest_axes: Those along which the nearest plane is taken.
 
     Yields:
         Consecutive slabs of the same type and device; the slabs themselves if the grids are one.
@@ -36,7 +42,12 @@ def restored_slabs(
         yield from slabs
         return
     dim = 1 + axis
-    below, above, share = _neighbours(grid[axis], shape[axis])
+    below, above, share = _neighbours(grid[axis], shape[axis], axis in nearest_axes)
+    within = {
+        1 + other: _neighbours(grid[other], shape[other], is_nearest=True)[0]
+        for other in nearest_axes
+        if other != axis and grid[other] != shape[other]
+    }
     kept: Tensor | None = None
     first = done = 0  # plane with which the kept ones begin; planes of the result
     for slab in slabs:
@@ -47,16 +58,19 @@ def restored_slabs(
         for begin in range(done, known, num_planes):
             part = slice(begin, min(begin + num_planes, known))
             along = _between(kept, dim, below[part] - first, above[part] - first, share[part])
-            yield _within_planes(along, axis, shape)
+            yield _within_planes(along, axis, shape, within)
         done = known
         if done < shape[axis]:
             spent = min(int(below[done]) - first, kept.shape[dim])
             kept, first = kept.narrow(dim, spent, kept.shape[dim] - spent), first + spent
 
 
-def _neighbours(size: int, new_size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _neighbours(size: int, new_size: int, is_nearest: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the planes around each new one, and how much of the way it is to the second."""
     centres = (torch.arange(new_size, dtype=torch.float64) + 0.5) * (size / new_size) - 0.5
+    if is_nearest:  # of two that are as near, the second
+        nearest = (centres + 0.5).floor().clamp(0, size - 1).long()
+        return nearest, nearest, torch.zeros_like(centres)
     centres = centres.clamp(0, size - 1)
     below = centres.floor().long()
     return below, (below + 1).clamp_max(size - 1), centres - below
@@ -70,11 +84,20 @@ def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tens
     return torch.lerp(logits.index_select(dim, first), logits.index_select(dim, second), weight)
 
 
-def _within_planes(logits: Tensor, axis: int, shape: Shape) -> Tensor:
-    """Interpolate planes to the voxels that the shape has besides the axis."""
-    size = [n for other, n in enumerate(shape) if other != axis]
+def _within_planes(logits: Tensor, axis: int, shape: Shape, nearest: dict[int, Tensor]) -> Tensor:
+    """Interpolate planes to the voxels that the shape has besides the axis.
+
+    Along some dimensions the planes of given indices are taken instead.
+    """
+    size = [
+        logits.shape[1 + other] if 1 + other in nearest else n
+        for other, n in enumerate(shape)
+        if other != axis
+    ]
     planes = logits.movedim(1 + axis, 1)
-    if list(planes.shape[2:]) == size:
-        return logits
-    planes = functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)
-    return planes.movedim(1, 1 + axis)
+    if list(planes.shape[2:]) != size:
+        planes = functional.interpolate(planes, size=size, mode="bilinear", align_corners=False)
+        logits = planes.movedim(1, 1 + axis)
+    for dim, indices in nearest.items():
+        logits = logits.index_select(dim, indices.to(logits.device))
+    return logits

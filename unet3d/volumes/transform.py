@@ -5,7 +5,7 @@ an image exactly as training did.
 """
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +13,18 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 
 from unet3d.config import Spacing
-from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN, Name, at_most
 from unet3d.kernels import strongest_class, written_regions
+from unet3d.volumes.class_resampling import resample_classes
 from unet3d.volumes.classes import LabelValue, Region, class_indices
-from unet3d.volumes.cropping import Box, inside_mask, nonzero_box, whole_box
+from unet3d.volumes.cropping import Box, nonzero_box, whole_box
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.memory_limits import explaining_memory
-from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import (
-    Resampling,
+    Interpolation,
     affordable_shape,
     grid_shape,
-    resample_classes,
-    thick_axes,
-    visible_shape,
 )
 
 CLASS_ARRAYS = 2
@@ -57,6 +54,10 @@ class Preprocessing:
     enclose, and sets all others to 0."""
     regions: Annotated[tuple[Region, ...], at_most(2**16)] = ()
     """What the network segments instead of classes, in the order in which it is written."""
+    orientation: Literal["ras", "stored"] = "ras"
+    """Axes of the arrays: to the right, to the front and up, or those of the file."""
+    interpolation: Interpolation = Interpolation()
+    """How images come to the target spacing, and logits back."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, numbers and strings, for a checkpoint or JSON."""
@@ -70,6 +71,8 @@ class Preprocessing:
             "crops_to_nonzero": self.crops_to_nonzero,
             "masks_outside": self.masks_outside,
             "regions": [asdict(region) for region in self.regions],
+            "orientation": self.orientation,
+            "interpolation": asdict(self.interpolation),
         }
 
     @property
@@ -132,127 +135,6 @@ def kept_box(image: ImageVoxels, preprocessing: Preprocessing) -> Box:
     if preprocessing.crops_to_nonzero:
         return nonzero_box(image)
     return whole_box(image.shape)
-
-
-class PreparedImage:
-    """An image that is normalised and resampled where its planes are asked for."""
-
-    def __init__(
-        self, image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
-    ) -> None:
-        """Look at its intensities.
-
-        Args:
-            image: Cut to its :func:`kept_box`; it is kept and not changed.
-            spacing_mm: Its spacing.
-            preprocessing: The plan.
-
-        Raises:
-            VolumeError: It has another number of channels than the plan, or nothing of it would be
-                left at the target spacing.
-        """
-        num_channels = len(preprocessing.channels)
-        if image.num_channels != num_channels:
-            raise VolumeError(
-                f"the image has {image.num_channels} channel(s); {num_channels} are needed: "
-                f"{', '.join(preprocessing.channel_names)}"
-            )
-        target_mm = preprocessing.spacing_mm
-        self.shape = visible_shape(image.shape, spacing_mm, target_mm)
-        """Voxels along X, Y, Z at the target spacing."""
-        self._image = image
-        with explaining_memory("the image cannot be prepared"):
-            self._inside = inside_mask(image) if preprocessing.masks_outside else None
-            self._scalings = [
-                ChannelScaling.of(image, channel, how, self._inside)
-                for channel, how in enumerate(preprocessing.channels)
-            ]
-        thick = thick_axes(spacing_mm, target_mm or spacing_mm)
-        self._resampling = Resampling(image.shape, self.shape, thick)
-
-    @property
-    def num_channels(self) -> int:
-        """Channels."""
-        return self._image.num_channels
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude of its normalised intensities."""
-        magnitudes = []
-        for channel, scaling in enumerate(self._scalings):
-            with np.errstate(over="ignore", invalid="ignore"):
-                extremes = scaling.apply(np.array(self._extremes(channel), np.float32))
-            magnitudes.append(np.abs(extremes).max())
-        return float(np.max(magnitudes))  # Python's own max overlooks a NaN
-
-    def _extremes(self, channel: int) -> tuple[float, float]:
-        found = self._image.measure(
-            channel, lambda values, counts: (float(values.min()), float(values.max()))
-        )
-        lowest, highest = zip(*found, strict=True)
-        return min(lowest), max(highest)
-
-    def planes(self, axis: int, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Return some planes at the target spacing.
-
-        Args:
-            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
-            begin: The first of them.
-            end: The one after the last.
-
-        Returns:
-            Shape (C, X', Y', Z'), in any order of memory.
-
-        Raises:
-            VolumeError: They do not fit in memory, or are not finite.
-        """
-        source = self._resampling.needed(axis, begin, end)
-        inside = None
-        if self._inside is not None:
-            inside = self._inside[(slice(None),) * axis + (source,)]
-        with (
-            explaining_memory("the image cannot be prepared"),
-            np.errstate(over="ignore", invalid="ignore", divide="ignore"),  # looked for below
-        ):
-            image = self._image.planes(axis, source)
-            for channel, scaling in zip(image, self._scalings, strict=True):
-                scaling.apply(channel, inside, out=channel)
-            prepared = self._resampling.planes(image, axis, begin, end)
-            # NaN anywhere is the least and the largest, and this takes no memory.
-            if not (np.isfinite(prepared.min()) and np.isfinite(prepared.max())):
-                largest = max(
-                    abs(extreme)
-                    for channel in range(self.num_channels)
-                    for extreme in self._extremes(channel)
-                )
-                raise VolumeError(
-                    f"intensities up to {largest:.3g} become infinite when they "
-                    "are prepared; scale the image, or train with data.normalization=z-score"
-                )
-        return prepared
-
-
-def prepare_image(
-    image: ImageVoxels, spacing_mm: Spacing, preprocessing: Preprocessing
-) -> npt.NDArray[np.float32]:
-    """Normalise an image and resample it to the target spacing, all of it at once.
-
-    Args:
-        image: As for :class:`PreparedImage`.
-        spacing_mm: As there.
-        preprocessing: As there.
-
-    Returns:
-        Shape (C, X', Y', Z'), C-contiguous.
-
-    Raises:
-        VolumeError: As there; or at the target spacing it does not fit in memory, or what comes out
-            is not finite.
-    """
-    target_mm = preprocessing.spacing_mm
-    affordable_shape(image.shape, spacing_mm, target_mm, len(preprocessing.channels))
-    prepared = PreparedImage(image, spacing_mm, preprocessing)
-    return np.ascontiguousarray(prepared.planes(0, 0, prepared.shape[0]))
 
 
 def prepare_label(

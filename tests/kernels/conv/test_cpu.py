@@ -91,6 +91,21 @@ def test_points(samples: int, layout: torch.memory_format) -> None:
     assert y.is_contiguous(memory_format=layout)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_transposed_points(samples: int, layout: torch.memory_format) -> None:
+    """Between two levels of one resolution."""
+    x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
+    weight = tensor(5, 3, 1, 1, 1, seed=1)
+    y = assert_as_in_float64(
+        lambda x, w: slabs.upsample(x, w, (1, 1, 1)),
+        lambda x, w: F.conv_transpose3d(x, w),
+        x,
+        weight,
+    )
+    assert y.is_contiguous(memory_format=layout)
+
+
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_only_gradients_that_are_wanted_are_computed(wanted: int) -> None:
     values = [tensor(1, 2, 5, 4, 3).float(), tensor(3, 2, 3, 3, 3).float()]

@@ -13,7 +13,13 @@ import torch
 import torch._dynamo  # which DDP imports, and the forks need not
 from torch import Tensor
 
-from tests.plain_network import NESTED, make_batch, make_topology
+from tests.plain_network import (
+    NESTED,
+    TRAINED_ELSEWHERE,
+    make_batch,
+    make_network,
+    make_topology,
+)
 from tests.ranks import in_ranks
 from unet3d.config import ModelSettings
 from unet3d.distributed.group import Group
@@ -47,6 +53,8 @@ CASES: tuple[tuple[int, int, int, int, bool, dict[str, Any]], ...] = (
     (1, 2, 2, 1, False, {"kernels": "anisotropic"}),
     (2, 2, 3, 2, True, {"regions": NESTED, "deep_supervision": True}),
     (1, 2, 2, 1, False, {"regions": NESTED}),
+    (2, 2, 3, 2, True, TRAINED_ELSEWHERE),
+    (1, 3, 2, 1, False, {"encoder": "residual", "kernels": "anisotropic", **TRAINED_ELSEWHERE}),
 )
 STEPS = 2
 
@@ -81,9 +89,11 @@ def on_cpus(folder: Path, group: Group, number: int) -> None:
     regions = options.pop("regions", ())
     rank = group.ranks.rank
     replica, shard = divmod(rank, num_shards)
-    # Every rank begins with weights of its own: the first one's must win.
-    torch.manual_seed(1 + rank)
-    model = UNet3d(make_topology(**options)).double()
+    model = make_network(make_topology(**options))
+    if rank > 0:  # every rank begins with weights of its own: the first one's must win
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))
     layout = Layout(
         devices=(torch.device("cpu"),),
         num_micro_batches=num_micro_batches,

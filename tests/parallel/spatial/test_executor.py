@@ -44,6 +44,15 @@ ACROSS_Z = {
 }
 
 
+TRAINED_ELSEWHERE = {
+    "units": (1, 3, 2, 1),
+    "decoder_units": (2, 1, 3),
+    "upsampling_bias": True,
+    "norm_eps": 0.02,
+    "negative_slope": 0.1,
+}
+
+
 def topology_of(**options: object) -> Topology:
     given = {"in_channels": 2, "num_classes": 3, "channels": (4, 8, 12, 12), "strides": HALVED}
     return Topology(**given | options)
@@ -157,7 +166,11 @@ def test_levels_may_be_whole(
 
 
 @pytest.mark.parametrize("recompute_mode", ["off", "norm", "level"])
-@pytest.mark.parametrize("kernels", [ACROSS_X, ACROSS_Z], ids=["across X", "across Z"])
+@pytest.mark.parametrize(
+    "kernels",
+    [ACROSS_X, ACROSS_Z, ACROSS_X | {"upsampling_bias": True}, {"upsampling_bias": True}],
+    ids=["across X", "across Z", "across X with a bias", "cubes with a bias"],
+)
 @pytest.mark.parametrize("num_divided", [1, 2, 3])
 def test_flat_kernels_are_transparent_above_whole_levels(
     num_divided: int,
@@ -209,6 +222,11 @@ def test_batch_dice_is_that_of_whole_volumes(
         ACROSS_X | {"encoder": "residual", "deep_supervision": True},
         ACROSS_X | {"norm": "group"},
         ACROSS_Z,
+        TRAINED_ELSEWHERE,
+        TRAINED_ELSEWHERE | {"encoder": "residual", "deep_supervision": True},
+        TRAINED_ELSEWHERE | ACROSS_X,
+        TRAINED_ELSEWHERE | ACROSS_Z,
+        TRAINED_ELSEWHERE | {"strides": ((1, 1, 1), (3, 2, 2), (1, 2, 2), (2, 2, 2))},
     ],
     ids=str,
 )

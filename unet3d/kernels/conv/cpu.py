@@ -97,7 +97,9 @@ def convolve_backward(
 
 
 def upsample(x: Tensor, weight: Tensor, stride: Sequence[int]) -> Tensor:
-    """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride), whose kernel is its stride."""
+    """Convolve (1, I, X, Y, Z) transposed with (I, O, *stride); points also where N is not 1."""
+    if _is_point(weight, stride):
+        return _product(weight.flatten(1).t(), x)
     both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
     y = F.conv_transpose3d(both, weight, stride=tuple(stride))
     return _joined(y, x.shape[2] * stride[0])
@@ -107,6 +109,10 @@ def upsample_backward(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Sequence[int], *, wanted: tuple[bool, bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of x and weight, or None where one is not wanted."""
+    if _is_point(weight, stride):
+        turned = weight.transpose(0, 1)
+        dx, dturned = convolve_backward(dy, x, turned, stride, (0, 0, 0), wanted=wanted)
+        return dx, None if dturned is None else dturned.transpose(0, 1)
     both = torch.cat([some_planes(x, run) for run in halves(x.shape[2])])
     given = (_divided_gradient(dy, stride[0]), both, weight, stride, (0, 0, 0))
     dboth, dweight = gradients(*given, wanted=wanted, transposed=True)

@@ -78,7 +78,7 @@ class SlabRule:
                 lowest level with a head.
         """
         steps = _steps(self.topology)
-        num_divided = self._num_supervised()
+        num_divided = self.topology.num_heads
         most = self.most_shards(size)
         if most < self.num_shards:
             heads = " at the lowest level with a head" if num_divided > 1 else ""
@@ -108,12 +108,7 @@ class SlabRule:
         Args:
             size: Its voxels along X, Y, Z.
         """
-        return size[0] // _steps(self.topology)[self._num_supervised() - 1]
-
-    def _num_supervised(self) -> int:
-        """Return the levels with a head, which must be divided as the target is."""
-        topology = self.topology
-        return max(topology.num_levels - 2, 1) if topology.deep_supervision else 1
+        return size[0] // _steps(self.topology)[self.topology.num_heads - 1]
 
     def _is_worth_it(self, level: int, size: Shape) -> bool:
         """Return whether a level has planes for all, and maps that are large enough."""

@@ -176,7 +176,7 @@ class _SlabUpsampledUnit(UpsampledUnit):
         fine = upsample(coarse, self.up.weight, self.up.stride)
         start = first * step
         fine = _planes_of(fine, range(own.start - 1 - start, own.stop + 1 - start))
-        return self.unit.conv(fine), added
+        return self.with_bias(self.unit.conv(fine)), added
 
 
 def _planes_of(x: Tensor, planes: range) -> Tensor:

@@ -1,0 +1,200 @@
+"""What a bias of the upsampling adds at the border, against the bias itself."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.kernels.conv.maps import tensor
+from unet3d.kernels import add_border
+from unet3d.kernels.pad import padded_copy
+from unet3d.kernels.padding import is_padded, mark_folded, mark_padded, was_folded
+from unet3d.kernels.sharding import sharded
+
+Size = tuple[int, int, int]
+SIZES = [
+    (5, 4, 6),
+    (3, 3, 3),
+    (2, 2, 2),
+    (2, 5, 3),
+    (1, 4, 5),
+    (4, 1, 2),
+    (3, 2, 1),
+    (1, 1, 4),
+    (1, 1, 1),
+]
+KERNELS = [(3, 3, 3), (1, 3, 3), (3, 1, 3), (3, 3, 1), (1, 1, 3), (1, 1, 1)]
+
+
+def padding_of(weight: Tensor) -> tuple[int, ...]:
+    return tuple(taps // 2 for taps in weight.shape[2:])
+
+
+def values(size: Size, kernel: Size, num_samples: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a map, a convolution's weight and a bias before it."""
+    x = tensor(num_samples, 3, *size)
+    return x, tensor(5, 3, *kernel, seed=1), tensor(3, seed=2)
+
+
+def with_border(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return add_border(F.conv3d(x, weight, padding=padding_of(weight)), weight, bias)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.conv3d(x + bias.view(-1, 1, 1, 1), weight, padding=padding_of(weight))
+
+
+def centred(y: Tensor) -> Tensor:
+    """Return what an instance normalisation lets pass: all but a constant of each channel."""
+    return y - y.mean((2, 3, 4), keepdim=True)
+
+
+def results(function: object, given: tuple[Tensor, ...], dy: Tensor) -> list[Tensor]:
+    leaves = [value.clone().requires_grad_() for value in given]
+    y = centred(function(*leaves))
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_it_is_the_bias_but_for_a_constant(
+    size: Size, kernel: Size, memory: torch.memory_format
+) -> None:
+    x, weight, bias = values(size, kernel)
+    given = x.contiguous(memory_format=memory), weight.contiguous(memory_format=memory), bias
+    dy = tensor(2, 5, *size, seed=3)
+    assert_same(results(with_border, given, dy), results(plain, given, dy))
+
+
+def test_nothing_is_added_inside_and_it_is_written_in_place() -> None:
+    x, weight, bias = values((6, 5, 7), (3, 3, 3))
+    y = F.conv3d(x, weight, padding=1).contiguous(memory_format=torch.channels_last_3d)
+    before = y.clone()
+    made = add_border(y, weight, bias)
+    assert made.data_ptr() == y.data_ptr() and made.stride() == y.stride()
+    inside = (..., *[slice(1, -1)] * 3)
+    assert torch.equal(made[inside], before[inside])
+    is_other = (made != before).all(0).all(0)
+    is_other[inside] = True
+    assert is_other.all()
+
+
+def test_a_map_with_room_around_keeps_it_and_its_mark() -> None:
+    x, weight, bias = values((4, 3, 4), (3, 3, 3))
+    whole = torch.zeros(2, 4, 3, 6, 5, dtype=torch.float64)
+    y = whole.permute(0, 4, 1, 2, 3)[..., 1:-1]
+    y.copy_(F.conv3d(x, weight, padding=1))
+    made = add_border(mark_folded(y), weight, bias)
+    assert was_folded(made) and made.stride() == y.stride()
+    torch.testing.assert_close(centred(made), centred(plain(x, weight, bias)))
+    assert not whole[:, :, :, (0, -1)].any()
+
+
+def test_a_gradient_with_zeros_around_reaches_the_convolution_as_it_is() -> None:
+    seen: list[Tensor] = []
+
+    class Convolved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            seen.append(dy)
+            return dy
+
+    class Normalised(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor) -> Tensor:
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return mark_padded(padded_copy(dy))
+
+    y, weight, bias = tensor(1, 5, 4, 3, 2), *values((4, 3, 2), (3, 3, 3))[1:]
+    made = add_border(Convolved.apply(y.requires_grad_()), weight.requires_grad_(), bias)
+    Normalised.apply(made).sum().backward()
+    assert [is_padded(dy) for dy in seen] == [True]
+
+
+class _Slab:
+    """What a convolution's border must know of a slab."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count = index, count
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+@pytest.mark.parametrize("bounds", [(0, 3, 5), (0, 2, 4, 7), (0, 1, 2, 3), (0, 1, 2), (0, 4)])
+def test_slabs_have_the_border_of_the_volume(bounds: tuple[int, ...], kernel: Size) -> None:
+    slabs = list(zip(bounds[:-1], bounds[1:], strict=True))
+
+    def in_slabs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        y = F.conv3d(x, weight, padding=padding_of(weight))
+        parts = []
+        for index, (start, stop) in enumerate(slabs):
+            with sharded(_Slab(index, len(slabs))):  # type: ignore[arg-type]
+                parts.append(add_border(y[:, :, start:stop].clone(), weight, bias))
+        return torch.cat(parts, 2)
+
+    given = values((bounds[-1], 3, 4), kernel)
+    dy = tensor(2, 5, bounds[-1], 3, 4, seed=3)
+    assert_same(results(in_slabs, given, dy), results(plain, given, dy))
+
+
+def test_a_slab_inside_has_a_gradient_all_the_same() -> None:
+    """Ranks exchange the gradients of all parameters."""
+    x, weight, bias = values((3, 4, 4), (3, 1, 1))
+    bias.requires_grad_()
+    with sharded(_Slab(1, 3)):  # type: ignore[arg-type]
+        y = with_border(x, weight, bias)
+    (gradient,) = torch.autograd.grad(y.sum(), bias)
+    assert not gradient.any()
+
+
+def test_no_number_is_read() -> None:
+    """A GPU would be waited for; and steps are predicted on fake tensors, and captured."""
+    with FakeTensorMode():
+        x, weight, bias = (torch.empty(s) for s in ((1, 3, 4, 5, 6), (5, 3, 3, 3, 3), (3,)))
+        weight.requires_grad_()
+        bias.requires_grad_()
+        y = with_border(x, weight, bias)
+        assert y.shape == (1, 5, 4, 5, 6)
+        gradients = torch.autograd.grad(y.sum(), (weight, bias))
+    assert [g.shape for g in gradients] == [weight.shape, bias.shape]
+
+
+def test_shapes_are_followed_on_meta() -> None:
+    given = (value.to("meta") for value in values((4, 3, 4), (3, 3, 3)))
+    assert with_border(*given).shape == (2, 5, 4, 3, 4)
+
+
+def test_autocast_lowers_the_map_and_not_the_border() -> None:
+    x, weight, bias = (value.float() for value in values((6, 5, 7), (3, 3, 3)))
+    y = torch.zeros(2, 5, 6, 5, 7)
+    expected = add_border(y.clone(), weight, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(add_border(y.clone(), weight, bias), expected)
+        lowered = add_border(y.bfloat16(), weight, bias)
+        assert lowered.dtype == torch.bfloat16
+        assert torch.equal(lowered, expected.bfloat16())
+        leaves = (x, weight.requires_grad_(), bias.requires_grad_())
+        made = with_border(*leaves)
+        dy = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        actual = torch.autograd.grad(made, leaves[1:], dy)
+    assert made.dtype == torch.bfloat16
+    exact = [value.detach().double().requires_grad_() for value in leaves]
+    wanted = torch.autograd.grad(with_border(*exact), exact[1:], dy.double())
+    for a, b in zip(actual, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert (a.double() - b).norm() <= 1e-2 * b.norm()

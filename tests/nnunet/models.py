@@ -1,0 +1,158 @@
+"""A model of nnU-Net as its files have it, with random weights."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from unet3d.model import Topology, UNet3d
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.weights import to_nnunet, with_all_names
+
+KWARGS: dict[str, Any] = {
+    "n_stages": 3,
+    "features_per_stage": [8, 16, 32],
+    "conv_op": "torch.nn.modules.conv.Conv3d",
+    "kernel_sizes": [[1, 3, 3], [3, 3, 3], [3, 3, 3]],
+    "strides": [[1, 1, 1], [1, 2, 2], [2, 2, 2]],
+    "n_conv_per_stage": [2, 2, 2],
+    "n_conv_per_stage_decoder": [2, 1],
+    "conv_bias": True,
+    "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+    "norm_op_kwargs": {"eps": 1e-5, "affine": True},
+    "dropout_op": None,
+    "dropout_op_kwargs": None,
+    "nonlin": "torch.nn.LeakyReLU",
+    "nonlin_kwargs": {"inplace": True},
+}
+ARCHITECTURE = {
+    "network_class_name": "dynamic_network_architectures.architectures.unet.PlainConvUNet",
+    "arch_kwargs": KWARGS,
+    "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
+}
+FULLRES: dict[str, Any] = {
+    "preprocessor_name": "DefaultPreprocessor",
+    "patch_size": [16, 32, 48],
+    "spacing": [3.0, 1.0, 0.5],
+    "normalization_schemes": ["CTNormalization", "ZScoreNormalization"],
+    "use_mask_for_norm": [False, True],
+    "resampling_fn_data": "resample_data_or_seg_to_shape",
+    "resampling_fn_data_kwargs": {
+        "is_seg": False,
+        "order": 3,
+        "order_z": 0,
+        "force_separate_z": None,
+    },
+    "resampling_fn_probabilities": "resample_data_or_seg_to_shape",
+    "resampling_fn_probabilities_kwargs": {
+        "is_seg": False,
+        "order": 1,
+        "order_z": 0,
+        "force_separate_z": None,
+    },
+    "architecture": ARCHITECTURE,
+    "batch_dice": True,
+}
+PLANS: dict[str, Any] = {
+    "dataset_name": "Dataset001_Phantoms",
+    "transpose_forward": [0, 2, 1],
+    "transpose_backward": [0, 2, 1],
+    "image_reader_writer": "SimpleITKIO",
+    "label_manager": "LabelManager",
+    "foreground_intensity_properties_per_channel": {
+        "0": {
+            "mean": 40.5,
+            "std": 20.0,
+            "median": 41.0,
+            "min": -900.0,
+            "max": 2000.0,
+            "percentile_00_5": -100.0,
+            "percentile_99_5": 300.0,
+        }
+    },
+    "configurations": {
+        "2d": {"patch_size": [32, 48], "spacing": [1.0, 0.5]},
+        "3d_fullres": FULLRES,
+        "3d_lowres": {"inherits_from": "3d_fullres", "spacing": [4.0, 2.0, 1.0]},
+        "3d_cascade_fullres": {"inherits_from": "3d_fullres", "previous_stage": "3d_lowres"},
+        "circle": {"inherits_from": "circle"},
+    },
+}
+
+DATASET: dict[str, Any] = {
+    "channel_names": {"0": "CT", "1": "MRI"},
+    "labels": {"background": 0, "organ": 1, "lésion": 2},
+    "numTraining": 3,
+    "file_ending": ".nii.gz",
+}
+
+TRANSPOSE_FORWARD = (0, 2, 1)
+
+TOPOLOGY = Topology(
+    in_channels=2,
+    num_classes=3,
+    channels=(8, 16, 32),
+    strides=((1, 1, 1), (2, 2, 1), (2, 2, 2)),
+    kernels=((3, 3, 1), (3, 3, 3), (3, 3, 3)),
+    units=(2, 2, 2),
+    decoder_units=(1, 2),
+    deep_supervision=True,
+    upsampling_bias=True,
+)
+"""The network of the plans, along X, Y, Z of a file."""
+
+
+def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return our parameters of the network."""
+    torch.manual_seed(seed)
+    network = UNet3d(TOPOLOGY)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return network.state_dict()
+
+
+def content_of(seed: int = 0, fold: int | str = 0) -> dict[str, Any]:
+    """Return what nnU-Net puts into a checkpoint after some epochs on a GPU."""
+    axes = Axes.of(TRANSPOSE_FORWARD)
+    weights = with_all_names(to_nnunet(random_weights(seed), TOPOLOGY, axes), has_biases=True)
+    return {
+        "network_weights": weights,
+        "optimizer_state": {"state": {0: {"momentum_buffer": torch.ones(3)}}, "param_groups": []},
+        "grad_scaler_state": {"scale": 65536.0, "_growth_tracker": 3},
+        "logging": {
+            "mean_fg_dice": [np.float64(0.5), np.float32(0.25)],
+            "dice_per_class_or_region": [[np.float32(0.5), np.float32(0.0)]],
+            "epoch_end_timestamps": [1.5, 2.5],
+        },
+        "_best_ema": np.float64(0.375),
+        "current_epoch": 3,
+        "init_args": {
+            "plans": copy.deepcopy(PLANS),
+            "configuration": "3d_fullres",
+            "fold": fold,
+            "dataset_json": copy.deepcopy(DATASET),
+            "device": torch.device("cuda", 0),
+        },
+        "trainer_name": "nnUNetTrainer",
+        "inference_allowed_mirroring_axes": (0, 2),
+    }
+
+
+def write_model(folder: Path, *folds: int | str) -> Path:
+    """Write the folder of a model, each fold with weights of its own.
+
+    Returns:
+        The folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plans.json").write_text(json.dumps(PLANS))
+    (folder / "dataset.json").write_text(json.dumps(DATASET))
+    for seed, fold in enumerate(folds):
+        place = folder / f"fold_{fold}"
+        place.mkdir()
+        torch.save(content_of(seed, fold), place / "checkpoint_final.pth")
+    return folder

@@ -1,0 +1,155 @@
+"""Which networks a path means."""
+
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.networks import random_checkpoint
+from tests.nnunet.models import write_model
+from unet3d.errors import CheckpointError
+from unet3d.nnunet.model_files import networks_in
+from unet3d.runs.checkpoint import save_checkpoint
+
+NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
+
+
+def touched(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def model_of(folder: Path, *folds: int | str) -> Path:
+    """Make the files of a model, which nobody reads."""
+    touched(folder / "plans.json")
+    touched(folder / "dataset.json")
+    for fold in folds:
+        touched(folder / f"fold_{fold}" / "checkpoint_final.pth")
+        touched(folder / f"fold_{fold}" / "checkpoint_best.pth")
+    return folder
+
+
+def names(paths: tuple[Path, ...]) -> list[str]:
+    assert all(path.name == "checkpoint_final.pth" for path in paths)
+    return [path.parent.name for path in paths]
+
+
+def test_all_folds_of_a_model(tmp_path: Path) -> None:
+    model = model_of(tmp_path / NAME, 0, 1, 10, 2, "all")
+    touched(model / "fold_3" / "checkpoint_best.pth")  # has not ended
+    assert names(networks_in(model)) == ["fold_0", "fold_1", "fold_2", "fold_10"]
+    assert names(networks_in(model, [2, 0])) == ["fold_2", "fold_0"]
+    assert names(networks_in(model, ["all"])) == ["fold_all"]
+
+
+def test_the_fold_on_all_cases_where_there_is_no_other(tmp_path: Path) -> None:
+    assert names(networks_in(model_of(tmp_path / NAME, "all"))) == ["fold_all"]
+
+
+def test_a_checkpoint_or_a_fold_may_be_named(tmp_path: Path) -> None:
+    model = model_of(tmp_path / NAME, 0, 1)
+    best = model / "fold_1" / "checkpoint_best.pth"
+    assert networks_in(best) == (best,)
+    assert names(networks_in(model / "fold_1")) == ["fold_1"]
+
+
+def test_the_folder_of_a_data_set_with_one_model(tmp_path: Path) -> None:
+    folder = tmp_path / "Dataset001_Phantoms"
+    model_of(folder / NAME, 0)
+    model_of(folder / "nnUNetTrainer__nnUNetPlans__2d", 0)
+    assert names(networks_in(folder)) == ["fold_0"]
+    model_of(folder / "nnUNetTrainer__nnUNetPlans__3d_lowres", 0)
+    with pytest.raises(CheckpointError, match="has several models: .*3d_fullres.*3d_lowres"):
+        networks_in(folder)
+
+
+def test_folds_that_are_not_there(tmp_path: Path) -> None:
+    model = model_of(tmp_path / NAME, 0, "all")
+    with pytest.raises(CheckpointError, match=r"has no .* of fold 3; it has 0, all"):
+        networks_in(model, [3])
+    with pytest.raises(CheckpointError, match="has no fold_0/checkpoint_final.pth"):
+        networks_in(model_of(tmp_path / "empty"))
+    with pytest.raises(CheckpointError, match="is one network, which has no folds"):
+        networks_in(model / "fold_0", [0])
+
+
+def test_networks_of_ours_are_found_as_before(tmp_path: Path) -> None:
+    for fold in (0, 1):
+        folder = tmp_path / "run" / f"fold{fold}"
+        folder.mkdir(parents=True)
+        save_checkpoint(random_checkpoint(), folder / "checkpoint-latest.pt")
+        (folder / "summary.json").write_text("{}")
+    found = networks_in(tmp_path / "run")
+    assert [path.parent.name for path in found] == ["fold0", "fold1"]
+    assert [path.parent.name for path in networks_in(tmp_path / "run", [1])] == ["fold1"]
+    with pytest.raises(CheckpointError, match="has no fold 2; it has 0, 1"):
+        networks_in(tmp_path / "run", [2])
+    assert networks_in(found[0]) == found[:1]
+    with pytest.raises(CheckpointError, match="which has no folds"):
+        networks_in(found[0], [0])
+    with pytest.raises(CheckpointError, match="it has none"):
+        networks_in(tmp_path / "run" / "fold0", [0])
+
+
+def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -> Path:
+    """Write an archive as nnU-Net exports a model."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                archive.write(file, f"{prefix}{file.relative_to(folder.parent)}")
+    return path
+
+
+def test_an_archive_is_unpacked(tmp_path: Path) -> None:
+    model = write_model(tmp_path / NAME, 0, 1)
+    (model / "fold_0" / "progress.png").write_bytes(b"picture")
+    archive = archive_of(model, tmp_path / "model.zip")
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    found = networks_in(archive, None, unpacked)
+    assert names(found) == ["fold_0", "fold_1"]
+    original = model / "fold_1" / "checkpoint_final.pth"
+    assert found[1].read_bytes() == original.read_bytes()
+    assert not list(unpacked.rglob("progress.png"))
+    assert names(networks_in(archive, [1], unpacked)) == ["fold_1"]
+
+
+def test_an_archive_may_hold_the_model_without_folders(tmp_path: Path) -> None:
+    model = write_model(tmp_path / NAME, 0)
+    path = tmp_path / "model.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in model.rglob("*.*"):
+            archive.write(file, file.relative_to(model))
+    unpacked = tmp_path / "unpacked"
+    unpacked.mkdir()
+    assert names(networks_in(path, None, unpacked)) == ["fold_0"]
+
+
+def test_archives_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty.zip"
+    zipfile.ZipFile(empty, "w").close()
+    with pytest.raises(CheckpointError, match=r"has no plans\.json"):
+        networks_in(empty, None, tmp_path)
+    broken = tmp_path / "broken.zip"
+    broken.write_bytes(b"PK\3\4 and no more")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        networks_in(broken, None, tmp_path)
+    model = write_model(tmp_path / NAME, 0)
+    archive = archive_of(model, tmp_path / "model.zip")
+    with pytest.raises(CheckpointError, match="unpack it, and name its folder"):
+        networks_in(archive)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(CheckpointError, match="unpacked, and .* has 10 bytes; set TMPDIR"):
+        networks_in(archive, None, tmp_path)
+
+
+def test_nothing_is_unpacked_beside_the_folder(tmp_path: Path) -> None:
+    model = write_model(tmp_path / NAME, 0)
+    archive = archive_of(model, tmp_path / "model.zip", prefix="../../outside/")
+    folder = tmp_path / "a" / "b"
+    folder.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"has no plans\.json"):
+        networks_in(archive, None, folder)
+    assert not (tmp_path / "outside").exists()

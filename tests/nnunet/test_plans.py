@@ -1,0 +1,153 @@
+"""What plans say, and what of them is refused by name."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.nnunet.models import FULLRES, KWARGS, PLANS
+from unet3d.nnunet.plans import Plan, read_plan
+
+
+def changed(*path: str, value: Any) -> dict[str, Any]:
+    """Return the plans with one value replaced."""
+    plans = copy.deepcopy(PLANS)
+    target = plans
+    for name in path[:-1]:
+        target = target[name]
+    target[path[-1]] = value
+    return plans
+
+
+def test_a_plan_is_read() -> None:
+    plan = read_plan(PLANS, "3d_fullres")
+    assert plan.patch_size == (16, 32, 48)
+    assert plan.spacing == (3.0, 1.0, 0.5)
+    assert plan.transpose_forward == (0, 2, 1)
+    assert plan.orientation == "stored"
+    assert plan.use_mask_for_norm == (False, True)
+    ct, other = plan.intensities
+    assert ct is not None
+    assert (ct.mean, ct.std, ct.percentile_00_5, ct.percentile_99_5) == (40.5, 20.0, -100.0, 300.0)
+    assert other is None
+    network = plan.network
+    assert not network.is_residual
+    assert network.features == (8, 16, 32)
+    assert network.kernels[0] == (1, 3, 3)
+    assert network.strides == ((1, 1, 1), (1, 2, 2), (2, 2, 2))
+    assert network.units == (2, 2, 2)
+    assert network.decoder_units == (2, 1)
+    assert network.has_biases
+
+
+def test_a_configuration_inherits() -> None:
+    plan = read_plan(PLANS, "3d_lowres")
+    assert plan.spacing == (4.0, 2.0, 1.0)
+    assert plan.network == read_plan(PLANS, "3d_fullres").network
+
+
+def test_one_number_stands_for_all_levels() -> None:
+    path = ("configurations", "3d_fullres", "architecture", "arch_kwargs")
+    kwargs = {**KWARGS, "n_conv_per_stage": 2, "kernel_sizes": 3, "n_conv_per_stage_decoder": 2}
+    network = read_plan(changed(*path, value=kwargs), "3d_fullres").network
+    assert network.units == (2, 2, 2)
+    assert network.kernels == ((3, 3, 3),) * 3
+    assert network.decoder_units == (2, 2)
+
+
+def test_plans_of_older_versions_are_read() -> None:
+    old = {key: value for key, value in FULLRES.items() if key != "architecture"}
+    old |= {
+        "UNet_class_name": "ResidualEncoderUNet",
+        "UNet_base_num_features": 32,
+        "unet_max_num_features": 100,
+        "n_conv_per_stage_encoder": [1, 3, 4],
+        "n_conv_per_stage_decoder": [1, 1],
+        "num_pool_per_axis": [1, 2, 2],
+        "pool_op_kernel_sizes": [[1, 1, 1], [1, 2, 2], [2, 2, 2]],
+        "conv_kernel_sizes": [[1, 3, 3], [3, 3, 3], [3, 3, 3]],
+    }
+    network = read_plan(changed("configurations", "3d_fullres", value=old), "3d_fullres").network
+    assert network.is_residual
+    assert network.features == (32, 64, 100)
+    assert network.units == (1, 3, 4)
+    assert network.has_biases
+    assert network.norm.eps == 1e-5
+
+
+def of_network(key: str, value: Any) -> dict[str, Any]:
+    path = ("configurations", "3d_fullres", "architecture", "arch_kwargs", key)
+    return changed(*path, value=value)
+
+
+def of_fullres(key: str, value: Any) -> dict[str, Any]:
+    return changed("configurations", "3d_fullres", key, value=value)
+
+
+@pytest.mark.parametrize(
+    ("plans", "configuration", "message"),
+    [
+        (PLANS, "2d", "configuration 2d is 2-D"),
+        (PLANS, "3d_cascade_fullres", "second stage of a cascade"),
+        (PLANS, "4d", "has no configuration '4d'"),
+        (PLANS, "circle", "inherits from itself"),
+        ({}, "3d_fullres", "has no configurations"),
+        (changed("image_reader_writer", value="EegIO"), "3d_fullres", "is 'EegIO'"),
+        (changed("label_manager", value="Other"), "3d_fullres", "label_manager is 'Other'"),
+        (changed("transpose_forward", value=[0, 1, 1]), "3d_fullres", "transpose_forward"),
+        (of_fullres("preprocessor_name", "Mine"), "3d_fullres", "preprocessor_name is 'Mine'"),
+        (of_fullres("resampling_fn_data", "torch"), "3d_fullres", "resampling_fn_data is 'torch'"),
+        (
+            of_fullres("normalization_schemes", ["Percentiles"]),
+            "3d_fullres",
+            "normalization_schemes",
+        ),
+        (of_fullres("use_mask_for_norm", [True]), "3d_fullres", "use_mask_for_norm is of 1"),
+        (of_fullres("patch_size", [0, 32, 32]), "3d_fullres", "patch_size"),
+        (of_fullres("spacing", [1.0, -1.0, 1.0]), "3d_fullres", "spacing"),
+        (of_network("norm_op", "torch.nn.BatchNorm3d"), "3d_fullres", "norm_op is 'BatchNorm3d'"),
+        (of_network("nonlin", "torch.nn.GELU"), "3d_fullres", "nonlin is 'GELU'"),
+        (of_network("conv_op", "torch.nn.Conv2d"), "3d_fullres", "conv_op is 'Conv2d'"),
+        (of_network("squeeze_excitation", True), "3d_fullres", "squeeze_excitation True"),
+        (of_network("bottleneck_channels", [8, 8, 8]), "3d_fullres", "bottleneck_channels"),
+        (of_network("rotary\x1b[31m", 1), "3d_fullres", r"rotary\x1b[31m"),
+        (of_network("strides", [[1, 1, 1], [2, 2, 2]]), "3d_fullres", "but strides is of 2"),
+        (of_network("strides", [[2, 2, 2]] * 3), "3d_fullres", "begins with strides"),
+        (of_network("norm_op_kwargs", {"affine": False}), "3d_fullres", "norm"),
+        (of_network("features_per_stage", [8, 16, 2**20]), "3d_fullres", "features"),
+    ],
+)
+def test_what_is_unknown_is_named(plans: dict[str, Any], configuration: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        read_plan(plans, configuration)
+    said = str(caught.value)
+    assert message in said
+    assert "\n" not in said and "\x1b" not in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamic_network_architectures.architectures.primus.Primus",
+        "MedNeXt",
+        "dynamic_network_architectures.architectures.unet.ResidualUNet",
+        None,
+    ],
+)
+def test_other_networks_are_named(name: str | None) -> None:
+    path = ("configurations", "3d_fullres", "architecture", "network_class_name")
+    with pytest.raises(ValueError, match="its network is a") as caught:
+        read_plan(changed(*path, value=name), "3d_fullres")
+    assert str(name).rpartition(".")[2] in str(caught.value)
+
+
+def test_statistics_of_a_ct_must_be_there() -> None:
+    plans = changed("foreground_intensity_properties_per_channel", value={})
+    with pytest.raises(ValueError, match="percentile_00_5 is missing"):
+        read_plan(plans, "3d_fullres")
+
+
+def test_ras_arrays_are_those_of_one_reader() -> None:
+    plan = read_plan(changed("image_reader_writer", value="NibabelIOWithReorient"), "3d_fullres")
+    assert isinstance(plan, Plan)
+    assert plan.orientation == "ras"

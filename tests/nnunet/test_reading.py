@@ -1,0 +1,257 @@
+"""Models of nnU-Net as checkpoints: what they say, and what is refused in one line."""
+
+import io
+import json
+import os
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.mutations import damaged, mutated, property_test
+from tests.nnunet.models import (
+    DATASET,
+    PLANS,
+    TOPOLOGY,
+    content_of,
+    random_weights,
+    write_model,
+)
+from unet3d.errors import CheckpointError
+from unet3d.inputs.plain_data import is_printable
+from unet3d.nnunet.reading import load_model, load_network
+from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+
+CONTENT = content_of()
+
+
+def saved(content: Any, folder: Path) -> Path:
+    """Write a checkpoint without the files of its model, which it has a copy of."""
+    path = folder / "alone" / "fold_0" / "checkpoint_final.pth"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    """Return why a file is refused: one short printable line, soon."""
+    began = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        load_model(path)
+    assert time.monotonic() - began < 5
+    message = str(caught.value).replace(str(path), "")
+    assert is_printable(message), repr(message)
+    assert len(message) < 900, message
+    return message
+
+
+def test_a_model_becomes_a_checkpoint(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "nnUNetTrainer__nnUNetPlans__3d_fullres", 0)
+    checkpoint = load_network(model / "fold_0" / "checkpoint_final.pth")
+    assert checkpoint.topology == TOPOLOGY
+    for name, value in random_weights().items():
+        assert torch.equal(checkpoint.model[name], value), name
+    # Network axes 0, 1, 2 are Z, X, Y of a file, by the plan's transpose_forward.
+    assert checkpoint.patch_size == (32, 48, 16)
+    prepared = checkpoint.preprocessing
+    assert prepared.spacing_mm == (1.0, 0.5, 3.0)
+    assert checkpoint.mirror_axes == (1, 2)
+    assert prepared.orientation == "stored"
+    assert prepared.crops_to_nonzero
+    ct, other = prepared.channels
+    assert (ct.kind, ct.low, ct.high, ct.mean, ct.std) == ("ct", -100.0, 300.0, 40.5, 20.0)
+    assert other.kind == "z-score-inside"
+    assert prepared.channel_names == ("CT", "MRI")
+    assert prepared.label_names == ("background", "organ", "lésion")
+    how = prepared.interpolation
+    assert (how.order, how.across_slices, how.logits_across_slices, how.clips) == (3, 0, 0, True)
+    settings = checkpoint.config.inference
+    assert (settings.tta, settings.overlap, settings.averaging) == (True, 0.5, "logits")
+
+
+def test_a_description_has_no_memory(tmp_path: Path) -> None:
+    described = load_model(saved(CONTENT, tmp_path), "description")
+    assert all(value.is_meta for value in described.model.values())
+    assert described.topology == TOPOLOGY
+
+
+def test_it_is_kept_as_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    read = load_model(saved(CONTENT, tmp_path))
+    save_checkpoint(read, tmp_path / "model.pt")
+    again = load_checkpoint(tmp_path / "model.pt")
+    assert again.preprocessing == read.preprocessing
+    assert again.topology == read.topology
+    assert again.config == read.config
+    assert again.patch_size == read.patch_size
+    for name, value in read.model.items():
+        assert torch.equal(again.model[name], value)
+
+
+def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 0)
+    labels = {"background": 0, "other organ": 1, "other": 2}
+    (model / "dataset.json").write_text(json.dumps({**DATASET, "labels": labels}))
+    read = load_model(model / "fold_0" / "checkpoint_final.pth")
+    assert read.preprocessing.label_names == tuple(labels)
+
+
+def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
+    labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
+    dataset = {**DATASET, "labels": labels, "regions_class_order": [1, 2, 3]}
+    content = {**CONTENT, "init_args": {**CONTENT["init_args"], "dataset_json": dataset}}
+    prepared = load_model(saved(content, tmp_path)).preprocessing
+    assert [(one.name, one.values, one.written) for one in prepared.regions] == [
+        ("whole", (1, 2, 3), 1),
+        ("core", (2, 3), 2),
+        ("enhancing", (3,), 3),
+    ]
+    assert prepared.ignore_value == 4
+
+
+def test_lists_of_one_value_are_labels(tmp_path: Path) -> None:
+    dataset = {**DATASET, "labels": {"background": 0, "organ": [1], "lésion": [2]}}
+    content = {**CONTENT, "init_args": {**CONTENT["init_args"], "dataset_json": dataset}}
+    prepared = load_model(saved(content, tmp_path)).preprocessing
+    assert not prepared.regions
+    assert prepared.label_values == (0, 1, 2)
+
+
+def test_without_mirroring_there_is_none(tmp_path: Path) -> None:
+    read = load_model(saved({**CONTENT, "inference_allowed_mirroring_axes": None}, tmp_path))
+    assert read.mirror_axes == ()
+    assert not read.config.inference.tta
+
+
+def with_args(**changes: Any) -> dict[str, Any]:
+    return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
+
+
+def with_weight(name: str, value: torch.Tensor) -> dict[str, Any]:
+    return {**CONTENT, "network_weights": {**CONTENT["network_weights"], name: value}}
+
+
+NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], "it has no network_weights"),
+        ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
+        ({**CONTENT, "init_args": None}, "does not say which configuration"),
+        (with_args(configuration="2d"), "configuration 2d is 2-D"),
+        (with_args(plans=None), "there is no plans.json"),
+        (with_args(dataset_json=[1]), "there is no dataset.json"),
+        (with_args(dataset_json={**DATASET, "labels": {"a": 1, "b": 3}}), "not 0, 1, 2"),
+        (with_args(dataset_json={**DATASET, "labels": None}), "labels is None"),
+        (with_args(dataset_json={**DATASET, "channel_names": {"0": "CT"}}), "names 1 channels"),
+        (with_args(dataset_json={**DATASET, "labels": {"b": 0, "a": 1}}), "instead of 2x"),
+        ({**CONTENT, "inference_allowed_mirroring_axes": (0, 7)}, "mirroring_axes is (0, 7)"),
+        (with_weight("decoder.seg_layers.1.weight", NAN), "numbers that are not finite"),
+        (with_weight("decoder.seg_layers.1.weight", torch.ones(3)), "seg_layers.1.weight is 3"),
+        (with_weight("decoder.\x1b[2J", torch.ones(3)), r"decoder.\x1b[2J is unknown"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str) -> None:
+    said = refusal(saved(content, tmp_path))
+    assert message in said
+    assert "is not a model of nnU-Net that can be used" in said
+
+
+class _Runs:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch run",)
+
+
+def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
+    assert "could run code" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_files_above_a_checkpoint(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 0)
+    (model / "plans.json").write_text("{")
+    assert "plans.json cannot be read" in refusal(model / "fold_0" / "checkpoint_final.pth")
+
+
+def assert_refused_or_read(content: bytes, folder: Path) -> None:
+    """Load a file; if it is taken, its network can be built."""
+    path = folder / "mutated.pth"
+    path.write_bytes(content)
+    began = time.monotonic()
+    try:
+        read = load_model(path)
+    except CheckpointError as error:
+        assert is_printable(str(error)), repr(str(error))
+        assert len(str(error)) < 1200
+    else:
+        read.build_model()
+    assert time.monotonic() - began < 5
+
+
+@property_test
+@given(mutated({**CONTENT, "network_weights": {}}))
+def test_mutations_of_the_values(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+    file = io.BytesIO()
+    if isinstance(content, dict) and content.get("network_weights") == {}:
+        content = {**content, "network_weights": CONTENT["network_weights"]}
+    try:
+        torch.save(content, file)
+    except (UnicodeEncodeError, OverflowError):
+        return
+    assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
+
+
+def without_numbers() -> bytes:
+    """Return a checkpoint that is mostly archive and pickle."""
+    file = io.BytesIO()
+    torch.save({**CONTENT, "network_weights": {"a": torch.ones(2)}}, file)
+    return file.getvalue()
+
+
+def pickle_of(file: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(file)) as archive:
+        return archive.read("archive/data.pkl")
+
+
+# pickletools decodes text with escapes before the step is refused.
+@pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
+@property_test
+@given(damaged(pickle_of(without_numbers())))
+def test_mutations_of_the_pickle(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    with zipfile.ZipFile(io.BytesIO(without_numbers())) as old:
+        entries = {name: old.read(name) for name in old.namelist()}
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as new:
+        for name, value in {**entries, "archive/data.pkl": content}.items():
+            new.writestr(name, value)
+    assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
+
+
+@property_test
+@given(mutated({"plans": PLANS, "dataset": DATASET}))
+def test_mutations_of_the_files(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+    folder = tmp_path_factory.getbasetemp() / "mutated model"
+    path = folder / "fold_0" / "checkpoint_final.pth"
+    if not path.exists():
+        path.parent.mkdir(parents=True)
+        torch.save(CONTENT, path)
+    if not isinstance(content, dict):
+        return
+    for name in ("plans", "dataset"):
+        try:
+            text = json.dumps(content.get(name))
+        except (TypeError, ValueError):
+            return
+        (folder / f"{name}.json").write_text(text)
+    try:
+        load_model(path, "description")
+    except CheckpointError as error:
+        assert is_printable(str(error)), repr(str(error))
+        assert len(str(error)) < 1500

@@ -1,0 +1,187 @@
+"""Models of nnU-Net segment as nnU-Net did; ``tests/recorded/nnunet`` says what was recorded."""
+
+import shutil
+import zipfile
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+
+import unet3d
+from tests.command_line import run
+from tests.nnunet.recordings import (
+    FOLDER,
+    KINDS,
+    all_recorded,
+    assert_agree,
+    files_of,
+    labels_of,
+    model_of,
+    plans_of,
+    recorded,
+    scans_of,
+)
+from unet3d.model import UNet3d
+from unet3d.nnunet.reading import load_network
+
+pytestmark = pytest.mark.usefixtures("float32")
+
+WAYS = {"plain": False, "mirrored": True}
+"""The folders of segmentations, and whether mirror images are averaged for them."""
+
+FILES_OF_A_MODEL = (
+    "plans.json",
+    "dataset.json",
+    "dataset_fingerprint.json",
+    "fold_*/checkpoint_final.pth",
+)
+
+
+def assert_scan(found: nib.Nifti1Image, expected: nib.Nifti1Image) -> None:
+    assert_agree({"": found}, {"": expected})
+
+
+def label_values(kind: str) -> list[int]:
+    return list(range(3 if kind == "thick_slices" else 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_recorded_can_tell_mistakes(kind: str) -> None:
+    """All labels are there, and mirror images change more than may differ."""
+    for how in WAYS:
+        for scan in scans_of(kind):
+            if scan != "zeros":
+                found = np.unique(labels_of(recorded(kind, scan, how)))
+                assert list(found) == label_values(kind)
+    with pytest.raises(AssertionError):
+        assert_agree(all_recorded(kind, "plain"), all_recorded(kind, "mirrored"))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_segments_as_nnunet_does(kind: str, how: str) -> None:
+    segmenter = unet3d.load(model_of(kind), devices="cpu", tta=WAYS[how])
+    found = {scan: segmenter.segment(files_of(kind, scan)) for scan in scans_of(kind)}
+    assert_agree(found, all_recorded(kind, how))
+
+
+def test_mirror_images_are_averaged_unless_that_is_refused() -> None:
+    found = unet3d.load(model_of("isotropic"), devices="cpu").segment(
+        files_of("isotropic", "plain")
+    )
+    assert_scan(found, recorded("isotropic", "plain", "mirrored"))
+
+
+def test_names_of_channels_and_labels_are_those_of_the_model() -> None:
+    segmenter = unet3d.load(model_of("isotropic"), devices="cpu")
+    assert segmenter.label_names == {1: "ball", 2: "cube", 3: "rod"}
+    assert segmenter.channel_names == ("MRI",)
+    segmenter = unet3d.load(model_of("regions"), devices="cpu")
+    assert segmenter.channel_names == ("T1", "T1ce", "T2", "FLAIR")
+    assert sorted(segmenter.label_names) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_a_fold_alone_segments_as_nnunet_does_with_it(fold: int) -> None:
+    expected = recorded("isotropic", "plain", f"fold_{fold}")
+    model = model_of("isotropic")
+    checkpoint = model / f"fold_{fold}" / "checkpoint_final.pth"
+    for segmenter in (
+        unet3d.load(model, folds=[fold], devices="cpu", tta=False),
+        unet3d.load(checkpoint, devices="cpu", tta=False),
+        unet3d.load(checkpoint.parent, devices="cpu", tta=False),
+    ):
+        assert_scan(segmenter.segment(files_of("isotropic", "plain")), expected)
+
+
+def test_the_command_segments_as_nnunet_does(tmp_path: Path) -> None:
+    (scan,) = files_of("isotropic", "plain")
+    command = ("predict", scan, "--checkpoint", model_of("isotropic"), "--devices", "cpu")
+    for options, how in (
+        ([], "mirrored"),
+        (["--no-tta"], "plain"),
+        (["--no-tta", "--folds", "0"], "fold_0"),
+        (["--no-tta", "--folds", "0,1"], "plain"),
+    ):
+        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.nii.gz"
+        assert run(*command, *options, "-o", output) == 0
+        assert_scan(nib.load(output), recorded("isotropic", "plain", how))
+
+
+def test_the_command_segments_a_folder_of_scans_in_several_channels(tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", model_of("regions"))
+    scans = FOLDER / "regions" / "scans"
+    assert run("predict", scans, *checkpoint, "--no-tta", "--devices", "cpu", "-o", tmp_path) == 0
+    found = {scan: nib.load(tmp_path / f"{scan}_seg.nii.gz") for scan in scans_of("regions")}
+    assert_agree(found, all_recorded("regions", "plain"))
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    """An archive as ``nnUNetv2_export_model_to_zip`` writes it."""
+    model = model_of("isotropic")
+    path = tmp_path / "model.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as members:
+        for pattern in FILES_OF_A_MODEL:
+            for file in sorted(model.glob(pattern)):
+                members.write(file, f"Dataset991_isotropic/{file.relative_to(model.parent)}")
+        for fold in (0, 1):
+            folder = f"Dataset991_isotropic/{model.name}/fold_{fold}"
+            members.writestr(f"{folder}/progress.png", b"a picture")
+            members.writestr(f"{folder}/validation/summary.json", "{}")
+    return path
+
+
+def test_an_exported_model_segments_as_nnunet_does(archive: Path, tmp_path: Path) -> None:
+    (scan,) = files_of("isotropic", "plain")
+    segmenter = unet3d.load(archive, devices="cpu", tta=False)
+    assert_scan(segmenter.segment(scan), recorded("isotropic", "plain", "plain"))
+    output = tmp_path / "seg.nii.gz"
+    options = ("--no-tta", "--folds", "1", "--devices", "cpu", "-o", output)
+    assert run("predict", scan, "--checkpoint", archive, *options) == 0
+    assert_scan(nib.load(output), recorded("isotropic", "plain", "fold_1"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.zip", "seg.nii.gz"]
+
+
+@pytest.mark.parametrize("kind", ["thick_slices", "regions"])
+def test_a_converted_model_segments_as_nnunet_does(kind: str, tmp_path: Path) -> None:
+    ours = tmp_path / "model.pt"
+    assert run("convert", model_of(kind), "-o", ours) == 0
+    (scan, *_) = scans_of(kind)
+    found = unet3d.load(ours, devices="cpu", tta=True).segment(files_of(kind, scan))
+    assert_scan(found, recorded(kind, scan, "mirrored"))
+
+
+def test_a_model_without_the_files_above_it_is_read_from_its_checkpoint(tmp_path: Path) -> None:
+    model = model_of("thick_slices")
+    alone = shutil.copy(model / "fold_0" / "checkpoint_final.pth", tmp_path / "model.pth")
+    found = unet3d.load(alone, devices="cpu", tta=False).segment(files_of("thick_slices", "plain"))
+    assert_scan(found, recorded("thick_slices", "plain", "plain"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_network_gives_the_logits_of_nnunets(kind: str) -> None:
+    model = model_of(kind)
+    plans = plans_of(model)
+    patch = plans["configurations"]["3d_fullres"]["patch_size"]
+    arrays = np.load(FOLDER / kind / "arrays.npz")
+    (path, *_) = sorted(model.glob("fold_*/checkpoint_final.pth"))
+    checkpoint = load_network(path)
+    network = UNet3d(checkpoint.topology)
+    network.load_state_dict(checkpoint.model)
+    # Axis a of nnU-Net's network is the transposed one of the axes of the file in reverse.
+    of_file = [2 - axis for axis in plans["transpose_forward"]]
+    to_ours = (0, 1, *(2 + of_file.index(axis) for axis in range(3)))
+    to_theirs = (0, 1, *(2 + axis for axis in of_file))
+    num_channels = checkpoint.topology.in_channels
+    window = np.random.RandomState(0).standard_normal((1, num_channels, *patch))
+    with torch.inference_mode():
+        image = torch.from_numpy(window).permute(to_ours).contiguous()
+        output = network.double().eval()(image)
+        logits = output if isinstance(output, torch.Tensor) else output[0]
+    found = logits.permute(to_theirs)[0, :, ::5, ::5, ::5].numpy()
+    expected = arrays["logits"]
+    assert expected.dtype == np.float64
+    assert np.abs(found - expected).max() <= 1e-10 * np.abs(expected).max()

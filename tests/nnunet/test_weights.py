@@ -1,0 +1,176 @@
+"""Weights by both names, against nnU-Net's own networks where they are installed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from unet3d.model import Topology, UNet3d
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.weights import from_nnunet, of_plan, to_nnunet, with_all_names
+
+PLAIN = Topology(
+    in_channels=2,
+    num_classes=3,
+    channels=(4, 6, 8),
+    strides=((1, 1, 1), (1, 2, 2), (2, 2, 2)),
+    kernels=((1, 3, 3), (3, 3, 3), (3, 3, 3)),
+    units=(1, 2, 3),
+    decoder_units=(2, 1),
+    deep_supervision=True,
+    upsampling_bias=True,
+    norm_eps=1e-3,
+    negative_slope=0.2,
+)
+RESIDUAL = Topology(
+    in_channels=1,
+    num_classes=2,
+    channels=(4, 8, 8, 8),
+    strides=((1, 1, 1), (2, 2, 2), (2, 2, 1), (1, 2, 2)),
+    encoder="residual",
+    units=(1, 3, 2, 2),
+    decoder_units=(1, 1, 1),
+    deep_supervision=True,
+    upsampling_bias=True,
+)
+CUBES = Topology(
+    in_channels=1,
+    num_classes=2,
+    channels=(4, 8),
+    strides=((1, 1, 1), (2, 2, 2)),
+    deep_supervision=True,
+)
+TOPOLOGIES = {"plain": PLAIN, "residual": RESIDUAL, "two levels": CUBES}
+ORDERS = [(0, 1, 2), (2, 0, 1), (1, 0, 2)]
+
+
+def random_network(topology: Topology) -> UNet3d:
+    """Return a network in which no parameter is what it begins with."""
+    torch.manual_seed(0)
+    network = UNet3d(topology)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return network
+
+
+def their_network(topology: Topology, axes: Axes) -> nn.Module:
+    """Return nnU-Net's own network of a topology, whose axes are in another order."""
+    architectures: Any = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    is_residual = topology.encoder == "residual"
+    levels = range(topology.num_levels)
+    kind = architectures.ResidualEncoderUNet if is_residual else architectures.PlainConvUNet
+    network: nn.Module = kind(
+        topology.in_channels,
+        topology.num_levels,
+        topology.channels,
+        nn.Conv3d,
+        [axes.to_network(topology.kernel(level)) for level in levels],
+        [axes.to_network(stride) for stride in topology.strides],
+        [topology.num_units(level) for level in levels],
+        topology.num_classes,
+        [topology.num_decoder_units(level) for level in reversed(levels[:-1])],
+        conv_bias=topology.upsampling_bias,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": topology.norm_eps, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"negative_slope": topology.negative_slope},
+    )
+    return network
+
+
+@pytest.mark.parametrize("transpose_forward", ORDERS)
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_the_logits_of_nnunets_network_are_ours(
+    topology: Topology, transpose_forward: tuple[int, ...]
+) -> None:
+    axes = Axes.of(transpose_forward)
+    theirs = their_network(topology, axes)
+    torch.manual_seed(1)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    weights = of_plan(theirs.state_dict(), topology, axes)
+    ours = UNet3d(topology)
+    ours.load_state_dict(from_nnunet(weights, topology, axes))
+    size = tuple(3 * stride for stride in topology.total_stride)
+    image = torch.randn(1, topology.in_channels, *size, dtype=torch.float64)
+    # The axes of a file, as nnU-Net's readers and its transpose_forward put them.
+    seen = image.permute(0, 1, 4, 3, 2).permute(0, 1, *(2 + axis for axis in transpose_forward))
+    with torch.inference_mode():
+        expected = theirs.double().eval()(seen)
+        logits = ours.double().eval()(image)
+    back = torch.empty_like(logits).permute(0, 1, 4, 3, 2)
+    back = back.permute(0, 1, *(2 + axis for axis in transpose_forward))
+    back.copy_(expected)
+    in_file_order = back.permute(0, 1, *(2 + axis for axis in axes.order))
+    assert in_file_order.shape == logits.shape
+    error = (in_file_order - logits).abs().max() / expected.abs().max()
+    assert error < 1e-10
+
+
+@pytest.mark.parametrize("transpose_forward", ORDERS)
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_nnunet_takes_every_name_that_is_written(
+    topology: Topology, transpose_forward: tuple[int, ...]
+) -> None:
+    axes = Axes.of(transpose_forward)
+    theirs = their_network(topology, axes)
+    ours = random_network(topology)
+    weights = to_nnunet(ours.state_dict(), topology, axes)
+    named = with_all_names(weights, has_biases=topology.upsampling_bias)
+    assert named.keys() == theirs.state_dict().keys()
+    theirs.load_state_dict(named)
+    back = from_nnunet(of_plan(theirs.state_dict(), topology, axes), topology, axes)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(back[name], value), name
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES)
+def test_what_is_written_is_read_again(topology: Topology) -> None:
+    ours = random_network(topology).state_dict()
+    axes = Axes.of((1, 2, 0))
+    weights = with_all_names(to_nnunet(ours, topology, axes), has_biases=True)
+    wrapped = {f"_orig_mod.module.{name}": value for name, value in weights.items()}
+    back = from_nnunet(of_plan(wrapped, topology, axes), topology, axes)
+    assert back.keys() == ours.keys()
+    for name, value in ours.items():
+        assert torch.equal(back[name], value), name
+
+
+def _without(weights: dict[str, Tensor]) -> None:
+    del weights["decoder.transpconvs.1.weight"]
+
+
+def _other_shape(weights: dict[str, Tensor]) -> None:
+    weights["encoder.stages.0.0.convs.0.conv.weight"] = torch.zeros(4, 2, 3, 3, 3)
+
+
+def _flat(weights: dict[str, Tensor]) -> None:
+    weights["encoder.stages.0.0.convs.0.conv.weight"] = torch.zeros(4)
+
+
+def _integers(weights: dict[str, Tensor]) -> None:
+    weights["decoder.seg_layers.0.bias"] = torch.zeros(3, dtype=torch.int64)
+
+
+def _more(weights: dict[str, Tensor]) -> None:
+    weights["encoder.stages.0.0.convs.0.attention.weight\x1b"] = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without, "decoder.transpconvs.1.weight is missing"),
+        (_other_shape, "0.conv.weight is 4x2x3x3x3 instead of 4x2x3x3x1"),
+        (_flat, "0.conv.weight is 4 instead of"),
+        (_integers, "decoder.seg_layers.0.bias is 3"),
+        (_more, r"attention.weight\x1b is unknown"),
+    ],
+)
+def test_weights_of_another_network_are_refused(change: Any, message: str) -> None:
+    axes = Axes.of((0, 1, 2))
+    weights = to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes)
+    change(weights)
+    with pytest.raises(ValueError) as caught:
+        of_plan(weights, PLAIN, axes)
+    assert message in str(caught.value)

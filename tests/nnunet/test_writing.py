@@ -1,0 +1,158 @@
+"""Networks of ours as models of nnU-Net: what is written, and what cannot be."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.networks import random_checkpoint
+from tests.nnunet.models import TOPOLOGY, random_weights
+from unet3d.errors import CheckpointError
+from unet3d.model import UNet3d
+from unet3d.nnunet.reading import load_model
+from unet3d.nnunet.writing import write_model
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.classes import Region
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.resample import Interpolation
+from unet3d.volumes.transform import Preprocessing
+
+CT = ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5)
+
+
+def trained(**changes: Any) -> Checkpoint:
+    """Return a checkpoint that nnU-Net can do, but for changes of its preparation."""
+    values: dict[str, Any] = {
+        "spacing_mm": (1.0, 0.5, 3.0),
+        "channels": (CT, ChannelNormalization(kind="z-score-inside")),
+        "channel_names": ("CT", "MRI"),
+        "label_names": ("background", "organ", "lésion"),
+        "label_values": (0, 1, 2),
+        "crops_to_nonzero": True,
+    }
+    return replace(
+        random_checkpoint(
+            changes=("patches.augmentation.mirror_axes=[y,z]", "inference.overlap=0.5")
+        ),
+        topology=TOPOLOGY,
+        patch_size=(32, 48, 16),
+        preprocessing=Preprocessing(**{**values, **changes}),
+        model=random_weights(),
+    )
+
+
+def test_plans_say_what_the_network_needs(tmp_path: Path) -> None:
+    write_model({0: trained()}, tmp_path / "model")
+    plans = json.loads((tmp_path / "model/plans.json").read_text())
+    assert plans["image_reader_writer"] == "NibabelIOWithReorient"
+    configuration = plans["configurations"]["3d_fullres"]
+    # In the order of nnU-Net's arrays: Z, Y, X.
+    assert configuration["patch_size"] == [16, 48, 32]
+    assert configuration["spacing"] == [3.0, 0.5, 1.0]
+    assert configuration["normalization_schemes"] == ["CTNormalization", "ZScoreNormalization"]
+    assert configuration["use_mask_for_norm"] == [False, True]
+    of_image = configuration["resampling_fn_data_kwargs"]
+    assert (of_image["order"], of_image["order_z"]) == (3, 1)
+    known = plans["foreground_intensity_properties_per_channel"]["0"]
+    assert (known["percentile_00_5"], known["mean"], known["std"]) == (-100.0, 40.0, 55.5)
+    kwargs = configuration["architecture"]["arch_kwargs"]
+    assert kwargs["kernel_sizes"][0] == [1, 3, 3]
+    assert kwargs["strides"][1] == [1, 2, 2]
+    assert kwargs["n_conv_per_stage_decoder"] == [2, 1]
+    dataset = json.loads((tmp_path / "model/dataset.json").read_text())
+    assert dataset["labels"] == {"background": 0, "organ": 1, "lésion": 2}
+    assert dataset["channel_names"] == {"0": "CT", "1": "MRI"}
+
+
+def test_it_is_read_again(tmp_path: Path) -> None:
+    checkpoint = trained(ignore_value=3)
+    write_model({0: checkpoint, 1: checkpoint}, tmp_path / "model")
+    read = load_model(tmp_path / "model/fold_1/checkpoint_final.pth")
+    assert read.topology == checkpoint.topology
+    assert read.patch_size == checkpoint.patch_size
+    assert read.mirror_axes == checkpoint.mirror_axes
+    wanted = checkpoint.preprocessing
+    # nnU-Net clips what is resampled to the range of the image.
+    clips = replace(wanted.interpolation, clips=True)
+    assert read.preprocessing == replace(wanted, interpolation=clips)
+    for name, value in checkpoint.model.items():
+        assert torch.equal(read.model[name], value), name
+
+
+def test_regions_keep_their_order(tmp_path: Path) -> None:
+    regions = (
+        Region(name="whole", values=(1, 2), written=1),
+        Region(name="core", values=(2,), written=2),
+    )
+    topology = replace(TOPOLOGY, num_classes=2)
+    checkpoint = replace(
+        trained(regions=regions), topology=topology, model=UNet3d(topology).state_dict()
+    )
+    write_model({0: checkpoint}, tmp_path / "model")
+    dataset = json.loads((tmp_path / "model/dataset.json").read_text())
+    assert dataset["labels"] == {"background": 0, "whole": [1, 2], "core": [2]}
+    assert dataset["regions_class_order"] == [1, 2]
+    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth")
+    assert read.preprocessing.regions == regions
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "message"),
+    [
+        (replace(trained(), patch_size=None), "it was trained on whole volumes"),
+        (trained(spacing_mm=None), "each image keeps its own spacing"),
+        (trained(crops_to_nonzero=False), "it crops images to what is not zero"),
+        (trained(label_values=(0, 1, 5)), "without a gap, and these 0, 1, 5"),
+        (trained(ignore_value=7), "its ignore label follows the highest one, 2, and this is 7"),
+        (
+            trained(channels=(ChannelNormalization(kind="z-score"), CT)),
+            "it normalises by the mean of all voxels",
+        ),
+        (
+            replace(trained(), topology=replace(TOPOLOGY, norm="group", upsampling_bias=False)),
+            "instance normalisation, and this is group",
+        ),
+    ],
+)
+def test_what_nnunet_cannot_do_is_refused(
+    tmp_path: Path, checkpoint: Checkpoint, message: str
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        write_model({0: checkpoint}, tmp_path / "model")
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_networks_of_the_first_versions_that_masked_are_written(tmp_path: Path) -> None:
+    score = ChannelNormalization(kind="z-score")
+    write_model({0: trained(channels=(score, CT), masks_outside=True)}, tmp_path / "model")
+    plans = json.loads((tmp_path / "model/plans.json").read_text())
+    assert plans["configurations"]["3d_fullres"]["use_mask_for_norm"] == [True, False]
+
+
+def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine").touch()
+    with pytest.raises(CheckpointError, match="exists; choose another --output"):
+        write_model({0: trained()}, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
+
+
+def test_stored_axes_need_another_reader(tmp_path: Path) -> None:
+    how = Interpolation(across_slices=0, logits_across_slices=0, clips=True)
+    checkpoint = trained(orientation="stored", interpolation=how)
+    write_model({0: checkpoint}, tmp_path / "model")
+    plans = json.loads((tmp_path / "model/plans.json").read_text())
+    assert plans["image_reader_writer"] == "SimpleITKIO"
+    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth")
+    assert read.preprocessing == checkpoint.preprocessing
+
+
+def test_networks_of_several_trainings_are_no_folds(tmp_path: Path) -> None:
+    folds = {0: trained(), 1: trained(spacing_mm=(1.0, 1.0, 1.0))}
+    with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):
+        write_model(folds, tmp_path / "model")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,196 @@
+"""Images that are clipped and taken slice by slice, against SciPy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from unet3d.config import Shape, Spacing
+from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.prepared_image import PreparedImage, prepare_image
+from unet3d.volumes.resample import Interpolation
+from unet3d.volumes.transform import Preprocessing
+
+
+def plan(target_mm: Spacing, interpolation: Interpolation, channels: int = 1) -> Preprocessing:
+    return Preprocessing(
+        spacing_mm=target_mm,
+        channels=(ChannelNormalization(kind="none"),) * channels,
+        channel_names=tuple(f"m{number}" for number in range(channels)),
+        label_names=("background",),
+        label_values=(0,),
+        interpolation=interpolation,
+    )
+
+
+def zoomed(array: np.ndarray, shape: tuple[int, ...], order: int) -> np.ndarray:
+    """Return an array resampled by SciPy and clipped to its range."""
+    factors = [new / old for new, old in zip(shape, array.shape, strict=True)]
+    array = array.astype(np.float64)
+    found = ndimage.zoom(array, factors, order=order, mode="nearest", grid_mode=True)
+    return np.clip(found, array.min(), array.max())
+
+
+def slice_by_slice(array: np.ndarray, shape: Shape, axis: int, order: int, across: int):
+    """Return an array of which each slice is resampled by itself, then across them."""
+    in_plane = tuple(size for one, size in enumerate(shape) if one != axis)
+    slices = np.stack([zoomed(one, in_plane, order) for one in np.moveaxis(array, axis, 0)])
+    places = len(slices) / shape[axis] * (np.arange(shape[axis]) + 0.5) - 0.5
+    grid = np.stack(np.meshgrid(places, *map(np.arange, in_plane), indexing="ij"))
+    found = ndimage.map_coordinates(slices, grid, order=across, mode="nearest")
+    return np.moveaxis(found, 0, axis)
+
+
+def noise(shape: Shape, channels: int = 1, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(0, 3, (channels, *shape)).astype(np.float32)
+
+
+SHAPES = [
+    ((19, 14, 11), (1.0, 1.0, 1.0), (0.6, 1.3, 0.9)),
+    ((19, 14, 11), (1.0, 1.0, 1.0), (1.7, 1.7, 2.0)),
+    ((19, 14, 1), (1.0, 1.0, 1.0), (1.0, 0.5, 0.5)),
+]
+
+
+@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize(("shape", "spacing_mm", "target_mm"), SHAPES, ids=str)
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_what_is_clipped_stays_within_the_image(
+    shape: Shape, spacing_mm: Spacing, target_mm: Spacing, order: int, axis: int
+) -> None:
+    image = noise(shape, 2)
+    how = Interpolation(order=order, clips=True, thick="never")  # type: ignore[arg-type]
+    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(target_mm, how, 2))
+    for begin in range(0, prepared.shape[axis], 4):
+        end = min(begin + 4, prepared.shape[axis])
+        found = prepared.planes(axis, begin, end).numpy()
+        for channel in range(2):
+            expected = zoomed(image[channel], prepared.shape, order)
+            index = (slice(None),) * axis + (slice(begin, end),)
+            np.testing.assert_allclose(found[channel], expected[index], rtol=0, atol=1e-5)
+
+
+def test_without_clipping_splines_overshoot() -> None:
+    image = noise((19, 14, 11))
+    free = prepare_image(ImageVoxels.of(image), (1, 1, 1), plan((0.6, 0.6, 0.6), Interpolation()))
+    kept = prepare_image(
+        ImageVoxels.of(image), (1, 1, 1), plan((0.6, 0.6, 0.6), Interpolation(clips=True))
+    )
+    assert free.max() > image.max() + 0.1 and free.min() < image.min() - 0.1
+    assert kept.max() == image.max() and kept.min() == image.min()
+
+
+@pytest.mark.parametrize("across", [0, 1])
+@pytest.mark.parametrize("thick_axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("target_mm", [(0.7, 1.4, 2.0), (1.3, 0.8, 9.0), (0.7, 1.0, 5.0)], ids=str)
+def test_slices_are_clipped_each_and_then_interpolated_across(
+    across: int, thick_axis: int, axis: int, target_mm: Spacing
+) -> None:
+    def turned(numbers: tuple) -> tuple:
+        return tuple(np.roll(numbers, thick_axis + 1).tolist())
+
+    shape, spacing_mm = turned((16, 13, 7)), turned((1.0, 1.0, 5.0))
+    image = noise(shape)
+    image *= np.linspace(0.1, 3, 7).reshape(turned((1, 1, 7)))  # each slice has its range
+    how = Interpolation(across_slices=across, clips=True)  # type: ignore[arg-type]
+    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(turned(target_mm), how))
+    expected = slice_by_slice(image[0], prepared.shape, thick_axis, 3, across)
+    for begin in range(0, prepared.shape[axis], 3):
+        end = min(begin + 3, prepared.shape[axis])
+        index = (slice(None),) * axis + (slice(begin, end),)
+        found = prepared.planes(axis, begin, end).numpy()[0]
+        np.testing.assert_allclose(found, expected[index], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_grid_gives_what_scipy_gives(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape: Shape = tuple(rng.integers(1, 24, 3).tolist())  # type: ignore[assignment]
+    lengths = [0.5, 0.7, 0.75, 1.0, 1.4, 1.5, 2.0, 3.0, 4.5]
+    have, want = (tuple(one.tolist()) for one in rng.choice(lengths, (2, 3)))
+    image = noise(shape, 1, seed)
+    how = Interpolation(across_slices=0, clips=True)
+    found = prepare_image(ImageVoxels.of(image), have, plan(want, how))[0]
+    axes = how.slice_axes(have, want)
+    if found.shape == shape:
+        expected = image[0].astype(np.float64)
+    elif axes:
+        expected = slice_by_slice(image[0], found.shape, axes[0], 3, 0)  # type: ignore[arg-type]
+    else:
+        expected = zoomed(image[0], found.shape, 3)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
+    """Where the outside is set to 0, that may be the lowest or the highest of a slice."""
+    rng = np.random.default_rng(2)
+    stored = np.zeros((1, 18, 15, 9), np.int16)
+    stored[:, 3:16, 2:13, 2:] = rng.integers(100, 200, (1, 13, 11, 7))
+    stored[:, :, :, 5] += rng.integers(300, 400, (1, 18, 15)).astype(np.int16)
+    image = ImageVoxels([StoredChannels(voxels=stored)])
+    how = Interpolation(across_slices=0, clips=True)
+    preprocessing = Preprocessing(
+        spacing_mm=(1.0, 0.9, 2.5),
+        channels=(ChannelNormalization(kind="z-score-inside"),),
+        channel_names=("m",),
+        label_names=("background",),
+        label_values=(0,),
+        interpolation=how,
+    )
+    inside = ndimage.binary_fill_holes(stored[0] != 0)
+    counted = stored[0][inside].astype(np.float64)
+    normal = np.where(inside, (stored[0] - counted.mean()) / counted.std(), 0)
+    found = prepare_image(image, (1, 1, 5), preprocessing)[0]
+    expected = slice_by_slice(normal, found.shape, 2, 3, 0)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    whole = prepare_image(image, (1, 1, 2), preprocessing)[0]
+    np.testing.assert_allclose(whole, zoomed(normal, whole.shape, 3), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.float32])
+@pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (1.0, 1.0, 5.0), (0.6, 1.3, 2.5)], ids=str)
+@pytest.mark.parametrize("kind", ["ct", "z-score-inside", "rescale"])
+def test_a_gpu_prepares_what_the_cpu_prepares(
+    dtype: type[np.generic], spacing_mm: Spacing, kind: str
+) -> None:
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 1000, (2, 60, 70, 40)).astype(dtype)
+    stored[:, :10] = 0
+    stored = np.asfortranarray(stored)  # as files have it
+    preprocessing = Preprocessing(
+        spacing_mm=(0.6, 1.3, 2.5),
+        channels=(ChannelNormalization(kind=kind, low=50, high=900, mean=400, std=250),) * 2,  # type: ignore[arg-type]
+        channel_names=("a", "b"),
+        label_names=("background",),
+        label_values=(0,),
+        interpolation=Interpolation(across_slices=0, clips=True),
+    )
+    prepared = PreparedImage(
+        ImageVoxels([StoredChannels(voxels=stored)]), spacing_mm, preprocessing
+    )
+    device = torch.device("cuda", 0)
+    for axis in range(3):
+        end = min(20, prepared.shape[axis])
+        found = prepared.planes(axis, 1, end, device)
+        assert found.device == device and found.dtype == torch.float32
+        torch.testing.assert_close(found.cpu(), prepared.planes(axis, 1, end), rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_memory_leaves_it_to_the_cpu() -> None:
+    image = noise((40, 40, 40))
+    prepared = PreparedImage(
+        ImageVoxels.of(image), (1, 1, 1), plan((0.5, 0.5, 0.5), Interpolation())
+    )
+    device = torch.device("cuda", 0)
+    torch.cuda.set_per_process_memory_fraction(1e-9)
+    try:
+        torch.cuda.empty_cache()
+        found = prepared.planes(0, 0, 80, device)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert found.device.type == "cpu"
+    torch.testing.assert_close(found, prepared.planes(0, 0, 80))

@@ -1,0 +1,22 @@
+"""The names of files in a model of nnU-Net."""
+
+PLANS = "plans.json"
+DATASET = "dataset.json"
+
+SUFFIX = ".pth"
+"""Ends the names of nnU-Net's checkpoints, and of none of ours."""
+
+FINAL = f"checkpoint_final{SUFFIX}"
+"""What a training of nnU-Net ends with, and what it predicts with."""
+
+ALL = "all"
+"""The fold that is trained on every case."""
+
+
+def fold_folder(fold: int | str) -> str:
+    """Return the name of the folder of a fold.
+
+    Args:
+        fold: Its number, or :data:`ALL`.
+    """
+    return f"fold_{fold}"

@@ -1,0 +1,306 @@
+"""A trained model of nnU-Net v2, read as a checkpoint of ours.
+
+Everything comes from ``checkpoint_final.pth`` and, where they lie above it, from ``plans.json`` and
+``dataset.json``. Nothing in them is run: :mod:`unet3d.runs.tensor_file` reads plain values, and
+shapes are compared with the plan before a weight is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from torch import Tensor
+
+from unet3d.config import Config
+from unet3d.distributed.group import Group
+from unet3d.errors import CheckpointError, DatasetError
+from unet3d.inputs.plain_data import shown, validated
+from unet3d.inputs.reading import read_json
+from unet3d.memory.host import shortage
+from unet3d.model import Topology
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
+from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
+from unet3d.nnunet.weights import from_nnunet, of_plan
+from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
+from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
+from unet3d.runs.tensor_file import open_tensor_file
+from unet3d.volumes.naming import Labels, channel_names, read_labels
+from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.resample import Interpolation
+from unet3d.volumes.transform import Preprocessing
+
+STEP = 0.5
+"""Of nnU-Net's windows, in windows."""
+
+LEAST_STD = 1e-8
+"""What nnU-Net divides by at least."""
+
+Part = Literal["network", "description"]
+
+_KINDS: Mapping[str, Kind] = {
+    "ZScoreNormalization": "z-score-all",
+    "NoNormalization": "none",
+    "RescaleTo01Normalization": "rescale",
+    "RGBTo01Normalization": "rgb",
+}
+
+_THICK: Mapping[bool | None, Literal["auto", "always", "never"]] = {
+    None: "auto",
+    True: "always",
+    False: "never",
+}
+
+
+def load_network(path: Path, part: Part = "network") -> Checkpoint:
+    """Read a network to predict with: a checkpoint of ours, or one of nnU-Net.
+
+    Args:
+        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or ``*.pth`` of nnU-Net.
+        part: network: the weights, too; description: they are on the meta device.
+
+    Raises:
+        CheckpointError: It cannot be used; the message says why.
+    """
+    return load_model(path, part) if path.suffix == SUFFIX else load_checkpoint(path, part)
+
+
+def network_from_first(path: Path, group: Group) -> Checkpoint:
+    """Return a network of a file that only the first rank needs to see; all ranks call it.
+
+    Args:
+        path: As for :func:`load_network`.
+        group: The ranks, connected.
+
+    Raises:
+        CheckpointError: It cannot be used.
+    """
+    read = partial(load_checkpoint, part="network")
+    if not group.from_first(lambda: path.suffix == SUFFIX):
+        return group.file_from_first(path, read)
+    with TemporaryDirectory(prefix="unet3d-") as folder:  # a model of nnU-Net is several files
+        converted = Path(folder) / "network.pt"
+        group.from_first(lambda: save_checkpoint(load_model(path), converted))
+        return group.file_from_first(converted, read)
+
+
+def load_model(path: Path, part: Part = "network") -> Checkpoint:
+    """Read a trained model of nnU-Net v2 onto the CPU.
+
+    Args:
+        path: Its ``checkpoint_final.pth``, or another checkpoint of it.
+        part: As for :func:`load_network`.
+
+    Raises:
+        CheckpointError: The file is missing or damaged, or this package cannot do what the model
+            needs.
+    """
+    with explained(path), open_tensor_file(path, foreign=True) as file:
+        try:
+            said = _Said.of(path, file.content)
+            topology = _topology(said)
+            weights = of_plan(said.weights, topology, said.axes)
+            checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
+            if part == "network":
+                lacking = shortage(sum(weight.nbytes for weight in said.weights.values()))
+                if lacking is not None:
+                    raise ValueError(f"what it holds {lacking}")
+                model = from_nnunet(file.filled(weights), topology, said.axes)
+                refuse_non_finite(model, "the weight")
+                checkpoint.model.update(model)
+        except (ValueError, DatasetError) as error:
+            reason = str(error).replace(f"{path.parent.parent}/", "")
+            raise CheckpointError(
+                f"{path} is not a model of nnU-Net that can be used: {reason}; use another model, "
+                "or nnU-Net itself"
+            ) from error
+        return checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said:
+    """What a checkpoint and the files above it say, checked field by field."""
+
+    plan: Plan
+    axes: Axes
+    labels: Labels
+    channels: tuple[str, ...]
+    weights: Mapping[str, Tensor]
+    """By nnU-Net's names, without memory."""
+    mirror_axes: tuple[int, ...]
+    """Axes of nnU-Net's network."""
+
+    @classmethod
+    def of(cls, path: Path, content: Any) -> "_Said":
+        if not isinstance(content, dict) or not isinstance(content.get("network_weights"), dict):
+            raise ValueError("it has no network_weights")
+        weights = content["network_weights"]
+        if not all(isinstance(one, Tensor) for one in weights.values()):
+            raise ValueError("its network_weights are not all tensors")
+        given = content.get("init_args")
+        given = given if isinstance(given, dict) else {}
+        configuration = given.get("configuration")
+        if not isinstance(configuration, str):
+            raise ValueError("it does not say which configuration of its plan it is of")
+        plan = read_plan(_record(path, PLANS, given.get("plans")), configuration)
+        dataset = _record(path, DATASET, given.get("dataset_json"))
+        mirrored = content.get("inference_allowed_mirroring_axes")
+        return cls(
+            plan=plan,
+            axes=Axes.of(plan.transpose_forward),
+            labels=_labels(path, dataset),
+            channels=channel_names(path.parent.parent / DATASET, dataset, []),
+            weights=weights,
+            mirror_axes=_mirror_axes(mirrored),
+        )
+
+
+def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
+    """Return a file above a checkpoint; where there is none, what the checkpoint has of it."""
+    file = path.absolute().parent.parent / name
+    try:
+        found = read_json(file) if file.is_file() else inside
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"there is no {name} in the folder above it")
+    return found
+
+
+def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
+    """Return the labels; a list of one value is that value, as in nnU-Net."""
+    given = dataset.get("labels")
+    if isinstance(given, dict) and not any(
+        isinstance(value, list) and len(value) > 1 for value in given.values()
+    ):
+        given = {
+            name: value[0] if isinstance(value, list) and value else value
+            for name, value in given.items()
+        }
+    if not isinstance(given, dict):
+        raise ValueError(f"labels is {shown(given)}; it needs names and values")
+    labels = read_labels(path.parent.parent / DATASET, {**dataset, "labels": given}, [])
+    values = list(labels.names)
+    if not labels.regions and values != list(range(len(values))):
+        raise ValueError("its labels are not 0, 1, 2, ... without a gap")
+    return labels
+
+
+def _mirror_axes(found: Any) -> tuple[int, ...]:
+    axes = () if found is None else found
+    if not isinstance(axes, list | tuple) or any(
+        type(axis) is not int or not 0 <= axis <= 2 for axis in axes
+    ):
+        raise ValueError(f"inference_allowed_mirroring_axes is {shown(found)}")
+    return tuple(sorted(set(axes)))
+
+
+def _described(said: _Said, topology: Topology, model: dict[str, Tensor]) -> Checkpoint:
+    """Return the checkpoint with weights that have no memory."""
+    plan, axes = said.plan, said.axes
+    described_network(topology, model)
+    size = axes.from_network(plan.patch_size)
+    for axis, (voxels, step) in enumerate(zip(size, topology.total_stride, strict=True)):
+        if voxels % step:
+            raise ValueError(
+                f"its patch has {voxels} voxels along {'XYZ'[axis]}, which its strides of {step} "
+                "do not divide"
+            )
+    spacing_mm = axes.from_network(plan.spacing)
+    mirrored = sorted(axes.back[axis] for axis in said.mirror_axes)
+    return Checkpoint(
+        topology=topology,
+        preprocessing=_preprocessing(said),
+        patch_size=size,
+        config=Config().with_values(
+            {
+                "data.spacing_mm": spacing_mm,
+                "patches.size": size,
+                "patches.augmentation.mirror_axes": tuple("xyz"[axis] for axis in mirrored),
+                "training.precision": "float16",  # which nnU-Net trains in on GPUs
+                "inference.overlap": 1 - STEP,
+                "inference.tta": bool(mirrored),
+                "inference.averaging": "logits",
+                "inference.postprocessing": False,
+            }
+        ),
+        model=model,
+        training={},
+    )
+
+
+def _topology(said: _Said) -> Topology:
+    num_schemes = len(said.plan.normalization_schemes)
+    if len(said.channels) != num_schemes:
+        raise ValueError(
+            f"{DATASET} names {len(said.channels)} channels, but {PLANS} is for {num_schemes}"
+        )
+    network, axes = said.plan.network, said.axes
+    kernels = tuple(axes.from_network(kernel) for kernel in network.kernels)
+    num_outputs = len(said.labels.regions) or len(said.labels.names)
+    return validated(
+        Topology,
+        {
+            "in_channels": len(said.channels),
+            "num_classes": num_outputs,
+            "channels": network.features,
+            "strides": tuple(axes.from_network(stride) for stride in network.strides),
+            "kernels": () if set(kernels) == {(3, 3, 3)} else kernels,
+            "encoder": "residual" if network.is_residual else "plain",
+            "norm": "instance",
+            "deep_supervision": True,
+            "units": network.units,
+            "decoder_units": network.decoder_units[::-1],
+            "upsampling_bias": network.has_biases,
+            "norm_eps": network.norm.eps,
+            "negative_slope": network.activation.negative_slope,
+        },
+    )
+
+
+def _preprocessing(said: _Said) -> Preprocessing:
+    plan, labels = said.plan, said.labels
+    return Preprocessing(
+        spacing_mm=said.axes.from_network(plan.spacing),
+        channels=tuple(_normalization(plan, channel) for channel in range(len(said.channels))),
+        channel_names=said.channels,
+        label_names=tuple(labels.names.values()),
+        label_values=tuple(labels.names),
+        ignore_value=labels.ignore_value,
+        crops_to_nonzero=True,
+        regions=labels.regions,
+        orientation=plan.orientation,
+        interpolation=_interpolation(plan.image_resampling, plan.logit_resampling),
+    )
+
+
+def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
+    scheme, known = plan.normalization_schemes[channel], plan.intensities[channel]
+    if scheme == "CTNormalization" and known is not None:
+        return ChannelNormalization(
+            kind="ct",
+            low=known.percentile_00_5,
+            high=known.percentile_99_5,
+            mean=known.mean,
+            std=max(known.std, LEAST_STD),
+        )
+    if scheme == "ZScoreNormalization" and plan.use_mask_for_norm[channel]:
+        return ChannelNormalization(kind="z-score-inside")
+    return ChannelNormalization(kind=_KINDS[scheme])
+
+
+def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:
+    if logits.order != 1:
+        raise ValueError(f"logits are resampled with order {logits.order}; only 1 is known here")
+    if image.force_separate_z != logits.force_separate_z:
+        raise ValueError("force_separate_z differs between images and logits")
+    return Interpolation(
+        order=image.order,
+        thick=_THICK[image.force_separate_z],
+        across_slices=image.order_z,
+        logits_across_slices=logits.order_z,
+        clips=True,
+    )

@@ -1,0 +1,209 @@
+"""The parameters of a network by nnU-Net's names and by ours.
+
+The networks compute the same but for the order of sums:
+
+* nnU-Net joins upsampled features and skip before a convolution; here each has its own half of it.
+* A bias before an instance normalisation has no effect, and is not kept. That of the upsampling
+  has, because the convolution behind it pads with zeros.
+* nnU-Net has a head at every level of the decoder; here the lowest, which its loss leaves out, has
+  none.
+* Modules of nnU-Net know their parts under several names, which a file has all of.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from unet3d.inputs.plain_data import listed, printable
+from unet3d.model import Topology, UNet3d
+from unet3d.nnunet.axes import Axes
+
+_WRAPPED = ("module.", "_orig_mod.")
+"""What DistributedDataParallel and torch.compile put before names."""
+
+_REPEATED = re.compile(r"(^decoder\.encoder\.)|(\.all_modules\.)")
+"""Names that a parameter has besides its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A parameter, or the part of one, by both names."""
+
+    ours: str
+    theirs: str
+    half: Literal["upsampled", "skip"] | None = None
+    """Which input channels of nnU-Net's it is."""
+
+
+def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+    """Return our parameters.
+
+    Args:
+        weights: Those of nnU-Net, from :func:`of_plan`; they may be on the meta device.
+        topology: The network.
+        axes: The order of its axes.
+    """
+    model: dict[str, Tensor] = {}
+    for pair in _pairs(topology):
+        weight = weights[pair.theirs]
+        channels = weight.shape[1] // 2 if pair.half else 0
+        if pair.half == "upsampled":
+            weight = weight[:, :channels]
+        elif pair.half == "skip":
+            weight = weight[:, channels:]
+        if weight.ndim == 5:
+            weight = axes.kernel(weight)
+        model[pair.ours] = weight.float().contiguous()
+    return model
+
+
+def of_plan(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+    """Return the parameters of a file that the network of its plan has, by their own names.
+
+    Args:
+        weights: By all their names.
+        topology: The network of the plan.
+        axes: The order of its axes.
+
+    Raises:
+        ValueError: Names or shapes are of another network; one line that names some.
+    """
+    own = {_unwrapped(name): weight for name, weight in weights.items()}
+    with torch.device("meta"):
+        wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
+    problems = [f"{name} is missing" for name in wanted if name not in own]
+    for name, weight in wanted.items():
+        found = own.get(name)
+        if found is not None and (found.shape != weight.shape or not found.is_floating_point()):
+            shapes = ("x".join(map(str, one.shape)) for one in (found, weight))
+            problems.append("{} is {} instead of {}".format(name, *shapes))
+    for name in own:
+        is_bias = name.endswith(".conv.bias") and f"{name[:-4]}weight" in wanted
+        if name not in wanted and not is_bias and not _REPEATED.search(name):
+            problems.append(f"{printable(name)} is unknown")
+    if problems:
+        raise ValueError(
+            f"its weights are not those of its plan: {listed(problems[:3], len(problems[3:]))}"
+        )
+    return {name: own[name] for name in wanted}
+
+
+def to_nnunet(model: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+    """Return nnU-Net's parameters, each by one name.
+
+    Args:
+        model: Our parameters, on any device.
+        topology: The network.
+        axes: The order of nnU-Net's axes.
+    """
+    weights: dict[str, Tensor] = {}
+    back = Axes(order=axes.back)
+    for pair in _pairs(topology):
+        weight = model[pair.ours].float()
+        if weight.ndim == 5:
+            weight = back.kernel(weight)
+        if pair.half == "skip":
+            weight = torch.cat([weights[pair.theirs], weight], dim=1)
+        weights[pair.theirs] = weight.contiguous()
+    for level in range(topology.num_levels - 1):
+        name = f"decoder.seg_layers.{topology.num_levels - 2 - level}"
+        if f"{name}.weight" not in weights:  # one that only a training would need
+            head = model["decoder.heads.0.weight"]
+            shape = (topology.num_classes, topology.channels[level], 1, 1, 1)
+            weights[f"{name}.weight"] = head.new_zeros(shape).float()
+            weights[f"{name}.bias"] = head.new_zeros(topology.num_classes).float()
+    return weights
+
+
+def with_all_names(weights: Mapping[str, Tensor], *, has_biases: bool) -> dict[str, Tensor]:
+    """Return parameters by every name that nnU-Net looks for.
+
+    Args:
+        weights: Each by one name.
+        has_biases: Whether convolutions before a normalisation have biases, which are 0.
+    """
+    named: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        named[name] = weight
+        is_unit = name.endswith(".conv.weight")
+        if is_unit and has_biases and ".skip." not in name:
+            named[f"{name[:-6]}bias"] = torch.zeros(len(weight))
+    for name, weight in list(named.items()):
+        for part, place in ((".conv.", ".all_modules.0."), (".norm.", ".all_modules.1.")):
+            unit, found, last = name.rpartition(part)
+            if found:
+                named[f"{unit}{place}{last}"] = weight
+    named |= {
+        f"decoder.{name}": weight
+        for name, weight in list(named.items())
+        if name.startswith("encoder.")
+    }
+    return named
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith(_WRAPPED):
+        name = name.partition(".")[2]
+    return name
+
+
+def _pairs(topology: Topology) -> Iterator[_Pair]:
+    yield from _encoder(topology)
+    last = topology.num_levels - 2
+    for level in range(topology.num_levels - 1):
+        ours, stage = f"decoder.levels.{level}", last - level
+        theirs = f"decoder.stages.{stage}.convs"
+        yield _Pair(
+            ours=f"{ours}.units.0.conv.weight", theirs=f"{theirs}.0.conv.weight", half="upsampled"
+        )
+        yield _Pair(ours=f"{ours}.skip.weight", theirs=f"{theirs}.0.conv.weight", half="skip")
+        yield from _norm(f"{ours}.units.0.norm", f"{theirs}.0.norm")
+        for index in range(1, topology.num_decoder_units(level)):
+            yield from _unit(f"{ours}.units.{index}", f"{theirs}.{index}")
+        up = f"decoder.transpconvs.{stage}"
+        yield _Pair(ours=f"{ours}.up.weight", theirs=f"{up}.weight")
+        if topology.upsampling_bias:
+            yield _Pair(ours=f"{ours}.up.bias", theirs=f"{up}.bias")
+    for level in range(topology.num_heads):
+        for kind in ("weight", "bias"):
+            yield _Pair(
+                ours=f"decoder.heads.{level}.{kind}",
+                theirs=f"decoder.seg_layers.{last - level}.{kind}",
+            )
+
+
+def _encoder(topology: Topology) -> Iterator[_Pair]:
+    in_channels = topology.channels[0]
+    if topology.encoder == "residual":
+        yield from _unit("encoder.levels.0.0", "encoder.stem.convs.0")
+    for level, (channels, stride) in enumerate(
+        zip(topology.channels, topology.strides, strict=True)
+    ):
+        ours = f"encoder.levels.{level}"
+        for index in range(topology.num_units(level)):
+            if topology.encoder == "plain":
+                yield from _unit(f"{ours}.{index}", f"encoder.stages.{level}.0.convs.{index}")
+                continue
+            block = f"encoder.stages.{level}.blocks.{index}"
+            unit = f"{ours}.{index + (level == 0)}"  # behind the stem
+            yield from _unit(f"{unit}.first", f"{block}.conv1")
+            yield from _unit(unit, f"{block}.conv2")
+            if index == 0 and in_channels != channels:
+                skip = f"{block}.skip.{int(max(stride) > 1)}"  # behind the pooling
+                yield _Pair(ours=f"{unit}.shortcut.1.0.weight", theirs=f"{skip}.conv.weight")
+                yield from _norm(f"{unit}.shortcut.1.1", f"{skip}.norm")
+        in_channels = channels
+
+
+def _unit(ours: str, theirs: str) -> Iterator[_Pair]:
+    yield _Pair(ours=f"{ours}.conv.weight", theirs=f"{theirs}.conv.weight")
+    yield from _norm(f"{ours}.norm", f"{theirs}.norm")
+
+
+def _norm(ours: str, theirs: str) -> Iterator[_Pair]:
+    for kind in ("weight", "bias"):
+        yield _Pair(ours=f"{ours}.{kind}", theirs=f"{theirs}.{kind}")

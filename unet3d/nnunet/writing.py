@@ -1,0 +1,258 @@
+"""A network that was trained here, written as a model that nnU-Net v2 predicts with."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unet3d.atomic import new_folder
+from unet3d.config import Shape
+from unet3d.errors import CheckpointError, reason_of, some
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
+from unet3d.nnunet.plans import PLAIN_NETWORK, RESAMPLING, RESIDUAL_NETWORK
+from unet3d.nnunet.weights import to_nnunet, with_all_names
+from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.resample import Interpolation
+from unet3d.volumes.transform import Preprocessing
+
+CONFIGURATION = "3d_fullres"
+PLANS_NAME = "nnUNetPlans"
+TRAINER = "nnUNetTrainer"
+
+NOT_TRANSPOSED = (0, 1, 2)
+
+_SCHEMES = {
+    "ct": ("CTNormalization", False),
+    "z-score-all": ("ZScoreNormalization", False),
+    "z-score-inside": ("ZScoreNormalization", True),
+    "rescale": ("RescaleTo01Normalization", False),
+    "rgb": ("RGBTo01Normalization", False),
+    "none": ("NoNormalization", False),
+}
+"""nnU-Net's name of each normalisation, and whether it is masked."""
+
+_SEPARATE = {"auto": None, "always": True, "never": False}
+
+
+def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
+    """Write the folder of a model, which appears whole or not at all.
+
+    Args:
+        folds: The network of each fold; at least one. They prepare images in one way.
+        folder: Where to; there is nothing of that name.
+
+    Raises:
+        CheckpointError: nnU-Net cannot do what the network needs, the networks are not folds of one
+            training, or the folder cannot be written.
+    """
+    if folder.is_symlink() or folder.exists():
+        raise CheckpointError(f"{folder} exists; choose another --output")
+    first = next(iter(folds.values()))
+    for fold, other in folds.items():
+        for what in ("topology", "preprocessing", "patch_size"):
+            if getattr(other, what) != getattr(first, what):
+                raise _refused(
+                    f"network {fold} has another {what} than the first; name folds of one training"
+                )
+    plans, dataset = _plans(first), _dataset(first.preprocessing)
+    axes = Axes.of(NOT_TRANSPOSED)
+    try:
+        with new_folder(folder) as unfinished:
+            for name, content in ((PLANS, plans), (DATASET, dataset)):
+                (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
+            for fold, checkpoint in folds.items():
+                place = unfinished / fold_folder(fold)
+                place.mkdir()
+                weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
+                has_biases = checkpoint.topology.upsampling_bias
+                mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
+                content = {
+                    "network_weights": with_all_names(weights, has_biases=has_biases),
+                    "optimizer_state": {},
+                    "grad_scaler_state": None,
+                    "logging": {},
+                    "_best_ema": None,
+                    "current_epoch": 0,
+                    "init_args": {
+                        "plans": plans,
+                        "configuration": CONFIGURATION,
+                        "fold": fold,
+                        "dataset_json": dataset,
+                    },
+                    "trainer_name": TRAINER,
+                    "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+                }
+                torch.save(content, place / FINAL)
+    except (OSError, RuntimeError) as error:
+        # torch.save hides an error of the file, such as a full disk, behind one of its own.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(
+            f"cannot write {folder}: {reason_of(cause)}; choose another --output"
+        ) from error
+
+
+def _refused(why: str) -> CheckpointError:
+    return CheckpointError(f"nnU-Net cannot predict with this network: {why}")
+
+
+def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
+    topology, preprocessing = checkpoint.topology, checkpoint.preprocessing
+    if topology.norm != "instance":
+        raise _refused(f"its plans have instance normalisation, and this is {topology.norm}")
+    if checkpoint.patch_size is None:
+        raise _refused("it was trained on whole volumes, and its plans need a patch size")
+    if preprocessing.spacing_mm is None:
+        raise _refused("each image keeps its own spacing, and its plans need one for all")
+    if not preprocessing.crops_to_nonzero:
+        raise _refused("it crops images to what is not zero, and this network takes all of them")
+    axes = Axes.of(NOT_TRANSPOSED)
+    spacing, size = (
+        axes.to_network(preprocessing.spacing_mm),
+        axes.to_network(checkpoint.patch_size),
+    )
+    schemes = [_scheme(channel, preprocessing) for channel in preprocessing.channels]
+    return {
+        "dataset_name": "Dataset001_unet3d",
+        "plans_name": PLANS_NAME,
+        "original_median_spacing_after_transp": list(spacing),
+        "original_median_shape_after_transp": list(size),
+        "image_reader_writer": "NibabelIOWithReorient"
+        if preprocessing.orientation == "ras"
+        else "SimpleITKIO",
+        "transpose_forward": list(NOT_TRANSPOSED),
+        "transpose_backward": list(NOT_TRANSPOSED),
+        "experiment_planner_used": "unet3d",
+        "label_manager": "LabelManager",
+        "foreground_intensity_properties_per_channel": {
+            str(number): _intensities(channel)
+            for number, channel in enumerate(preprocessing.channels)
+        },
+        "configurations": {
+            CONFIGURATION: {
+                "data_identifier": f"{PLANS_NAME}_{CONFIGURATION}",
+                "preprocessor_name": "DefaultPreprocessor",
+                "batch_size": 2,
+                "patch_size": list(size),
+                "median_image_size_in_voxels": list(size),
+                "spacing": list(spacing),
+                "normalization_schemes": [scheme for scheme, _ in schemes],
+                "use_mask_for_norm": [is_masked for _, is_masked in schemes],
+                **_resampling(preprocessing.interpolation),
+                "architecture": _architecture(checkpoint),
+                "batch_dice": False,
+            }
+        },
+    }
+
+
+def _scheme(channel: ChannelNormalization, preprocessing: Preprocessing) -> tuple[str, bool]:
+    """Return nnU-Net's normalisation of a channel, and whether it is masked."""
+    kind = channel.kind
+    if kind == "z-score":  # of networks of earlier versions
+        if not preprocessing.masks_outside:
+            raise _refused(
+                "it normalises by the mean of all voxels, and this network by that of voxels that "
+                "are not 0, as version 0.1 trained it; train again"
+            )
+        kind = "z-score-inside"
+    return _SCHEMES[kind]
+
+
+def _intensities(channel: ChannelNormalization) -> dict[str, float]:
+    return {
+        "mean": channel.mean,
+        "median": channel.mean,
+        "std": channel.std,
+        "min": channel.low,
+        "max": channel.high,
+        "percentile_00_5": channel.low,
+        "percentile_99_5": channel.high,
+    }
+
+
+def _resampling(how: Interpolation) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for what, is_label, order, across in (
+        ("data", False, how.order, how.across_slices),
+        ("seg", True, 1, 0),
+        ("probabilities", False, 1, how.logits_across_slices),
+    ):
+        found[f"resampling_fn_{what}"] = RESAMPLING
+        found[f"resampling_fn_{what}_kwargs"] = {
+            "is_seg": is_label,
+            "order": order,
+            "order_z": across,
+            "force_separate_z": _SEPARATE[how.thick],
+        }
+    return found
+
+
+def _architecture(checkpoint: Checkpoint) -> dict[str, Any]:
+    topology = checkpoint.topology
+    levels = range(topology.num_levels)
+    is_residual = topology.encoder == "residual"
+
+    def reverse(values: Shape) -> list[int]:
+        return list(Axes.of(NOT_TRANSPOSED).to_network(values))
+
+    name = RESIDUAL_NETWORK if is_residual else PLAIN_NETWORK
+    return {
+        "network_class_name": f"dynamic_network_architectures.architectures.unet.{name}",
+        "arch_kwargs": {
+            "n_stages": topology.num_levels,
+            "features_per_stage": list(topology.channels),
+            "conv_op": "torch.nn.modules.conv.Conv3d",
+            "kernel_sizes": [reverse(topology.kernel(level)) for level in levels],
+            "strides": [reverse(stride) for stride in topology.strides],
+            "n_blocks_per_stage" if is_residual else "n_conv_per_stage": [
+                topology.num_units(level) for level in levels
+            ],
+            "n_conv_per_stage_decoder": [
+                topology.num_decoder_units(level) for level in reversed(levels[:-1])
+            ],
+            "conv_bias": topology.upsampling_bias,
+            "norm_op": "torch.nn.modules.instancenorm.InstanceNorm3d",
+            "norm_op_kwargs": {"eps": topology.norm_eps, "affine": True},
+            "dropout_op": None,
+            "dropout_op_kwargs": None,
+            "nonlin": "torch.nn.LeakyReLU",
+            "nonlin_kwargs": {"inplace": True, "negative_slope": topology.negative_slope},
+        },
+        "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
+    }
+
+
+def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
+    names = dict(zip(preprocessing.label_values, preprocessing.label_names, strict=True))
+    labels: dict[str, Any] = {"background": 0}
+    found: dict[str, Any] = {
+        "channel_names": {
+            str(number): name for number, name in enumerate(preprocessing.channel_names)
+        },
+        "labels": labels,
+        "numTraining": 0,
+        "file_ending": ".nii.gz",
+    }
+    if preprocessing.regions:
+        labels |= {region.name: list(region.values) for region in preprocessing.regions}
+        found["regions_class_order"] = [region.written for region in preprocessing.regions]
+    else:
+        if list(names) != list(range(len(names))):
+            raise _refused(
+                f"its labels are 0, 1, 2, ... without a gap, and these {some(list(names))}"
+            )
+        labels |= {name: value for value, name in names.items() if value}
+    if preprocessing.ignore_value is not None:
+        if preprocessing.ignore_value != max(names) + 1:
+            raise _refused(
+                f"its ignore label follows the highest one, {max(names)}, and this is "
+                f"{preprocessing.ignore_value}"
+            )
+        labels["ignore"] = preprocessing.ignore_value
+    return found
