@@ -54,7 +54,7 @@ def segment_ours(
     windows = Windows.of((x, y, z), topology, window, overlap, batch_size, [device])
     slab = ImageSlab(WholeImage(image), windows, torch.float32, device)
     predicting = ReplayedNetwork(executor) if device.type == "cuda" else executor
-    for logits in logit_slabs(predicting, slab, windows, NUM_CLASSES):
+    for logits in logit_slabs([predicting], slab, windows, NUM_CLASSES):
         strongest_class(logits).to(torch.uint8).cpu()
 
 

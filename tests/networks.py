@@ -1,5 +1,6 @@
 """Small networks with random weights: what they segment is noise, but always the same noise."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def random_checkpoint(
         postprocessing=postprocessing,
         model=model.state_dict(),
         training={},
+    )
+
+
+def reseeded(checkpoint: Checkpoint, seed: int) -> Checkpoint:
+    """Return a network of the same kind with other weights, and without bias for a class."""
+    generator = torch.Generator().manual_seed(seed)
+    model = {
+        name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
+        if value.dim() > 1
+        else value
+        for name, value in checkpoint.model.items()
+    }
+    return replace(
+        checkpoint, model={name: value.to(checkpoint.dtype) for name, value in model.items()}
     )
 
 

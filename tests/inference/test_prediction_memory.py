@@ -16,6 +16,7 @@ import torch
 from tests.networks import random_checkpoint
 from tests.volumes.samples import write_volume
 from unet3d.config import InferenceSettings, Shape
+from unet3d.inference.averaging import Averaging
 from unet3d.inference.prediction_memory import PredictionMemory, prediction_memory
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.volumes.header import read_header
@@ -35,7 +36,7 @@ def planned(
     precision = "bfloat16" if device == GPU else "float32"
     packed = unpacked_bytes([path])
     return prediction_memory(
-        read_header(path), packed, network, settings, device, precision, gpu_bytes
+        read_header(path), packed, [network], [settings], device, [precision], gpu_bytes
     )
 
 
@@ -109,6 +110,35 @@ def test_mirror_images_need_the_sum_of_their_logits(tmp_path: Path, device: torc
     assert same.device_bytes == plain.device_bytes
 
 
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+@pytest.mark.parametrize("averaging", ["logits", "probabilities"])
+def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(
+    tmp_path: Path, device: torch.device, averaging: Averaging
+) -> None:
+    fold = replace(random_checkpoint(), patch_size=(16, 16, 16))
+    path = scan_of(tmp_path, (40, 40, 80))
+    settings = InferenceSettings(batch_size=1, averaging=averaging)
+
+    def bytes_of(count: int) -> int:
+        found = prediction_memory(
+            read_header(path),
+            0,
+            [fold] * count,
+            [settings] * count,
+            device,
+            ["float32"] * count,
+            24 * 2**30,
+        )
+        return found.slab_bytes + found.device_bytes
+
+    one, three = bytes_of(1), bytes_of(3)
+    sums_and_image = 40 * 40 * 16 * (3 + 1) * 4
+    if averaging == "logits":
+        assert three == one
+    else:
+        assert 2 * sums_and_image < three - one
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])
@@ -149,7 +179,7 @@ def test_maps_take_twice_as_much_in_float32(tmp_path: Path) -> None:
     path = scan_of(tmp_path, (40, 40, 40))
     in_types = [
         prediction_memory(
-            read_header(path), 0, network, InferenceSettings(batch_size=1), CPU, precision, 0
+            read_header(path), 0, [network], [InferenceSettings(batch_size=1)], CPU, [precision], 0
         ).slab_bytes
         for precision in ("bfloat16", "float32")
     ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.networks import place, random_checkpoint
+from tests.networks import place, random_checkpoint, reseeded
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.config import AugmentationSettings, InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
@@ -304,20 +304,6 @@ def test_every_placement_gives_the_same_labels(
 
 
 # Several networks
-
-
-def reseeded(checkpoint: Checkpoint, seed: int) -> Checkpoint:
-    """Return a network of the same kind with other weights, and without bias for a class."""
-    generator = torch.Generator().manual_seed(seed)
-    model = {
-        name: value + 0.3 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
-        if value.dim() > 1
-        else value
-        for name, value in checkpoint.model.items()
-    }
-    return replace(
-        checkpoint, model={name: value.to(checkpoint.dtype) for name, value in model.items()}
-    )
 
 
 def wider(checkpoint: Checkpoint) -> Checkpoint:

@@ -42,7 +42,7 @@ def all_slabs(
     devices = [slot.device for slot in executor.slots]
     windows = Windows.of(image.shape[1:], topology, window, overlap, batch_size, devices)
     slab = slab_of(image, windows)
-    return list(logit_slabs(executor, slab, windows, topology.num_classes, windows_done))
+    return list(logit_slabs([executor], slab, windows, topology.num_classes, windows_done))
 
 
 def predict_logits(executor: Any, image: Tensor, *request: Any, **more: Any) -> Tensor:
@@ -370,7 +370,7 @@ def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size:
     topology = executor.module.topology
     windows = Windows.of(image.shape[1:], topology, (16, 16, 8), 0.5, batch_size, [CPU])
     end = 0
-    for slab in logit_slabs(executor, slab_of(image, windows), windows, 2):
+    for slab in logit_slabs([executor], slab_of(image, windows), windows, 2):
         assert slab.shape[1] <= windows.slab[0] < 40
         end += slab.shape[1]
         computed = sum(shape[0] for shape in executor.batches)
@@ -410,7 +410,7 @@ def skipping_slabs(
     topology = executor.module.topology
     windows = Windows.of(image.shape[1:], topology, WINDOW, overlap, batch_size, [CPU])
     slabs = logit_slabs(
-        executor,
+        [executor],
         slab_of(image, windows),
         windows,
         topology.num_classes,
@@ -484,7 +484,7 @@ def test_where_all_windows_are_empty_nothing_is_computed(batch_size: int, value:
     windows = Windows.of((48, 32, 8), executor.module.topology, WINDOW, 0.5, batch_size, [CPU])
     slabs = list(
         logit_slabs(
-            executor,
+            [executor],
             slab_of(image, windows),
             windows,
             2,

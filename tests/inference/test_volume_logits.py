@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.mutations import property_test
-from tests.networks import place, random_checkpoint
+from tests.networks import place, random_checkpoint, reseeded
 from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.errors import DoesNotFitError
 from unet3d.inference.image_slab import WholeImage
 from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
+from unet3d.inference.sliding_window import NonFiniteLogitsError
 from unet3d.inference.windows import gaussian_weight, longest_axis, window_starts
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.classes import Region
@@ -158,6 +160,99 @@ def test_of_several_networks_the_one_that_does_not_fit_is_tried_one_by_one(
 
     np.testing.assert_array_equal(predictor.segment(scan, windows_done), expected)
     assert memory.tried[0] == 3 and set(memory.tried[memory.tried.index(1) + 2 :]) == {1}
+
+
+# Folds, whose logits are added up together
+
+
+def folds(count: int, **more: Any) -> Networks:
+    first = random_checkpoint(patch_size=(16, 16, 12), dtype=torch.float64, **more)
+    return Networks.of(first, *(reseeded(first, seed) for seed in range(1, count)))
+
+
+@pytest.mark.parametrize("shape", [(13, 16, 12), (21, 45, 30), (50, 20, 61)], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3, 100])
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "cpu")], ids=str)
+def test_the_mean_of_folds_is_that_of_what_each_of_them_says(
+    shape: Shape, batch_size: int, devices: tuple[str, ...]
+) -> None:
+    networks = folds(3)
+    image = WholeImage(torch.from_numpy(noise(shape))[None].double())
+    settings = InferenceSettings(averaging="logits", batch_size=batch_size)
+    shown: list[tuple[int, int]] = []
+
+    def logits_of(networks: Networks, *devices: str) -> torch.Tensor:
+        logits = place(networks, *devices, inference=settings)._logits
+        shown.clear()
+        sizes = [(16, 16, 12)] * len(networks)
+        slabs = logits.slabs(image, sizes, lambda done, total: shown.append((done, total)))
+        return torch.cat(list(slabs), 1 + longest_axis(shape))
+
+    singly = torch.stack([logits_of(Networks.of(one)) for one in networks])
+    num_windows = shown[-1][0]
+    found = logits_of(networks, *devices)
+    torch.testing.assert_close(found, singly.mean(0), rtol=1e-10, atol=1e-10)
+    assert shown[0] == (0, 3 * num_windows) and shown[-1] == (3 * num_windows, 3 * num_windows)
+    assert [done for done, _ in shown] == sorted({done for done, _ in shown})
+
+
+def test_folds_take_the_memory_of_one_and_turns_a_row_of_windows_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    networks = folds(3)
+    needed: list[int] = []
+    monkeypatch.setattr(
+        "unet3d.inference.sliding_window.refuse_beyond_memory", lambda n, *_: needed.append(n)
+    )
+    predictor = place(networks, inference=InferenceSettings(averaging="logits", batch_size=1))
+    placed: list[int] = []
+    load_into = predictor._placed.load_into
+
+    def noted(executor: Any, before: int, index: int) -> bool:
+        placed.append(index)
+        return load_into(executor, before, index)
+
+    monkeypatch.setattr(predictor._placed, "load_into", noted)
+    image = WholeImage(torch.from_numpy(noise((24, 20, 60)))[None].double())
+    rows = len(window_starts(60, 12, 0.5))
+    list(predictor._logits.slabs(image, [(16, 16, 12)] * 3, lambda done, total: None))
+    # Three classes in float64, of as many planes as a window has, once.
+    assert needed == [24 * 20 * 12 * 3 * 8]
+    assert placed == [1, 2] + [0, 1, 2] * rows  # all are looked at before the first window
+
+
+def test_folds_of_other_windows_are_averaged_as_well() -> None:
+    first = random_checkpoint(patch_size=(16, 16, 12), dtype=torch.float64)
+    members = (first, replace(reseeded(first, 1), patch_size=(8, 8, 8)))
+    image = WholeImage(torch.from_numpy(noise((24, 20, 40)))[None].double())
+    sizes = [one.patch_size for one in members]
+    settings = InferenceSettings(averaging="logits")
+
+    def logits_of(members: Sequence[Checkpoint], sizes: Any) -> torch.Tensor:
+        logits = place(Networks.of(*members), inference=settings)._logits
+        return torch.cat(list(logits.slabs(image, sizes, lambda done, total: None)), 3)
+
+    singly = [logits_of([one], [size]) for one, size in zip(members, sizes, strict=True)]
+    expected = torch.stack(singly).mean(0)
+    torch.testing.assert_close(logits_of(members, sizes), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows() -> None:
+    networks = folds(2)
+    predictor = place(networks, inference=InferenceSettings(averaging="logits"))
+    predict = predictor.executor.predict
+    calls: list[int] = []
+
+    def broken(image: torch.Tensor) -> torch.Tensor:
+        calls.append(predictor._placed.index)
+        return predict(image) * (torch.nan if calls[-1] == 1 else 1)
+
+    image = WholeImage(torch.from_numpy(noise((24, 20, 60)))[None].double())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(predictor.executor, "predict", broken)
+        with pytest.raises(NonFiniteLogitsError):
+            list(predictor._logits.slabs(image, [(16, 16, 12)] * 2, lambda done, total: None))
+    assert calls.count(1) == 1
 
 
 # Windows that are skipped

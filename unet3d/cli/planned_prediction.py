@@ -51,16 +51,15 @@ def plan_prediction(
             on_gpu = device.type == "cuda"
             gpu_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else 0
             precision = resolve_precision("auto", [device])
-        found = []
-        for network in networks:
-            settings = load_config(None, trained_inference(network)).inference
-            wanted = wanted_precision(network, settings.precision, [device])
-            of_network = precision if wanted == "auto" else wanted
-            found.append(
-                prediction_memory(header, packed, network, settings, device, of_network, gpu_bytes)
-            )
-        # They take turns, so the largest counts.
-        memory = max(found, key=lambda one: (one.device_bytes, one.host_bytes))
+        settings = [load_config(None, trained_inference(one)).inference for one in networks]
+        wanted = [
+            wanted_precision(network, one.precision, [device])
+            for network, one in zip(networks, settings, strict=True)
+        ]
+        precisions = [precision if one == "auto" else one for one in wanted]
+        memory = prediction_memory(
+            header, packed, networks, settings, device, precisions, gpu_bytes
+        )
         record = memory.to_dict(str(device), gpu_bytes, available_bytes())
     from unet3d.reports.prediction_plan import prediction_lines
 

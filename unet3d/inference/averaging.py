@@ -7,6 +7,10 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from unet3d.config import InferenceSettings
+from unet3d.inference.windows import Window
+from unet3d.runs.checkpoint import Checkpoint
+
 Averaging: TypeAlias = Literal["probabilities", "logits"]
 """What of several networks is averaged."""
 
@@ -77,6 +81,28 @@ class NetworkMean:
         if self._of_regions:
             return mean.clamp_(number.tiny, 1 - number.eps).logit_()
         return mean.clamp_min_(number.tiny).log_()
+
+
+def adds_up_together(
+    networks: Sequence[Checkpoint], settings: Sequence[InferenceSettings], sizes: Sequence[Window]
+) -> bool:
+    """Return whether the logits of networks can be added up as those of one: window by window.
+
+    So it is where the mean is that of logits, and all networks have the same windows.
+
+    Args:
+        networks: The networks, which may be described only.
+        settings: Those of each.
+        sizes: The size of the windows of each.
+    """
+    if len(networks) == 1:
+        return True
+    windows = [
+        (network.topology, network.dtype, network.mirror_axes)
+        + (size, one.overlap, one.batch_size, one.tta)
+        for network, one, size in zip(networks, settings, sizes, strict=True)
+    ]
+    return settings[0].averaging == "logits" and all(one == windows[0] for one in windows)
 
 
 def mean_slabs(

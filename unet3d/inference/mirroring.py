@@ -16,10 +16,14 @@ from unet3d.parallel import Slot
 
 
 class MirroredNetwork:
-    """Predicts as the network does that is placed, for a window and its mirror images."""
+    """Predicts as a network does, for a window and its mirror images."""
 
     def __init__(
-        self, placed: PlacedNetworks | TrainedNetwork, axes: Sequence[int], replica: int = 0
+        self,
+        placed: PlacedNetworks | TrainedNetwork,
+        axes: Sequence[int],
+        replica: int = 0,
+        index: int = 0,
     ) -> None:
         """Set it up.
 
@@ -28,9 +32,11 @@ class MirroredNetwork:
             axes: Those of the windows' X, Y, Z that are mirrored, counted from 0; none: the window
                 alone.
             replica: Which of its replicas predicts.
+            index: Which of several networks predicts; it is placed when it does.
         """
         self._placed = placed
         self._replica = replica
+        self._index = index
         self._axes = tuple(axes)
 
     @property
@@ -58,6 +64,7 @@ class MirroredNetwork:
         Args:
             image: The windows (N, C, X, Y, Z), on the input device.
         """
+        self._placed.use(self._index)
         return mirrored_mean(self._executor.predict, image, self._axes)
 
 

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unet3d.config import InferenceSettings
+from unet3d.config import InferenceSettings, Shape
+from unet3d.inference.averaging import adds_up_together
 from unet3d.inference.image_slab import PIECE_VOXELS
 from unet3d.inference.mirroring import mirrored_mean
 from unet3d.inference.sliding_window import PIECE_NUMBERS
 from unet3d.inference.windows import (
     BFLOAT16_BYTES,
     FLOAT32_BYTES,
+    Window,
     Windows,
     bytes_of_maps,
     bytes_of_voxel,
@@ -98,13 +100,30 @@ class PredictionMemory:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class _NetworkMemory:
+    """What one network takes, beside its weights."""
+
+    windows: Windows
+    computed_bytes: int
+    """While it computes windows."""
+    kept_bytes: int
+    """Of a volume that is not finished: image and sums of the planes that windows reach."""
+    prepared_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        """All of it."""
+        return self.computed_bytes + self.kept_bytes + self.prepared_bytes
+
+
 def prediction_memory(
     header: VolumeHeader,
     packed_bytes: int,
-    network: Checkpoint,
-    settings: InferenceSettings,
+    networks: Sequence[Checkpoint],
+    settings: Sequence[InferenceSettings],
     device: torch.device,
-    precision: str,
+    precisions: Sequence[str],
     gpu_bytes: int,
 ) -> PredictionMemory:
     """Predict the memory that a scan takes.
@@ -112,27 +131,75 @@ def prediction_memory(
     Args:
         header: The scan's.
         packed_bytes: What its voxels take that are packed in their file.
-        network: The network.
-        settings: Its windows.
-        device: Where it computes; it need not exist.
-        precision: A resolved precision, such as ``bfloat16``.
+        networks: The networks, which prepare it in one way and are averaged.
+        settings: The windows of each.
+        device: Where they compute, one at a time; it need not exist.
+        precisions: What each computes in, resolved, such as ``bfloat16``.
         gpu_bytes: Memory of the GPU, if it is one.
 
     Raises:
-        VolumeError: Nothing of the scan would be left at the network's spacing.
+        VolumeError: Nothing of the scan would be left at the networks' spacing.
     """
-    preprocessing, topology = network.preprocessing, network.topology
+    preprocessing = networks[0].preprocessing
     if preprocessing.orientation == "stored":
         header = header.as_stored()
     shape = visible_shape(header.shape, header.spacing_mm, preprocessing.spacing_mm)
+    on_gpu = device.type == "cuda"
+    # All of them are in memory here, too, and one of them again where it computes.
+    weights = max(sum(value.nbytes for value in one.model.values()) for one in networks)
+    # Before anything is counted, which imports what a prediction does not.
+    program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
+    sizes: list[Window] = [
+        (one.patch_size if of_one.window == "auto" else of_one.window) or "whole"
+        for one, of_one in zip(networks, settings, strict=True)
+    ]
+    found = [
+        _network_memory(
+            one,
+            of_one,
+            size,
+            stored=header.shape,
+            shape=shape,
+            device=device,
+            precision=precision,
+            gpu_bytes=gpu_bytes,
+        )
+        for one, of_one, size, precision in zip(networks, settings, sizes, precisions, strict=True)
+    ]
+    kept = found[:1] if adds_up_together(networks, settings, sizes) else found
+    needed = max(one.computed_bytes for one in found) + sum(one.kept_bytes for one in kept)
+    prepared = sum(one.prepared_bytes for one in kept)
+    return PredictionMemory(
+        windows=max(found, key=lambda one: one.bytes).windows,
+        device_bytes=UNCOUNTED_BYTES + needed + prepared if on_gpu else 0,
+        program_bytes=program,
+        slab_bytes=prepared + (0 if on_gpu else needed),
+        voxel_bytes=packed_bytes,
+        label_bytes=math.prod(header.shape)
+        * np.min_scalar_type(max(preprocessing.label_values)).itemsize,
+    )
+
+
+def _network_memory(
+    network: Checkpoint,
+    settings: InferenceSettings,
+    size: Window,
+    *,
+    stored: Shape,
+    shape: Shape,
+    device: torch.device,
+    precision: str,
+    gpu_bytes: int,
+) -> _NetworkMemory:
+    topology = network.topology
     mirror_axes = network.mirror_axes if settings.tta else ()
-    window = network.patch_size if settings.window == "auto" else settings.window
+    is_open = network.patch_size is None and settings.window == "auto"
     windows = Windows.of(
         shape,
         topology,
-        window or "whole",
+        size,
         settings.overlap,
-        settings.batch_size if window is not None else 1,
+        1 if is_open else settings.batch_size,
         [device],
         bytes_of_voxel(topology, network.dtype, is_mirrored=bool(mirror_axes)),
         max(0, gpu_bytes - UNCOUNTED_BYTES),
@@ -140,21 +207,11 @@ def prediction_memory(
     slab, classes = math.prod(windows.slab), topology.num_classes
     sums = slab * classes * FLOAT32_BYTES if len(windows.starts) > 1 else 0
     image = slab * topology.in_channels * network.dtype.itemsize
-    means = _means_bytes(windows, classes, device)
-    weights = sum(value.nbytes for value in network.model.values())
-    prepared = _prepared_bytes(header, windows, topology.in_channels)
-    on_gpu = device.type == "cuda"
-    # Before anything is counted, which imports what a prediction does not.
-    program = _resident_bytes() + weights + (CUDA_HOST_BYTES if on_gpu else 0)
-    computed = _computed_bytes(network, windows, mirror_axes, device, precision)
-    largest = max(preprocessing.label_values)
-    return PredictionMemory(
+    return _NetworkMemory(
         windows=windows,
-        device_bytes=UNCOUNTED_BYTES + computed + image + sums + means + prepared if on_gpu else 0,
-        program_bytes=program,
-        slab_bytes=prepared + (0 if on_gpu else computed + image + sums + means),
-        voxel_bytes=packed_bytes,
-        label_bytes=math.prod(header.shape) * np.min_scalar_type(largest).itemsize,
+        computed_bytes=_computed_bytes(network, windows, mirror_axes, device, precision),
+        kept_bytes=image + sums + _means_bytes(windows, classes, device),
+        prepared_bytes=_prepared_bytes(stored, shape, windows, topology.in_channels),
     )
 
 
@@ -169,17 +226,17 @@ def _means_bytes(windows: Windows, num_classes: int, device: torch.device) -> in
     return planes * of_plane * ((2 * num_classes + 1) * FLOAT32_BYTES + CLASS_BYTES)
 
 
-def _prepared_bytes(header: VolumeHeader, windows: Windows, num_channels: int) -> int:
+def _prepared_bytes(stored: Shape, shape: Shape, windows: Windows, num_channels: int) -> int:
     """Return what is prepared at once: a piece of the scan, and the next one ahead."""
     axis = windows.axis
-    of_plane = math.prod(windows.size) // windows.size[axis]
-    planes = max(1, min(windows.slab[axis], PIECE_VOXELS // of_plane))
+    of_plane = math.prod(shape) // shape[axis]
+    planes = max(1, min(windows.slab[axis], shape[axis], PIECE_VOXELS // of_plane))
     made = planes * of_plane * num_channels * FLOAT32_BYTES
-    if header.shape == windows.size:
+    if stored == shape:
         return 2 * made
     # All planes that are needed are interpolated within themselves, some of them at a time.
-    num_planes = math.ceil(header.shape[axis] * min(1.0, 2 * planes / windows.size[axis]))
-    of_source = math.prod(header.shape) // header.shape[axis]
+    num_planes = math.ceil(stored[axis] * min(1.0, 2 * planes / shape[axis]))
+    of_source = math.prod(stored) // stored[axis]
     within = num_planes * of_plane * num_channels * FLOAT32_BYTES
     piece = max(1, min(num_planes, SOURCE_VOXELS // (of_source * num_channels)))
     # As stored, in float32, and interpolated along one axis and along both.

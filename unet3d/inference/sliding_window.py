@@ -10,6 +10,7 @@ Only the logits of as many planes as a batch of windows reaches are in memory, h
 volume is.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,7 @@ class NonFiniteLogitsError(VolumeError):
 
 
 def logit_slabs(
-    executor: Predicting,
+    networks: Sequence[Predicting],
     image: ImageSlab,
     windows: Windows,
     num_classes: int,
@@ -78,12 +79,13 @@ def logit_slabs(
 ) -> Iterator[Tensor]:
     """Yield the logits of one volume, slab after slab along the axis of its windows.
 
-    The executor computes only while the next slab is asked for.
+    The networks compute only while the next slab is asked for. Of several it is the mean of their
+    logits, which are added up together: that takes no more memory than one of them.
 
     Args:
-        executor: A placed network, in evaluation mode.
+        networks: Placed networks on the same devices, in evaluation mode.
         image: The volume, before its first window.
-        windows: Its windows.
+        windows: Its windows, for all networks.
         num_classes: Logits of a voxel.
         windows_done: Called before the first window and after each forward pass.
         empty_logits: Windows in which each channel is one number are skipped, and these stand where
@@ -91,7 +93,7 @@ def logit_slabs(
 
     Yields:
         Shape (K, X, Y, Z) in float32 (float64 for a float64 network) with some planes of the
-        volume, on the executor's output device, or on the CPU if what is added up would take more
+        volume, on the networks' output device, or on the CPU if what is added up would take more
         than half of that device's free memory. The receiver may change them.
 
     Raises:
@@ -99,18 +101,26 @@ def logit_slabs(
         VolumeError: The host has too little memory to add up logits.
         NonFiniteLogitsError: A logit is NaN or infinite.
     """
-    with explaining_memory(executor, windows.shape):
-        windows_done(0, len(windows.starts))
+    total = len(networks) * len(windows.starts)
+    with explaining_memory(networks[0], windows.shape):
+        windows_done(0, total)
         if len(windows.starts) > 1:
-            blending = _Blending(executor, image, windows, num_classes, empty_logits)
-            yield from blending.slabs(windows_done)
+            blending = _Blending(networks, image, windows, num_classes, empty_logits)
+            yield from blending.slabs(lambda done: windows_done(done, total))
             return
-        logits = executor.predict(image.cut(windows.starts).to(executor.input_device))
-        _refuse_non_finite(logits)
-        windows_done(1, 1)
-        yield logits[0].to(torch.promote_types(logits.dtype, torch.float32))[
-            (slice(None), *windows.inside)
-        ]
+        whole, mean = image.cut(windows.starts), None
+        for done, network in enumerate(networks, start=1):
+            logits = network.predict(whole.to(network.input_device))
+            _refuse_non_finite(logits)
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            # What a network returns may be its own.
+            logits = logits[0].to(dtype, copy=len(networks) > 1)
+            mean = logits if mean is None else mean.add_(logits)
+            del logits  # while others are computed
+            windows_done(done, total)
+        if mean is not None:
+            mean = mean if len(networks) == 1 else mean.div_(len(networks))
+            yield mean[(slice(None), *windows.inside)]
 
 
 def join_windows(executor: Predicting, image: ImageSlab, windows: Windows) -> None:
@@ -158,54 +168,64 @@ class _Blending:
 
     def __init__(
         self,
-        executor: Predicting,
+        networks: Sequence[Predicting],
         image: ImageSlab,
         windows: Windows,
         num_classes: int,
         empty_logits: Sequence[float] | None,
     ) -> None:
-        self._executor = executor
+        self._networks = networks
         self._image = image
         self._windows = windows
         self._num_classes = num_classes
         self._empty_logits = empty_logits
         self._sums: _Sums | None = None
+        self._checked: set[int] = set()
+        """Numbers of the networks whose first logits are finite."""
 
-    def slabs(self, windows_done: WindowsDone) -> Iterator[Tensor]:
-        windows = self._windows
+    def slabs(self, windows_done: Callable[[int], object]) -> Iterator[Tensor]:
+        axis = self._windows.axis
         done = num_skipped = 0
-        for batch in windows.batches():
+        # One network after the other for all windows that begin at one plane, not for each batch,
+        # because the next one's weights have to be brought.
+        for begin, row in itertools.groupby(self._windows.batches(), lambda one: one[0][axis]):
             if self._sums is not None:
-                # Before the forward pass: the receiver may use the executor for something else.
-                yield from self._sums.finish(batch[0][windows.axis])
-            num_skipped += len(batch) - self._add(batch)
-            done += len(batch)
-            windows_done(done, len(windows.starts))
+                # Before the forward pass: the receiver may use the network for something else.
+                yield from self._sums.finish(begin)
+            batches = list(row)
+            for number in range(len(self._networks)):
+                for batch in batches:
+                    num_skipped += len(batch) - self._add(number, batch)
+                    done += len(batch)
+                    windows_done(done)
         if self._sums is not None:
-            yield from self._sums.finish(windows.size[windows.axis])
+            yield from self._sums.finish(self._windows.size[axis])
         if self._empty_logits is not None:
             logger.info("skipped %d of %d windows, which are empty", num_skipped, done)
 
-    def _add(self, batch: list[tuple[int, ...]]) -> int:
+    def _add(self, number: int, batch: list[tuple[int, ...]]) -> int:
         """Compute the windows of a batch, or those that are not empty; return how many."""
-        cut = self._image.cut(batch)
+        network, cut = self._networks[number], self._image.cut(batch)
         if self._empty_logits is not None:
             lowest, highest = torch.aminmax(cut.flatten(2), dim=2)
             is_full = (lowest != highest).any(dim=1).tolist()
             batch = [start for start, full in zip(batch, is_full, strict=True) if full]
             cut = cut[torch.tensor(is_full, device=cut.device)]
         if batch:
-            logits = self._executor.predict(cut.to(self._executor.input_device))
-            if self._sums is None:
+            logits = network.predict(cut.to(network.input_device))
+            if number not in self._checked:
                 # Looking at each batch would keep a GPU waiting; a bad network shows in the first.
                 _refuse_non_finite(logits)
+                self._checked.add(number)
         if self._sums is None:
             computed = logits.dtype if batch else cut.dtype
             dtype = torch.promote_types(computed, torch.float32)
-            device = self._executor.output_device
+            device = network.output_device
             self._sums = _Sums(self._windows, self._num_classes, device, dtype, self._empty_logits)
         if batch:
-            self._sums.add(batch, logits)
+            self._sums.add(batch, logits, 1 / len(self._networks))
+            if number == 0:
+                self._sums.weigh(batch)
         return len(batch)
 
 
@@ -234,19 +254,23 @@ class _Sums:
         """The plane of the padded volume with which the sums begin."""
         self._weight = gaussian_weight(windows.shape).to(device)
         self._rows: dict[int, list[tuple[int, ...]]] = {}
-        """Windows that were added, by the plane with which they begin."""
+        """Windows whose weights count, by the plane with which they begin."""
         self._logits = torch.zeros(num_classes, *size, device=device, dtype=dtype)
         self._empty: Tensor | None = None
         if empty_logits is not None:
             empty = torch.tensor(empty_logits, dtype=dtype, device=device)
             self._empty = empty.reshape(-1, 1, 1, 1)
 
-    def add(self, starts: list[tuple[int, ...]], logits: Tensor) -> None:
+    def add(self, starts: list[tuple[int, ...]], logits: Tensor, share: float) -> None:
         for start, logit in zip(starts, logits.to(self._logits.device), strict=True):
             place = (slice(None), *self._windows.place(start, self._first))
             # One by one: of many classes, several in float32 are more than the network takes.
             logit = logit.to(self._logits.dtype).contiguous()
-            self._logits[place].addcmul_(logit, self._weight)
+            self._logits[place].addcmul_(logit, self._weight, value=share)
+
+    def weigh(self, starts: list[tuple[int, ...]]) -> None:
+        """Count the weights of windows, once for all networks."""
+        for start in starts:
             self._rows.setdefault(start[self._windows.axis], []).append(start)
 
     def finish(self, end: int) -> Iterator[Tensor]:

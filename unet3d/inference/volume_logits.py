@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unet3d.config import InferenceSettings, Shape
 from unet3d.errors import DoesNotFitError
-from unet3d.inference.averaging import mean_slabs
+from unet3d.inference.averaging import adds_up_together, mean_slabs
 from unet3d.inference.diagnosis import refuse_diverged
 from unet3d.inference.image_slab import ImageSlab, Planes
 from unet3d.inference.mirroring import MirroredNetwork
@@ -65,10 +65,10 @@ class VolumeLogits:
         """Windows of a replica of each network."""
         self._predicting = [
             [
-                MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica)
+                MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica, index)
                 for replica in range(len(placed.replicas))
             ]
-            for network, one in zip(networks.described, settings, strict=True)
+            for index, (network, one) in enumerate(zip(networks.described, settings, strict=True))
         ]
 
     @property
@@ -171,6 +171,9 @@ class VolumeLogits:
             VolumeError: The host has too little memory to add up logits.
             NonFiniteLogitsError: A logit is NaN or infinite.
         """
+        indices = range(len(sizes))
+        if adds_up_together(self._networks.described, self._settings, sizes):
+            return self._slabs_of(indices, image, sizes[0], windows_done)
         done = [0] * len(sizes)
         total = sum(
             Windows.count(image.shape, network.topology, size, one.overlap)
@@ -187,14 +190,8 @@ class VolumeLogits:
 
             return windows_of_one
 
-        networks = [
-            self._network_slabs(index, image, size, counted(index))
-            for index, size in enumerate(sizes)
-        ]
-        if len(networks) == 1:
-            return networks[0]
         return mean_slabs(
-            networks,
+            [self._slabs_of([index], image, sizes[index], counted(index)) for index in indices],
             longest_axis(image.shape),
             self._settings[0].averaging,  # the others have the same
             of_regions=bool(self._networks.preprocessing.regions),
@@ -218,33 +215,30 @@ class VolumeLogits:
         slab = ImageSlab(image, windows, self._networks.described[index].dtype)
         join_windows(self._predicting[index][0], slab, windows)
 
-    def _network_slabs(
-        self, index: int, image: Planes, size: Window, windows_done: WindowsDone
+    def _slabs_of(
+        self, indices: Sequence[int], image: Planes, size: Window, windows_done: WindowsDone
     ) -> Iterator[Tensor]:
-        """Yield the logits of one network, which is placed whenever another one has been."""
-        self._placed.use(index)
-        self.check_weights()
-        windows = self._windows(index, image.shape, size)
-        network = self._networks.described[index]
+        """Yield the logits of networks that have the same windows: the mean of several."""
+        for index in indices:
+            self._placed.use(index)
+            self.check_weights()
+        first = indices[0]
+        windows = self._windows(first, image.shape, size)
+        for index in indices:
+            self._num_at_a_time[index] = self._num_at_a_time[first]
+        network = self._networks.described[first]
         on_cpu = not any(device.type == "cuda" for device in self._devices)
         refuse_beyond_host(network, windows, self._num_ranks_here if on_cpu else 0)
-        num_classes = network.topology.num_classes
-        predicting = self._network(index)
-        device = slab_device(network, windows, predicting.input_device)
-        slabs = logit_slabs(
+        predicting = [self._network(index) for index in indices]
+        device = slab_device(network, windows, predicting[0].input_device)
+        yield from logit_slabs(
             predicting,
             ImageSlab(image, windows, network.dtype, device),
             windows,
-            num_classes,
+            network.topology.num_classes,
             windows_done,
             empty_logits(network) if self._skips_empty else None,
         )
-        while True:
-            self._placed.use(index)
-            slab = next(slabs, None)
-            if slab is None:
-                return
-            yield slab
 
     def _network(self, index: int) -> Predicting:
         """Return what predicts; of the only network, what was captured of it is kept."""

@@ -155,7 +155,7 @@ class Validator:
         done, sums, parts = 0, [], []
         try:
             num_classes = experiment.topology.num_classes
-            for logits in logit_slabs(executor, slab, windows, num_classes, windows_done):
+            for logits in logit_slabs([executor], slab, windows, num_classes, windows_done):
                 planes = slice(done, done + logits.shape[1 + axis])
                 truth = torch.from_numpy(classes[(*[slice(None)] * axis, planes)])
                 sums += self._sums(logits, truth)
