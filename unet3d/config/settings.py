@@ -59,7 +59,8 @@ class DataSettings(Section):
     than 3 times the other; native: each case's own; or three numbers along X, Y, Z in mm."""
     crop_to_nonzero: bool = True
     """Whether images are cut to the box outside of which they are zero. Where that takes away a
-    quarter of the volume or more, z-score counts the voxels inside and sets those outside to 0."""
+    quarter of the volume or more, z-score counts the voxels inside and sets those outside to 0;
+    elsewhere it counts all that are left, zero or not."""
     normalization: Literal["auto", "ct", "z-score", "none"] = "auto"
     """How intensities are scaled. ct: by the data set's Hounsfield statistics; z-score: by the mean
     and deviation of each case; auto: ct for channels that dataset.json names CT, else z-score."""
