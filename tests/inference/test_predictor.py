@@ -5,7 +5,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import nibabel as nib
 import numpy as np
@@ -19,10 +19,12 @@ from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
+from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.inference.predictor import Predictor
 from unet3d.memory import host
 from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
@@ -143,6 +145,28 @@ def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
     assert (np.bincount(np.asarray(found.dataobj).ravel(), minlength=3) > 50).all()
     usual, _ = segmented(place(in_ras, inference=settings), tmp_path / "scan.nii")
     assert np.array_equal(usual.dataobj, found.dataobj) == (codes == "RAS")
+
+
+@pytest.mark.parametrize(("clips", "windows"), [(True, 2), (False, 3)], ids=["nnU-Net", "ours"])
+@pytest.mark.parametrize("orientation", ["ras", "stored"])
+def test_a_network_of_nnunet_takes_the_spacing_as_it_does(
+    orientation: Literal["ras", "stored"], clips: bool, windows: int, tmp_path: Path
+) -> None:
+    """49 voxels of 500 mm / 512 are 24.5 of twice that, so 24; at six digits they are 25."""
+    target_mm = (1.953125, 1.0, 1.0)
+    path = write_volume(tmp_path / "scan.nii", noise((49, 16, 16)), (0.9765625, 1.0, 1.0))
+    checkpoint = random_checkpoint(spacing_mm=target_mm, patch_size=(16, 16, 16))
+    plan = replace(
+        checkpoint.preprocessing, orientation=orientation, interpolation=Interpolation(clips=clips)
+    )
+    network = replace(checkpoint, preprocessing=plan)
+    totals: set[int] = set()
+    scan = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
+    place(network).segment(scan, lambda done, total: totals.add(total))
+    assert totals == {windows}
+    settings, cpu = InferenceSettings(), torch.device("cpu")
+    memory = prediction_memory(read_header(path), 0, [network], [settings], cpu, ["float32"], 0)
+    assert len(memory.windows.starts) == windows
 
 
 MIRRORED = ("patches.augmentation.mirror_axes=x,z",)

@@ -180,6 +180,7 @@ def test_a_scan_with_its_axes_as_they_are_stored_is_what_nibabel_loads(
         np.testing.assert_allclose(stored.header.affine, loaded.affine, rtol=0, atol=1e-5)
         zooms = loaded.header.get_zooms()[:3]
         np.testing.assert_allclose(stored.header.spacing_mm, zooms, rtol=1e-6)
+        np.testing.assert_array_equal(stored.header.exact_mm, zooms)
         assert same_grid(stored.header, scan.header) is None
         assert np.shares_memory(
             stored.voxels.channel(0)._file.voxels, scan.voxels.channel(0)._file.voxels

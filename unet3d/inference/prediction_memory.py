@@ -143,7 +143,8 @@ def prediction_memory(
     preprocessing = networks[0].preprocessing
     if preprocessing.orientation == "stored":
         header = header.as_stored()
-    shape = visible_shape(header.shape, header.spacing_mm, preprocessing.spacing_mm)
+    spacing_mm = preprocessing.spacing_of(header)
+    shape = visible_shape(header.shape, spacing_mm, preprocessing.spacing_mm)
     on_gpu = device.type == "cuda"
     # All of them are in memory here, too, and one of them again where it computes.
     weights = max(sum(value.nbytes for value in one.model.values()) for one in networks)

@@ -214,7 +214,9 @@ class Predictor:
         try:
             prepared = _Prepared(
                 PreparedImage(
-                    image.voxels.cut(box.slices), image.header.spacing_mm, self.preprocessing
+                    image.voxels.cut(box.slices),
+                    self.preprocessing.spacing_of(image.header),
+                    self.preprocessing,
                 ),
                 PLANES_KEPT if len(self._networks) > 1 else 0,
             )

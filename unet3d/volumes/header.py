@@ -1,7 +1,6 @@
 """Where a volume lies: its header, read in RAS, and whether two volumes lie on one grid."""
 
 import logging
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,6 @@ GEOMETRY_FIELDS = (
 )
 
 
-SINGLE_PRECISION = 1e-6
-"""Relative difference below which a number of 32 bits is the rounded one."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VolumeHeader:
     """Where the voxels of a volume lie, in RAS and as they are stored."""
@@ -57,7 +52,9 @@ class VolumeHeader:
     """Voxels along X, Y, Z."""
     num_channels: int
     spacing_mm: Spacing
-    """Distance of neighbouring voxels along X, Y, Z."""
+    """Distance of neighbouring voxels along X, Y, Z, rounded: the same in every orientation."""
+    stored_spacing_mm: Spacing = field(repr=False)
+    """That along each stored axis, not rounded: to the last bit of the file."""
     affine: npt.NDArray[np.float64]
     """(4, 4): from RAS voxel indices to mm."""
     stored_orientation: npt.NDArray[np.float64] = field(repr=False)
@@ -71,23 +68,26 @@ class VolumeHeader:
         i, j, k = (self.shape[int(axis)] for axis in self.stored_orientation[:, 0])
         return (i, j, k)
 
-    def as_stored(self) -> "VolumeHeader":
-        """Return the same, with the stored axes, in their direction, as X, Y, Z.
+    @property
+    def exact_mm(self) -> Spacing:
+        """The spacing along X, Y, Z to the last bit, as the readers of nnU-Net return it.
 
-        The spacing is that of the file in its single precision, not rounded: so it is what other
-        readers see, and a resampled axis whose length ends in a half gets as many voxels.
+        That is the stored one, unless axes are turned: nibabel, which turns an image for nnU-Net,
+        takes it from the affine then, in single precision.
         """
+        if np.array_equal(self.stored_orientation, RAS):
+            return self.stored_spacing_mm
+        x, y, z = column_lengths(self.affine).astype(np.float32).tolist()
+        return (x, y, z)
+
+    def as_stored(self) -> "VolumeHeader":
+        """Return the same, with the stored axes, in their direction, as X, Y, Z."""
         i, j, k = (int(axis) for axis in self.stored_orientation[:, 0])
-        rounded = (self.spacing_mm[i], self.spacing_mm[j], self.spacing_mm[k])
-        x, y, z = (
-            float(stored) if math.isclose(stored, known, rel_tol=SINGLE_PRECISION) else known
-            for stored, known in zip(self.stored_header.get_zooms()[:3], rounded, strict=True)
-        )
         turn = nib.orientations.ornt_transform(RAS, self.stored_orientation)
         return replace(
             self,
             shape=self.stored_shape,
-            spacing_mm=(x, y, z),
+            spacing_mm=(self.spacing_mm[i], self.spacing_mm[j], self.spacing_mm[k]),
             affine=self.affine @ nib.orientations.inv_ornt_aff(turn, self.shape),
             stored_orientation=RAS,
         )
@@ -175,11 +175,13 @@ def header_of(path: Path, stored: StoredVolume) -> VolumeHeader:
     orientation = nib.io_orientation(affine)
     x, y, z = np.argsort(orientation[:, 0])  # the stored axes that run along X, Y, Z
     spacing_mm = _spacing_mm(stored, lengths, unit_mm)
+    i, j, k = _exact_mm(stored, lengths, unit_mm)
     return VolumeHeader(
         path=path,
         shape=(stored_shape[x], stored_shape[y], stored_shape[z]),
         num_channels=num_channels,
         spacing_mm=(spacing_mm[x], spacing_mm[y], spacing_mm[z]),
+        stored_spacing_mm=(i, j, k),
         affine=affine @ nib.orientations.inv_ornt_aff(orientation, stored_shape),
         stored_orientation=orientation,
         stored_header=_geometry(stored, stored_shape),
@@ -206,13 +208,28 @@ def _spacing_mm(
 ) -> list[float]:
     """Return the rounded spacing of the stored axes, the same for every orientation of a scan.
 
-    The spacing in the header has less rounding noise than the columns of an oblique affine, but
-    the affine is right where they contradict each other.
+    The spacing in the header has less rounding noise than the columns of an oblique affine.
     """
     zooms = [float(str(zoom)) for zoom in (*stored.header.get_zooms()[:3], 1.0, 1.0)[:3]]
-    zooms_mm = np.array(zooms) * unit_mm
-    spacing_mm = np.where(np.isclose(zooms_mm, lengths_mm, rtol=1e-4, atol=0), zooms_mm, lengths_mm)
-    return [rounded_mm(spacing) for spacing in spacing_mm.tolist()]
+    spacing_mm = _uncontradicted(np.array(zooms) * unit_mm, lengths_mm)
+    return [rounded_mm(spacing) for spacing in spacing_mm]
+
+
+def _exact_mm(
+    stored: StoredVolume, lengths_mm: npt.NDArray[np.float64], unit_mm: float
+) -> list[float]:
+    """Return the spacing of the stored axes to the last bit."""
+    said = np.abs([*stored.pixdim, 0.0, 0.0, 0.0][:3])  # of an MGH file nothing but the affine
+    return _uncontradicted(said * unit_mm, lengths_mm)
+
+
+def _uncontradicted(
+    said_mm: npt.NDArray[np.float64], lengths_mm: npt.NDArray[np.float64]
+) -> list[float]:
+    """Return what is said, but what the affine says where they contradict each other."""
+    agrees = np.isclose(said_mm, lengths_mm, rtol=1e-4, atol=0)
+    found: list[float] = np.where(agrees, said_mm, lengths_mm).tolist()
+    return found
 
 
 def _geometry(stored: StoredVolume, stored_shape: list[int]) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import printable
 from unet3d.volumes.packed_voxels import (
@@ -71,16 +72,26 @@ def open_meta(path: Path) -> StoredVolume:
         dtype=type_of(path, META_TYPES, fields.get("elementtype", ""), is_big_endian),
         is_compressed=_is_true(fields.get("compresseddata", "False")),
     )
-    return opened(path, packed, _meta_affine(path, fields))
+    spacing_mm = _meta_spacing(path, fields)
+    return opened(path, packed, _meta_affine(path, fields, spacing_mm), spacing_mm)
 
 
-def _meta_affine(path: Path, fields: Mapping[str, str]) -> npt.NDArray[np.float64]:
-    """Return where a MetaImage lies, (4, 4) in LPS and mm."""
+def _meta_spacing(path: Path, fields: Mapping[str, str]) -> Spacing:
+    """Return the spacing along each stored axis in mm."""
     unit_mm = unit_in_mm(path, fields.get("distanceunits", ""))
     text = fields.get("elementspacing", fields.get("elementsize", ""))
-    spacing = np.array(numbers_of(path, "ElementSpacing", text, 3))
-    if not (spacing > 0).all():
+    spacing = numbers_of(path, "ElementSpacing", text, 3)
+    if min(spacing) <= 0:
         raise unplaced_error(path, "ElementSpacing", text)
+    i, j, k = (number * unit_mm for number in spacing)
+    return (i, j, k)
+
+
+def _meta_affine(
+    path: Path, fields: Mapping[str, str], spacing_mm: Spacing
+) -> npt.NDArray[np.float64]:
+    """Return where a MetaImage lies, (4, 4) in LPS and mm."""
+    unit_mm = unit_in_mm(path, fields.get("distanceunits", ""))
     origin = _first_of(fields, ("offset", "position", "origin")) or "0 0 0"
     matrix = _first_of(fields, ("transformmatrix", "orientation", "rotation"))
     if matrix is None:
@@ -89,7 +100,7 @@ def _meta_affine(path: Path, fields: Mapping[str, str]) -> npt.NDArray[np.float6
     # Each three numbers are the direction of an axis.
     axes = np.reshape(numbers_of(path, "TransformMatrix", matrix or "1 0 0 0 1 0 0 0 1", 9), (3, 3))
     with np.errstate(all="ignore"):
-        affine[:3, :3] = axes.T * spacing * unit_mm
+        affine[:3, :3] = axes.T * spacing_mm
         affine[:3, 3] = np.array(numbers_of(path, "Offset", origin, 3)) * unit_mm
     return affine
 

@@ -6,6 +6,7 @@ import nibabel as nib
 import numpy as np
 import numpy.typing as npt
 
+from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes.files import times
 from unet3d.volumes.grids import (
@@ -23,7 +24,10 @@ RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 
 def stored_like_nifti(
-    path: Path, voxels: StoredVoxels, affine_lps: npt.NDArray[np.float64]
+    path: Path,
+    voxels: StoredVoxels,
+    affine_lps: npt.NDArray[np.float64],
+    spacing_mm: Spacing | None = None,
 ) -> StoredVolume:
     """Return an opened volume whose header is that of a NIfTI file on the same grid.
 
@@ -31,6 +35,8 @@ def stored_like_nifti(
         path: The volume, for messages.
         voxels: Reads the voxels.
         affine_lps: (4, 4): from the indices of a stored voxel to mm, to the left, back and top.
+        spacing_mm: Along each stored axis, where the file has it beside the directions; None: that
+            of the affine.
 
     Raises:
         VolumeError: It lies where no NIfTI file can.
@@ -56,4 +62,6 @@ def stored_like_nifti(
     header.set_xyzt_units("mm")
     header.set_qform(affine, code="scanner")
     header.set_sform(affine, code="scanner")
-    return StoredVolume(header=header, voxels=voxels, affine=affine, pixdim=())
+    # Not column_lengths, which may miss the last bit: this is how ITK has the spacing of NRRD.
+    pixdim = spacing_mm or np.sqrt(np.square(affine[:3, :3]).sum(axis=0)).tolist()
+    return StoredVolume(header=header, voxels=voxels, affine=affine, pixdim=tuple(pixdim))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unet3d.config import Shape
+from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import printable
 from unet3d.volumes.nifti_like import stored_like_nifti
@@ -55,13 +55,19 @@ class PackedVoxels:
     """Whether they are packed as zlib or gzip do it."""
 
 
-def opened(path: Path, packed: PackedVoxels, affine_lps: npt.NDArray[np.float64]) -> StoredVolume:
+def opened(
+    path: Path,
+    packed: PackedVoxels,
+    affine_lps: npt.NDArray[np.float64],
+    spacing_mm: Spacing | None = None,
+) -> StoredVolume:
     """Return a volume, once its header has been compared with its file.
 
     Args:
         path: The volume.
         packed: Where its voxels are.
         affine_lps: (4, 4): from the indices of a stored voxel to mm, to the left, back and top.
+        spacing_mm: Along each stored axis, where the file has it; None: that of the affine.
 
     Raises:
         VolumeError: The file is shorter or longer, or no NIfTI file can lie there.
@@ -74,7 +80,7 @@ def opened(path: Path, packed: PackedVoxels, affine_lps: npt.NDArray[np.float64]
         is_packed=packed.is_compressed,
         packed_from=packed.start,
     )
-    volume = stored_like_nifti(path, voxels, affine_lps)
+    volume = stored_like_nifti(path, voxels, affine_lps, spacing_mm)
     refuse_false_claims(path, packed.file, volume, packed.is_compressed)
     return volume
 

@@ -170,7 +170,7 @@ def _load_case(task: _Preparation) -> PreparedCase | None:
 def _prepare_case(task: _Preparation) -> None:
     case, preprocessing, store, key = task
     image, label = _read_case(case)
-    spacing_mm = image.header.spacing_mm
+    spacing_mm = preprocessing.spacing_of(image.header)
     voxels = ImageVoxels.of(image.array)
     box = kept_box(voxels, preprocessing).slices
     try:

@@ -72,7 +72,8 @@ class StoredVolume:
     affine: npt.NDArray[np.float64]
     """(4, 4): from the indices of a stored voxel to the header's unit of length."""
     pixdim: tuple[float, ...]
-    """The spacing as the header has it, where nibabel replaces 0 by 1; empty in an MGH file."""
+    """The spacing as the file has it, where nibabel's header replaces 0 by 1 or has fewer digits;
+    empty in an MGH file."""
 
 
 def open_nifti(path: Path) -> StoredVolume:

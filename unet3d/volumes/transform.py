@@ -18,6 +18,7 @@ from unet3d.kernels import strongest_class, written_regions
 from unet3d.volumes.class_resampling import resample_classes
 from unet3d.volumes.classes import LabelValue, Region, class_indices
 from unet3d.volumes.cropping import Box, nonzero_box, whole_box
+from unet3d.volumes.header import VolumeHeader
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.memory_limits import explaining_memory
 from unet3d.volumes.normalization import ChannelNormalization
@@ -74,6 +75,17 @@ class Preprocessing:
             "orientation": self.orientation,
             "interpolation": asdict(self.interpolation),
         }
+
+    def spacing_of(self, header: VolumeHeader) -> Spacing:
+        """Return the spacing that an image is taken to have, along X, Y, Z.
+
+        nnU-Net, and nothing else, clips what it interpolates. Its spacing is not rounded, and where
+        a resampled axis is to have so many voxels and a half, the last bit decides about one.
+
+        Args:
+            header: The image's.
+        """
+        return header.exact_mm if self.interpolation.clips else header.spacing_mm
 
     @property
     def num_outputs(self) -> int:

@@ -1,0 +1,178 @@
+"""The spacing of a scan: to the last bit as nnU-Net's readers return it, and rounded as ours."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.networks import random_checkpoint
+from unet3d.config import Shape, Spacing
+from unet3d.volumes.header import VolumeHeader, read_header
+from unet3d.volumes.resample import Interpolation, visible_shape
+from unet3d.volumes.transform import Preprocessing
+
+CODES = ("RAS", "LPS", "SRA", "PIR", "AIL")
+FINE_MM = (0.3515625, 0.4296875, 0.7)
+"""180 and 220 mm / 512, of which the last digit is lost at six of them, and what no float32 is."""
+
+TURNED = nib.eulerangles.euler2mat(0.3, -0.2, 0.5)
+
+
+def write_nifti(
+    path: Path,
+    codes: str,
+    spacing_mm: Spacing,
+    shape: Shape = (3, 4, 5),
+    directions: npt.NDArray[np.float64] | None = None,
+    **fields: Any,
+) -> nib.Nifti1Image:
+    """Write a scan of that shape and spacing in RAS, which is stored otherwise."""
+    affine = np.eye(4)
+    affine[:3, :3] = (np.eye(3) if directions is None else directions) * spacing_mm
+    image = nib.Nifti1Image(np.zeros(shape, np.uint8), affine)
+    image = image.as_reoriented(
+        nib.orientations.ornt_transform(
+            nib.io_orientation(affine), nib.orientations.axcodes2ornt(tuple(codes))
+        )
+    )
+    image.header.set_qform(image.affine, code=1)
+    for name, value in fields.items():
+        image.header[name] = value
+    nib.save(image, path)
+    return nib.load(path)
+
+
+def zooms_of(image: nib.Nifti1Image) -> Spacing:
+    """Return what nnU-Net's readers by nibabel do, in the order of nibabel."""
+    i, j, k = (float(zoom) for zoom in image.header.get_zooms())
+    return (i, j, k)
+
+
+def plan(target_mm: Spacing | None = None, **changes: Any) -> Preprocessing:
+    """Return how a network of ours prepares images, or with ``clips=True`` one of nnU-Net's."""
+    values = vars(random_checkpoint(spacing_mm=target_mm).preprocessing)
+    return Preprocessing(**{**values, "interpolation": Interpolation(**changes)})
+
+
+@pytest.mark.parametrize("fields", [{}, {"sform_code": 0}, {"qform_code": 0}], ids=str)
+@pytest.mark.parametrize("directions", [None, TURNED], ids=["straight", "oblique"])
+@pytest.mark.parametrize("codes", CODES)
+def test_the_exact_spacing_of_nifti_is_that_of_the_readers_of_nnunet(
+    tmp_path: Path, codes: str, directions: npt.NDArray[np.float64] | None, fields: dict[str, int]
+) -> None:
+    path = tmp_path / "scan.nii"
+    for spacing_mm in (FINE_MM, (0.9765625, 0.1234567, 3.3), (1 / 3, 1e-3, 2 / 3)):
+        image = write_nifti(path, codes, spacing_mm, directions=directions, **fields)
+        header = read_header(path)
+        reoriented = image.as_reoriented(nib.io_orientation(image.affine))
+        assert header.exact_mm == zooms_of(reoriented)
+        assert header.as_stored().exact_mm == header.stored_spacing_mm == zooms_of(image)
+        np.testing.assert_allclose(header.spacing_mm, spacing_mm, rtol=3e-6, atol=0)
+
+
+@pytest.mark.parametrize("directions", [None, TURNED], ids=["straight", "oblique"])
+@pytest.mark.parametrize("codes", CODES)
+def test_simpleitk_has_the_same_spacing_of_nifti(
+    tmp_path: Path, codes: str, directions: npt.NDArray[np.float64] | None
+) -> None:
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    path = tmp_path / "scan.nii"
+    for spacing_mm in (FINE_MM, (0.9765625, 0.1234567, 3.3)):
+        write_nifti(path, codes, spacing_mm, directions=directions)
+        scan = sitk.ReadImage(str(path), imageIO="NiftiImageIO")
+        assert read_header(path).as_stored().exact_mm == scan.GetSpacing()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["scan.mha", "scan.mhd", "scan.nrrd"])
+def test_the_exact_spacing_of_files_of_itk_is_that_of_simpleitk(
+    tmp_path: Path, name: str, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    spacing_mm = (0.7, 1.5, 0.3515625) if seed < 2 else tuple(rng.uniform(0.1, 3, 3).tolist())
+    directions = np.linalg.qr(rng.normal(size=(3, 3)))[0] if seed else np.eye(3)
+    path = tmp_path / name
+    written = write_itk(path, (3, 4, 5), spacing_mm, directions)
+    header = read_header(path)
+    assert header.as_stored().exact_mm == written
+    np.testing.assert_allclose(header.as_stored().spacing_mm, written, rtol=5e-6, atol=0)
+
+
+def write_itk(
+    path: Path, shape: Shape, spacing_mm: Spacing, directions: npt.NDArray[np.float64]
+) -> Spacing:
+    """Write a scan through SimpleITK; return its spacing as that reads it."""
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    image = sitk.Image(*shape, sitk.sitkUInt8)
+    image.SetSpacing(spacing_mm)
+    image.SetDirection(directions.ravel().tolist())
+    sitk.WriteImage(image, str(path))
+    reader = "NrrdImageIO" if path.suffix == ".nrrd" else "MetaImageIO"
+    found: Spacing = sitk.ReadImage(str(path), imageIO=reader).GetSpacing()
+    return found
+
+
+def nnunet_shape(shape: Shape, spacing_mm: Spacing, target_mm: Spacing) -> Shape:
+    """Return what nnU-Net resamples to: halves go to the even number."""
+    x, y, z = np.round(np.array(spacing_mm) / target_mm * shape).astype(int).tolist()
+    return (x, y, z)
+
+
+def seen_shape(header: VolumeHeader, preprocessing: Preprocessing) -> Shape:
+    return visible_shape(header.shape, preprocessing.spacing_of(header), preprocessing.spacing_mm)
+
+
+@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("mm", [0.3515625, 0.4296875, 0.9765625])
+def test_half_a_voxel_is_rounded_as_by_nnunet_in_every_orientation(
+    tmp_path: Path, mm: float, codes: str
+) -> None:
+    path = tmp_path / "scan.nii"
+    spacing_mm, target_mm = (mm, 1.0, 1.0), (2 * mm, 1.0, 1.0)
+    write_nifti(path, codes, spacing_mm, (509, 4, 5))
+    header = read_header(path)
+    expected = nnunet_shape((509, 4, 5), spacing_mm, target_mm)
+    assert expected == (254, 4, 5)
+    assert seen_shape(header, plan(target_mm, clips=True)) == expected
+    # As stored, the axes of the target are those of the file.
+    along = header.stored_orientation[:, 0].astype(int)
+    i, j, k = (target_mm[axis] for axis in along)
+    stored = seen_shape(header.as_stored(), plan((i, j, k), clips=True))
+    assert stored == tuple(expected[axis] for axis in along)
+    # A network of ours has the rounded spacing, which is a little more.
+    assert header.spacing_mm[0] == float(f"{mm + 1e-9:.6f}") > mm
+    assert seen_shape(header, plan(target_mm)) == (255, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["scan.mha", "scan.nrrd"])
+def test_half_a_voxel_of_files_of_itk_is_rounded_as_by_nnunet(tmp_path: Path, name: str) -> None:
+    spacing_mm = write_itk(tmp_path / name, (507, 505, 5), (0.7, 0.7, 1.5), np.eye(3))
+    assert spacing_mm == (0.7, 0.7, 1.5)
+    expected = nnunet_shape((507, 505, 5), spacing_mm, (1.4, 1.4, 1.5))
+    assert expected == (254, 252, 5)  # as float32, 0.7 is a little less: 253
+    header = read_header(tmp_path / name).as_stored()
+    assert seen_shape(header, plan((1.4, 1.4, 1.5), clips=True)) == expected
+
+
+def test_where_spacing_and_affine_contradict_each_other_the_affine_counts(tmp_path: Path) -> None:
+    path = tmp_path / "scan.nii"
+    write_nifti(path, "LPS", (0.5, 0.75, 2), pixdim=[1, 0.6, 0, math.nan, 1, 1, 1, 1])
+    header = read_header(path)
+    assert header.as_stored().exact_mm == header.exact_mm == header.spacing_mm == (0.5, 0.75, 2)
+
+
+def test_the_exact_spacing_is_in_mm_too(tmp_path: Path) -> None:
+    write_nifti(tmp_path / "scan.nii", "LPS", (500, 750, 2000), xyzt_units=3)  # micrometres
+    header = read_header(tmp_path / "scan.nii")
+    assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2)
+
+
+def test_the_exact_spacing_of_mgh_is_that_of_its_affine(tmp_path: Path) -> None:
+    image = nib.MGHImage(np.zeros((3, 4, 5), np.uint8), np.diag([-0.5, 0.75, 2, 1]))
+    nib.save(image, tmp_path / "scan.mgz")
+    header = read_header(tmp_path / "scan.mgz")
+    assert header.as_stored().exact_mm == header.exact_mm == (0.5, 0.75, 2)
