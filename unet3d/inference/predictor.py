@@ -212,14 +212,13 @@ class Predictor:
 
     def _prepared(self, image: ScanImage, box: Box) -> "_Prepared":
         try:
-            prepared = _Prepared(
-                PreparedImage(
-                    image.voxels.cut(box.slices),
-                    self.preprocessing.spacing_of(image.header),
-                    self.preprocessing,
-                ),
-                PLANES_KEPT if len(self._networks) > 1 else 0,
+            found = PreparedImage(
+                image.voxels.cut(box.slices),
+                self.preprocessing.spacing_of(image.header),
+                self.preprocessing,
             )
+            num_kept = PLANES_KEPT if self._logits.takes_turns(found.shape) else 0
+            prepared = _Prepared(found, num_kept)
         except VolumeError as error:
             raise VolumeError(f"{image.header.path}: {error}") from error
         excess = excess_of(prepared.largest)

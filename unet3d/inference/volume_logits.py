@@ -124,6 +124,14 @@ class VolumeLogits:
         """
         return [self._size(index) or shape for index in range(len(self._networks))]
 
+    def takes_turns(self, shape: Shape) -> bool:
+        """Return whether several networks ask for the planes of an image, each for itself.
+
+        Args:
+            shape: Voxels along X, Y, Z of the prepared image.
+        """
+        return not self._adds_up_together(self.sizes(shape))
+
     def smaller(self, sizes: Sequence[Window]) -> list[Window] | None:
         """Return what to try next, after windows did not fit; None: nothing.
 
@@ -172,7 +180,7 @@ class VolumeLogits:
             NonFiniteLogitsError: A logit is NaN or infinite.
         """
         indices = range(len(sizes))
-        if adds_up_together(self._networks.described, self._settings, sizes):
+        if self._adds_up_together(sizes):
             return self._slabs_of(indices, image, sizes[0], windows_done)
         done = [0] * len(sizes)
         total = sum(
@@ -239,6 +247,9 @@ class VolumeLogits:
             windows_done,
             empty_logits(network) if self._skips_empty else None,
         )
+
+    def _adds_up_together(self, sizes: Sequence[Window]) -> bool:
+        return adds_up_together(self._networks.described, self._settings, sizes)
 
     def _network(self, index: int) -> Predicting:
         """Return what predicts; of the only network, what was captured of it is kept."""
