@@ -1,5 +1,6 @@
 """Models of nnU-Net as checkpoints: what they say, and what is refused in one line."""
 
+import copy
 import io
 import json
 import os
@@ -97,6 +98,27 @@ def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> 
     (model / "dataset.json").write_text(json.dumps({**DATASET, "labels": labels}))
     read = load_model(model / "fold_0" / "checkpoint_final.pth")
     assert read.preprocessing.label_names == tuple(labels)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_masked", "kind"),
+    [
+        ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
+        ("ZScoreNormalization", True, "z-score-inside"),
+        ("ZScoreNormalization", False, "z-score-all"),
+        ("NoNormalization", True, "none"),
+        ("RescaleTo01Normalization", False, "rescale"),
+        ("RGBTo01Normalization", True, "rgb"),
+    ],
+)
+def test_normalisations(tmp_path: Path, scheme: str, is_masked: bool, kind: str) -> None:
+    plans = copy.deepcopy(PLANS)
+    plans["configurations"]["3d_fullres"] |= {
+        "normalization_schemes": [scheme, "NoNormalization"],
+        "use_mask_for_norm": [is_masked, False],
+    }
+    prepared = load_model(saved(with_args(plans=plans), tmp_path), "description").preprocessing
+    assert [channel.kind for channel in prepared.channels] == [kind, "none"]
 
 
 def test_regions_and_an_ignore_label(tmp_path: Path) -> None:

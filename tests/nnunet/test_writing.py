@@ -151,6 +151,18 @@ def test_stored_axes_need_another_reader(tmp_path: Path) -> None:
     assert read.preprocessing == checkpoint.preprocessing
 
 
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale", "rgb", "none"])
+@pytest.mark.parametrize("thick", ["auto", "always", "never"])
+def test_preparations_are_read_again(tmp_path: Path, kind: Any, thick: Any) -> None:
+    checkpoint = trained(
+        channels=(CT, ChannelNormalization(kind=kind)),
+        interpolation=Interpolation(thick=thick, clips=True),
+    )
+    write_model({0: checkpoint}, tmp_path / "model")
+    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
+    assert read.preprocessing == checkpoint.preprocessing
+
+
 def test_networks_of_several_trainings_are_no_folds(tmp_path: Path) -> None:
     folds = {0: trained(), 1: trained(spacing_mm=(1.0, 1.0, 1.0))}
     with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):

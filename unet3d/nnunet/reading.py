@@ -24,12 +24,13 @@ from unet3d.model import Topology
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
+from unet3d.nnunet.terms import SCHEMES, THICK
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import open_tensor_file
 from unet3d.volumes.naming import Labels, channel_names, read_labels
-from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
@@ -40,19 +41,6 @@ LEAST_STD = 1e-8
 """What nnU-Net divides by at least."""
 
 Part = Literal["network", "description"]
-
-_KINDS: Mapping[str, Kind] = {
-    "ZScoreNormalization": "z-score-all",
-    "NoNormalization": "none",
-    "RescaleTo01Normalization": "rescale",
-    "RGBTo01Normalization": "rgb",
-}
-
-_THICK: Mapping[bool | None, Literal["auto", "always", "never"]] = {
-    None: "auto",
-    True: "always",
-    False: "never",
-}
 
 
 def load_network(path: Path, part: Part = "network") -> Checkpoint:
@@ -287,9 +275,8 @@ def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
             mean=known.mean,
             std=max(known.std, LEAST_STD),
         )
-    if scheme == "ZScoreNormalization" and plan.use_mask_for_norm[channel]:
-        return ChannelNormalization(kind="z-score-inside")
-    return ChannelNormalization(kind=_KINDS[scheme])
+    masked = (scheme, plan.use_mask_for_norm[channel])
+    return ChannelNormalization(kind=SCHEMES.get(masked) or SCHEMES[scheme, False])
 
 
 def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:
@@ -299,7 +286,7 @@ def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> I
         raise ValueError("force_separate_z differs between images and logits")
     return Interpolation(
         order=image.order,
-        thick=_THICK[image.force_separate_z],
+        thick=THICK[image.force_separate_z],
         across_slices=image.order_z,
         logits_across_slices=logits.order_z,
         clips=True,

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,7 +12,14 @@ from unet3d.config import Shape
 from unet3d.errors import CheckpointError, reason_of, some
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
-from unet3d.nnunet.plans import PLAIN_NETWORK, RESAMPLING, RESIDUAL_NETWORK
+from unet3d.nnunet.terms import (
+    PLAIN_NETWORK,
+    READERS,
+    RESAMPLING,
+    RESIDUAL_NETWORK,
+    SCHEMES,
+    THICK,
+)
 from unet3d.nnunet.weights import to_nnunet, with_all_names
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.normalization import ChannelNormalization
@@ -25,17 +32,7 @@ TRAINER = "nnUNetTrainer"
 
 NOT_TRANSPOSED = (0, 1, 2)
 
-_SCHEMES = {
-    "ct": ("CTNormalization", False),
-    "z-score-all": ("ZScoreNormalization", False),
-    "z-score-inside": ("ZScoreNormalization", True),
-    "rescale": ("RescaleTo01Normalization", False),
-    "rgb": ("RGBTo01Normalization", False),
-    "none": ("NoNormalization", False),
-}
-"""nnU-Net's name of each normalisation, and whether it is masked."""
-
-_SEPARATE = {"auto": None, "always": True, "never": False}
+Term = TypeVar("Term")
 
 
 def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
@@ -101,6 +98,11 @@ def _refused(why: str) -> CheckpointError:
     return CheckpointError(f"nnU-Net cannot predict with this network: {why}")
 
 
+def _term(terms: Mapping[Term, str], meaning: str) -> Term:
+    """Return nnU-Net's first term of that meaning."""
+    return next(term for term, known in terms.items() if known == meaning)
+
+
 def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
     topology, preprocessing = checkpoint.topology, checkpoint.preprocessing
     if topology.norm != "instance":
@@ -122,9 +124,7 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         "plans_name": PLANS_NAME,
         "original_median_spacing_after_transp": list(spacing),
         "original_median_shape_after_transp": list(size),
-        "image_reader_writer": "NibabelIOWithReorient"
-        if preprocessing.orientation == "ras"
-        else "SimpleITKIO",
+        "image_reader_writer": _term(READERS, preprocessing.orientation),
         "transpose_forward": list(NOT_TRANSPOSED),
         "transpose_backward": list(NOT_TRANSPOSED),
         "experiment_planner_used": "unet3d",
@@ -161,7 +161,7 @@ def _scheme(channel: ChannelNormalization, preprocessing: Preprocessing) -> tupl
                 "are not 0, as version 0.1 trained it; train again"
             )
         kind = "z-score-inside"
-    return _SCHEMES[kind]
+    return _term(SCHEMES, kind)
 
 
 def _intensities(channel: ChannelNormalization) -> dict[str, float]:
@@ -188,7 +188,7 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
             "is_seg": is_label,
             "order": order,
             "order_z": across,
-            "force_separate_z": _SEPARATE[how.thick],
+            "force_separate_z": _term(THICK, how.thick),
         }
     return found
 
