@@ -1,6 +1,8 @@
 """Networks of ours as models of nnU-Net: what is written, and what cannot be."""
 
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,19 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists; choose another --output"):
         write_model({0: trained()}, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write .*: File too large; choose"):
+            write_model({0: trained()}, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
 
 
 def test_stored_axes_need_another_reader(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from unet3d.atomic import new_folder
 from unet3d.config import Shape
 from unet3d.errors import CheckpointError, reason_of, some
@@ -21,7 +19,7 @@ from unet3d.nnunet.terms import (
     THICK,
 )
 from unet3d.nnunet.weights import to_nnunet, with_all_names
-from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.checkpoint import Checkpoint, write_tensors
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
@@ -56,7 +54,6 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
                     f"network {fold} has another {what} than the first; name folds of one training"
                 )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
-    axes = Axes.of(NOT_TRANSPOSED)
     try:
         with new_folder(folder) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
@@ -64,34 +61,36 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
             for fold, checkpoint in folds.items():
                 place = unfinished / fold_folder(fold)
                 place.mkdir()
-                weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
-                has_biases = checkpoint.topology.upsampling_bias
-                mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
-                content = {
-                    "network_weights": with_all_names(weights, has_biases=has_biases),
-                    "optimizer_state": {},
-                    "grad_scaler_state": None,
-                    "logging": {},
-                    "_best_ema": None,
-                    "current_epoch": 0,
-                    "init_args": {
-                        "plans": plans,
-                        "configuration": CONFIGURATION,
-                        "fold": fold,
-                        "dataset_json": dataset,
-                    },
-                    "trainer_name": TRAINER,
-                    "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+                arguments = {
+                    "plans": plans,
+                    "configuration": CONFIGURATION,
+                    "fold": fold,
+                    "dataset_json": dataset,
                 }
-                torch.save(content, place / FINAL)
-    except (OSError, RuntimeError) as error:
-        # torch.save hides an error of the file, such as a full disk, behind one of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
+                with (place / FINAL).open("xb") as file:
+                    write_tensors(_content(checkpoint, arguments), file)
+    except OSError as error:
         raise CheckpointError(
-            f"cannot write {folder}: {reason_of(cause)}; choose another --output"
+            f"cannot write {folder}: {reason_of(error)}; choose another --output"
         ) from error
+
+
+def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what nnU-Net's checkpoint of a fold holds, by the arguments of its trainer."""
+    axes = Axes.of(NOT_TRANSPOSED)
+    weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
+    mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
+    return {
+        "network_weights": with_all_names(weights, has_biases=checkpoint.topology.upsampling_bias),
+        "optimizer_state": {},
+        "grad_scaler_state": None,
+        "logging": {},
+        "_best_ema": None,
+        "current_epoch": 0,
+        "init_args": arguments,
+        "trainer_name": TRAINER,
+        "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+    }
 
 
 def _refused(why: str) -> CheckpointError:
