@@ -101,6 +101,18 @@ def test_regions_keep_their_order(tmp_path: Path) -> None:
     assert read.preprocessing.regions == regions
 
 
+def test_regions_of_one_value_each_are_refused(tmp_path: Path) -> None:
+    regions = tuple(Region(name=f"of {value}", values=(value,), written=value) for value in (1, 2))
+    topology = replace(TOPOLOGY, num_classes=2)
+    checkpoint = replace(
+        trained(regions=regions), topology=topology, model=UNet3d(topology).state_dict()
+    )
+    # nnU-Net takes [1] for 1, and so would want a head for the background.
+    with pytest.raises(CheckpointError, match="regions if one of them has several values"):
+        write_model({0: checkpoint}, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [

@@ -239,6 +239,10 @@ def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
         "file_ending": ".nii.gz",
     }
     if preprocessing.regions:
+        if all(len(region.values) == 1 for region in preprocessing.regions):
+            raise _refused(
+                "its labels are regions if one of them has several values, and each of these has one"
+            )
         labels |= {region.name: list(region.values) for region in preprocessing.regions}
         found["regions_class_order"] = [region.written for region in preprocessing.regions]
     else:
