@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from unet3d.atomic import new_folder
+from unet3d.atomic import new_folder, replacing_folder
 from unet3d.config import Shape
-from unet3d.errors import CheckpointError, reason_of, some
+from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
 from unet3d.nnunet.terms import (
@@ -33,19 +33,30 @@ NOT_TRANSPOSED = (0, 1, 2)
 Term = TypeVar("Term")
 
 
-def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
+def write_model(
+    folds: Mapping[int | str, Checkpoint], folder: Path, *, overwrite: bool = False
+) -> None:
     """Write the folder of a model, which appears whole or not at all.
 
     Args:
-        folds: The network of each fold; at least one. They prepare images in one way.
-        folder: Where to; there is nothing of that name.
+        folds: The network of each fold by its number, or :data:`~unet3d.nnunet.layout.ALL`; at
+            least one. They prepare images in one way.
+        folder: Where to.
+        overwrite: Whether a model of that name is replaced, with all that is in its folder.
 
     Raises:
+        ResultExistsError: Something else has the name, or a model that may not be replaced.
         CheckpointError: nnU-Net cannot do what the network needs, the networks are not folds of one
             training, or the folder cannot be written.
     """
-    if folder.is_symlink() or folder.exists():
-        raise CheckpointError(f"{folder} exists; choose another --output")
+    is_there = folder.is_symlink() or folder.exists()
+    if is_there:
+        if folder.is_symlink() or not (folder / PLANS).is_file():
+            raise ResultExistsError(
+                f"{folder} exists, and is no folder of a model; choose another --output"
+            )
+        if not overwrite:
+            raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
         for what in ("topology", "preprocessing", "patch_size"):
@@ -55,7 +66,7 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
                 )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
     try:
-        with new_folder(folder) as unfinished:
+        with (replacing_folder if is_there else new_folder)(folder) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
                 (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
             for fold, checkpoint in folds.items():
@@ -241,7 +252,7 @@ def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
     if preprocessing.regions:
         if all(len(region.values) == 1 for region in preprocessing.regions):
             raise _refused(
-                "its labels are regions if one of them has several values, and each of these has one"
+                "its labels are regions if one has several values, and each of these has one value"
             )
         labels |= {region.name: list(region.values) for region in preprocessing.regions}
         found["regions_class_order"] = [region.written for region in preprocessing.regions]
