@@ -184,6 +184,40 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str
     assert "is not a model of nnU-Net that can be used" in said
 
 
+def test_a_trainer_of_others_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "a model", 0)
+    load_network(model / "fold_0/checkpoint_final.pth")
+    assert not caplog.records
+    for fold in (0, 1):
+        place = model / f"fold_{fold}"
+        place.mkdir(exist_ok=True)
+        content = {**CONTENT, "trainer_name": "nnUNetTrainer\x1bGELU"}
+        torch.save(content, place / "checkpoint_final.pth")
+        for part in ("description", "network"):
+            load_network(place / "checkpoint_final.pth", part)  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        r"a model was trained by nnUNetTrainer\x1bGELU, which nnU-Net does not have"
+    )
+
+
+def test_batch_normalisation_is_named(tmp_path: Path) -> None:
+    content = with_weight("encoder.stages.0.0.convs.0.norm.running_mean", torch.zeros(8))
+    said = refusal(saved({**content, "trainer_name": "nnUNetTrainerBN"}, tmp_path))
+    assert "its trainer nnUNetTrainerBN has given its network batch normalisation" in said
+
+
+def test_a_patch_that_is_too_large_is_one_of_that_file(tmp_path: Path) -> None:
+    plans = copy.deepcopy(PLANS)
+    plans["configurations"]["3d_fullres"]["patch_size"] = [4096] * 3
+    path = saved(with_args(plans=plans), tmp_path)
+    with pytest.raises(CheckpointError, match="patches.size") as caught:
+        load_model(path)
+    assert str(caught.value).startswith(f"{path} is not a model of nnU-Net that can be used: ")
+
+
 class _Runs:
     def __reduce__(self) -> Any:
         return os.system, ("touch run",)

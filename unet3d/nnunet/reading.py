@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.errors import CheckpointError, DatasetError
-from unet3d.inputs.plain_data import shown, validated
+from unet3d.errors import CheckpointError, ConfigError, DatasetError
+from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
@@ -25,6 +25,7 @@ from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
 from unet3d.nnunet.terms import SCHEMES, THICK
+from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
@@ -90,7 +91,7 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         try:
             said = _Said.of(path, file.content)
             topology = _topology(said)
-            weights = of_plan(said.weights, topology, said.axes)
+            weights = of_plan(said.weights, topology, said.axes, said.trainer)
             checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
             if part == "network":
                 lacking = shortage(sum(weight.nbytes for weight in said.weights.values()))
@@ -99,7 +100,8 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
                 model = from_nnunet(file.filled(weights), topology, said.axes)
                 refuse_non_finite(model, "the weight")
                 checkpoint.model.update(model)
-        except (ValueError, DatasetError) as error:
+            warn_of_trainer(said.trainer, printable(path.absolute().parent.parent.name))
+        except (ValueError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
                 f"{path} is not a model of nnU-Net that can be used: {reason}; use another model, "
@@ -120,6 +122,7 @@ class _Said:
     """By nnU-Net's names, without memory."""
     mirror_axes: tuple[int, ...]
     """Axes of nnU-Net's network."""
+    trainer: str
 
     @classmethod
     def of(cls, path: Path, content: Any) -> "_Said":
@@ -143,6 +146,7 @@ class _Said:
             channels=channel_names(path.parent.parent / DATASET, dataset, []),
             weights=weights,
             mirror_axes=_mirror_axes(mirrored),
+            trainer=printable(content.get("trainer_name")),
         )
 
 

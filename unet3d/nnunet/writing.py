@@ -18,6 +18,7 @@ from unet3d.nnunet.terms import (
     SCHEMES,
     THICK,
 )
+from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
 from unet3d.runs.checkpoint import Checkpoint, write_tensors
 from unet3d.volumes.normalization import ChannelNormalization
@@ -26,7 +27,6 @@ from unet3d.volumes.transform import Preprocessing
 
 CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"
-TRAINER = "nnUNetTrainer"
 
 NOT_TRANSPOSED = (0, 1, 2)
 
@@ -99,7 +99,7 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
         "_best_ema": None,
         "current_epoch": 0,
         "init_args": arguments,
-        "trainer_name": TRAINER,
+        "trainer_name": USUAL,
         "inference_allowed_mirroring_axes": tuple(mirrored) or None,
     }
 
