@@ -22,10 +22,14 @@ from tests.nnunet.models import (
     random_weights,
     write_model,
 )
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
-from unet3d.nnunet.reading import load_model, load_network
+from unet3d.nnunet.reading import Part, load_model, load_network, network_from_first
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+
+ALONE = Group(Ranks())
 
 CONTENT = content_of()
 
@@ -90,6 +94,36 @@ def test_it_is_kept_as_a_checkpoint_of_ours(tmp_path: Path) -> None:
     assert again.patch_size == read.patch_size
     for name, value in read.model.items():
         assert torch.equal(again.model[name], value)
+
+
+@pytest.mark.parametrize("part", ["network", "description"])
+def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> None:
+    theirs = saved(CONTENT, tmp_path)
+    ours = tmp_path / "ours.pth"
+    save_checkpoint(load_model(theirs), ours)
+    renamed = theirs.rename(theirs.with_suffix(".pt"))
+    for path in (ours, renamed):
+        for read in (load_network(path, part), network_from_first(path, ALONE)):
+            assert read.topology == TOPOLOGY
+            assert read.preprocessing.channel_names == ("CT", "MRI")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.pth", "it has no network_weights"), ("a.pt", "is not a checkpoint of unet3d")],
+)
+def test_files_of_others_are_refused_by_their_name(tmp_path: Path, name: str, message: str) -> None:
+    torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
+    for read in (load_network, lambda path: network_from_first(path, ALONE)):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / name)
+
+
+def test_what_is_wrong_with_a_file_of_another_name_is_said(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "init_args": None}, tmp_path)
+    renamed = path.rename(path.with_suffix(".pt"))
+    with pytest.raises(CheckpointError, match="does not say which configuration"):
+        load_network(renamed)
 
 
 def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> None:

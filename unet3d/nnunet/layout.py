@@ -4,7 +4,7 @@ PLANS = "plans.json"
 DATASET = "dataset.json"
 
 SUFFIX = ".pth"
-"""Ends the names of nnU-Net's checkpoints, and of none of ours."""
+"""Ends the names that nnU-Net gives to checkpoints, and we do not."""
 
 FINAL = f"checkpoint_final{SUFFIX}"
 """What a training of nnU-Net ends with, and what it predicts with."""

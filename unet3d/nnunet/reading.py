@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -48,13 +49,32 @@ def load_network(path: Path, part: Part = "network") -> Checkpoint:
     """Read a network to predict with: a checkpoint of ours, or one of nnU-Net.
 
     Args:
-        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or ``*.pth`` of nnU-Net.
+        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or a ``.pth`` of nnU-Net;
+            either may be named like the other.
         part: network: the weights, too; description: they are on the meta device.
 
     Raises:
         CheckpointError: It cannot be used; the message says why.
     """
-    return load_model(path, part) if path.suffix == SUFFIX else load_checkpoint(path, part)
+    is_named_theirs = path.suffix == SUFFIX
+    try:
+        return (load_model if is_named_theirs else load_checkpoint)(path, part)
+    except CheckpointError:
+        if _is_theirs(path) in (is_named_theirs, None):
+            raise
+    return (load_checkpoint if is_named_theirs else load_model)(path, part)
+
+
+def _is_theirs(path: Path) -> bool | None:
+    """Return whether a file holds a model of nnU-Net; None: neither that nor a checkpoint."""
+    try:
+        with open_tensor_file(path, foreign=True) as file:
+            content = file.content
+    except (OSError, ValueError, MemoryError, UnpicklingError):
+        return None
+    if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
+        return None
+    return "network_weights" in content
 
 
 def network_from_first(path: Path, group: Group) -> Checkpoint:
@@ -68,11 +88,11 @@ def network_from_first(path: Path, group: Group) -> Checkpoint:
         CheckpointError: It cannot be used.
     """
     read = partial(load_checkpoint, part="network")
-    if not group.from_first(lambda: path.suffix == SUFFIX):
+    if not group.from_first(lambda: path.suffix == SUFFIX or _is_theirs(path) is True):
         return group.file_from_first(path, read)
     with TemporaryDirectory(prefix="unet3d-") as folder:  # a model of nnU-Net is several files
         converted = Path(folder) / "network.pt"
-        group.from_first(lambda: save_checkpoint(load_model(path), converted))
+        group.from_first(lambda: save_checkpoint(load_network(path), converted))
         return group.file_from_first(converted, read)
 
 
