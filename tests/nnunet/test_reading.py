@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -18,6 +19,7 @@ from tests.nnunet.models import (
     DATASET,
     PLANS,
     TOPOLOGY,
+    TRANSPOSE_FORWARD,
     content_of,
     random_weights,
     write_model,
@@ -26,7 +28,10 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
+from unet3d.nnunet import reading
+from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.reading import Part, load_model, load_network, network_from_first
+from unet3d.nnunet.weights import to_nnunet
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 ALONE = Group(Ranks())
@@ -186,6 +191,16 @@ def with_args(**changes: Any) -> dict[str, Any]:
     return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
 
 
+def with_other_key(*names: str) -> dict[str, Any]:
+    """Return the content with a number among the keys below some."""
+    content = copy.deepcopy(CONTENT)
+    place = content
+    for name in names:
+        place = place[name]
+    place[7] = torch.ones(2) if names == ("network_weights",) else 1
+    return content
+
+
 def with_weight(name: str, value: torch.Tensor) -> dict[str, Any]:
     return {**CONTENT, "network_weights": {**CONTENT["network_weights"], name: value}}
 
@@ -198,6 +213,9 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
     [
         ([1], "it has no network_weights"),
         ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
+        (with_other_key("network_weights"), "its network_weights has the key 7, which is no text"),
+        (with_other_key("init_args", "dataset_json", "labels"), "dataset.json has the key 7"),
+        (with_other_key("init_args", "plans", "configurations"), "plans.json has the key 7"),
         ({**CONTENT, "init_args": None}, "does not say which configuration"),
         (with_args(configuration="2d"), "configuration 2d is 2-D"),
         (with_args(plans=None), "there is no plans.json"),
@@ -252,6 +270,22 @@ def test_a_patch_that_is_too_large_is_one_of_that_file(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{path} is not a model of nnU-Net that can be used: ")
 
 
+def test_the_memory_asked_for_is_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(reading, "shortage", asked.append)
+    load_model(saved(CONTENT, tmp_path))
+    own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
+    num_bytes = sum(weight.nbytes for weight in own.values())
+    assert asked == [num_bytes]  # once, though the file has most of them by three names
+    # A weight of a few numbers within many others: all of them are read.
+    name = next(name for name in own if name.endswith(".norm.weight"))
+    within = torch.ones(10**6)[: own[name].numel()]
+    load_model(saved(with_weight(name, within), tmp_path))
+    assert asked[1] == num_bytes - own[name].nbytes + 4 * 10**6
+
+
 class _Runs:
     def __reduce__(self) -> Any:
         return os.system, ("touch run",)
@@ -260,8 +294,16 @@ class _Runs:
 def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
-    assert "could run code" in said
+    assert "tensors, numbers and strings (posix.system), and so could run code" in said
+    assert "use another model, or the program that wrote it" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_or_damaged_is_named(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "logging": {"dice": np.ones(3)}}, tmp_path)
+    assert "multiarray._reconstruct), and so could run code; use another model" in refusal(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "or is damaged: File is not a zip file; copy it again, or use another" in refusal(path)
 
 
 def test_damaged_files_above_a_checkpoint(tmp_path: Path) -> None:

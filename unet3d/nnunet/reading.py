@@ -23,7 +23,7 @@ from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
+from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
 from unet3d.nnunet.terms import SCHEMES, THICK
 from unet3d.nnunet.trainers import warn_of_trainer
@@ -107,24 +107,25 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         CheckpointError: The file is missing or damaged, or this package cannot do what the model
             needs.
     """
-    with explained(path), open_tensor_file(path, foreign=True) as file:
+    known = known_as(path)
+    with explained(known, foreign=True), open_tensor_file(path, foreign=True) as file:
         try:
             said = _Said.of(path, file.content)
             topology = _topology(said)
             weights = of_plan(said.weights, topology, said.axes, said.trainer)
             checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
             if part == "network":
-                lacking = shortage(sum(weight.nbytes for weight in said.weights.values()))
+                lacking = shortage(file.bytes_of(weights))
                 if lacking is not None:
                     raise ValueError(f"what it holds {lacking}")
                 model = from_nnunet(file.filled(weights), topology, said.axes)
                 refuse_non_finite(model, "the weight")
                 checkpoint.model.update(model)
-            warn_of_trainer(said.trainer, printable(path.absolute().parent.parent.name))
+            warn_of_trainer(said.trainer, printable(known_as(path.absolute()).parent.parent.name))
         except (ValueError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
-                f"{path} is not a model of nnU-Net that can be used: {reason}; use another model, "
+                f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "
                 "or nnU-Net itself"
             ) from error
         return checkpoint
@@ -151,6 +152,7 @@ class _Said:
         weights = content["network_weights"]
         if not all(isinstance(one, Tensor) for one in weights.values()):
             raise ValueError("its network_weights are not all tensors")
+        _refuse_other_keys(weights, "its network_weights")
         given = content.get("init_args")
         given = given if isinstance(given, dict) else {}
         configuration = given.get("configuration")
@@ -177,9 +179,21 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
         found = read_json(file) if file.is_file() else inside
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
+    _refuse_other_keys(inside, f"what it has of {name}")
     if not isinstance(found, dict):
         raise ValueError(f"there is no {name} in the folder above it")
     return found
+
+
+def _refuse_other_keys(value: Any, what: str) -> None:
+    """Refuse keys that are not text, which a pickle may have and JSON may not."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{what} has the key {shown(key)}, which is no text")
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_other_keys(item, what)
 
 
 def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
