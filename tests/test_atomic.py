@@ -19,6 +19,7 @@ from unet3d.atomic import (
     new_folder,
     remove_leftovers,
     replacing,
+    replacing_folder,
     write_atomically,
 )
 
@@ -321,6 +322,48 @@ def test_a_folder_of_that_name_is_kept(tmp_path: Path) -> None:
         write_many(tmp_path / "folder")
     assert (tmp_path / "folder" / "own").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_folder_is_replaced_with_all_that_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "old").touch()
+    with replacing_folder(path) as unfinished:
+        (unfinished / "new").touch()
+        assert [file.name for file in path.iterdir()] == ["old"]
+    assert [file.name for file in path.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("broken", ["fsync", "first rename", "second rename", "writer"])
+def test_a_folder_that_cannot_be_replaced_is_kept(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "old").touch()
+    renames: list[Path] = []
+    rename = os.rename
+
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def fail_once(source: Path, target: Path) -> None:
+        renames.append(source)
+        if len(renames) == (1 if broken == "first rename" else 2):
+            fail()
+        rename(source, target)
+
+    if broken.endswith("rename"):
+        monkeypatch.setattr(os, "rename", fail_once)
+    elif broken == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"), replacing_folder(path) as unfinished:
+        (unfinished / "new").touch()
+        if broken == "writer":
+            fail()
+    assert [file.name for file in path.iterdir()] == ["old"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

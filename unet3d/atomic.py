@@ -7,6 +7,7 @@ is flushed last, because a rename is lost in a power cut until then::
     replacing           a file, written by whatever takes a path
     creating            the same, unless a file has the name by then
     new_folder          a folder with all that is in it
+    replacing_folder    the same, in place of another
     append              a line behind others
 """
 
@@ -104,6 +105,37 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Replace a folder and all that is in it with one that is filled in the meantime.
+
+    A folder cannot be renamed onto another. So the old one is renamed before the new one, and a
+    kill between the two leaves it beside, under a temporary name; nothing of it is deleted before
+    the new one is in its place.
+
+    Args:
+        path: The folder, and no link to one.
+
+    Yields:
+        The empty folder to fill, beside ``path``.
+
+    Raises:
+        OSError: The folder cannot be written, or the old one not be moved.
+    """
+    with unfinished_folder(path) as unfinished:
+        yield unfinished
+        _flush_all(unfinished)
+        old = _unfinished(path)
+        os.rename(path, old)
+        try:
+            os.rename(unfinished, path)
+        except OSError:
+            os.rename(old, path)
+            raise
+        _flush(path.absolute().parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
 def unfinished_folder(path: Path) -> Iterator[Path]:
     """Make a hidden folder for what is to be published, and delete it in the end.
 
@@ -135,10 +167,7 @@ def publish_folder(folder: Path, path: Path) -> None:
     Raises:
         OSError: A file cannot be flushed, or a folder that is not empty has the name.
     """
-    for inside, _, names in os.walk(folder):
-        for name in names:
-            _flush(Path(inside, name))
-        _flush(Path(inside))
+    _flush_all(folder)
     os.rename(folder, path)
     _flush(path.parent)
 
@@ -248,6 +277,13 @@ def _link(unfinished: Path, path: Path) -> None:
 
 def _unfinished(path: Path) -> Path:
     return path.absolute().parent / f"{PREFIX}{uuid.uuid4().hex}-{path.name[-MAX_ENDING:]}"
+
+
+def _flush_all(folder: Path) -> None:
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            _flush(Path(inside, name))
+        _flush(Path(inside))
 
 
 def _flush(path: Path) -> None:

@@ -1,13 +1,13 @@
 """``unet3d convert`` as a user meets it."""
 
-import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command_line import refusal, run
 from tests.networks import write_checkpoint
-from tests.nnunet.models import write_model
+from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
 from unet3d.runs.checkpoint import load_checkpoint
 
@@ -42,11 +42,14 @@ def test_an_archive_is_unpacked_and_its_copy_removed(
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     model = write_model(Path(NAME), 0)
-    with zipfile.ZipFile("model.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in model.rglob("*.*"):
-            archive.write(file, f"Dataset001_Phantoms/{file}")
+    archive_of(model, Path("model.zip"))
     assert run("convert", "model.zip", "-o", "model.pt") == 0
+    name = f"model.zip/Dataset001_Phantoms/{NAME}/fold_0/checkpoint_final.pth"
+    assert capsys.readouterr().out == f"{name} -> model.pt\n"
     assert not list(scratch.iterdir())
+    assert run("convert", name, "-o", "same.pt") == 0
+    before, after = (load_checkpoint(Path(file)).model for file in ("model.pt", "same.pt"))
+    assert all(after[key].equal(value) for key, value in before.items())
 
 
 def test_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,7 +62,106 @@ def test_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert after.preprocessing == before.preprocessing
         assert all(after.model[name].equal(value) for name, value in before.model.items())
     said = refusal(capsys, "convert", "models", "--to", "nnunet", "-o", "back")
-    assert "back exists; choose another --output" in said
+    assert "back exists; add --overwrite to replace it" in said
+
+
+@pytest.mark.parametrize("folds", [(2, 3), ("all",)])
+def test_folds_keep_their_numbers(
+    folder: Path, folds: tuple[int | str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(Path(NAME), 0, *folds)
+    chosen = ("--folds", ",".join(map(str, folds)))
+    names = [f"fold_{fold}" for fold in folds]
+    assert run("convert", NAME, *chosen, "-o", "models") == 0
+    assert sorted(path.stem for path in Path("models").iterdir()) == names
+    for source, output in (("models", "back"), (NAME, "copy")):
+        words = chosen if source == NAME else ()
+        assert run("convert", source, *words, "--to", "nnunet", "-o", output) == 0
+        assert sorted(path.name for path in Path(output).glob("fold_*")) == names
+        for fold in folds:
+            content = torch.load(f"{output}/fold_{fold}/checkpoint_final.pth", weights_only=False)
+            assert content["init_args"]["fold"] == fold
+
+
+def test_folds_of_a_run_keep_their_numbers(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(Path(NAME), 0, 1)
+    assert run("convert", NAME, "-o", "models") == 0
+    for old, fold in ((0, 1), (1, 4)):
+        Path(f"run/fold{fold}").mkdir(parents=True)
+        Path(f"models/fold_{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
+    assert run("convert", "run", "--to", "nnunet", "-o", "model") == 0
+    assert sorted(path.name for path in Path("model").glob("fold_*")) == ["fold_1", "fold_4"]
+
+
+def test_networks_without_a_number_are_counted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(Path(NAME), 0, 1)
+    assert run("convert", NAME, "-o", "models") == 0
+    Path("models/fold_1.pt").rename("models/other.pt")
+    assert run("convert", "models", "--to", "nnunet", "-o", "model") == 0
+    assert sorted(path.name for path in Path("model").glob("fold_*")) == ["fold_0", "fold_1"]
+
+
+def test_only_a_model_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(Path(NAME), 0, 1)
+    to_nnunet = ("convert", NAME, "--to", "nnunet", "--overwrite", "-o")
+    assert run(*to_nnunet, "back") == 0
+    assert run(*to_nnunet, "back", "--folds", "1") == 0
+    assert sorted(path.name for path in Path("back").iterdir()) == [
+        "dataset.json",
+        "fold_1",
+        "plans.json",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["back", NAME])
+    Path("mine").mkdir()
+    Path("mine/precious").touch()
+    Path("link").symlink_to("back")
+    for name in ("mine", "link"):
+        said = refusal(capsys, *to_nnunet, name)
+        assert f"{name} exists, and is no folder of a model; choose another --output" in said
+    assert Path("mine/precious").exists()
+    for name in (NAME, ".", f"{NAME}/fold_0"):  # it is read from there
+        assert "is no place for the results" in refusal(capsys, *to_nnunet, name)
+    assert Path(NAME, "fold_0/checkpoint_final.pth").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-o", "model.pth"), "model.pth ends in .pth; name a file *.pt, or a folder"),
+        (("-o", "model.PT"), "model.PT ends in .PT; name a file *.pt"),
+        (("-o", "model.zip"), "model.zip ends in .zip"),
+        (("-o", "model.nii.gz"), "model.nii.gz is no place for the results"),
+        (("--to", "nnunet", "-o", "model.pt"), "model.pt ends in .pt; name a folder with --output"),
+        (("--to", "nnunet", "-o", "model.zip"), "model.zip ends in .zip; name a folder"),
+    ],
+)
+def test_folders_are_not_named_like_files(
+    folder: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(Path(NAME), 0)
+    assert message in refusal(capsys, "convert", NAME, *words)
+    assert [path.name for path in folder.iterdir()] == [NAME]
+
+
+@pytest.mark.parametrize("words", [(), ("--to", "nnunet")])
+def test_a_folder_may_have_a_dot_in_its_name(
+    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(Path(NAME), 0)
+    assert run("convert", NAME, *words, "-o", "models.v2") == 0
+    assert Path("models.v2").is_dir()
+
+
+def test_a_file_in_no_folder_keeps_its_name(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(folder / "model.pt")
+    assert run("convert", "model.pt", "-o", "copies") == 0
+    assert [path.name for path in Path("copies").iterdir()] == ["model.pt"]
 
 
 def test_what_cannot_be_converted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

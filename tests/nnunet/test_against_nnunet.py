@@ -181,6 +181,13 @@ def resampling(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+def without_a_word_of_slices(plans: dict[str, Any]) -> None:
+    """Leave whether slices are resampled one by one to the default of nnU-Net's function."""
+    plan = plans["configurations"]["3d_fullres"]
+    for of in ("data", "probabilities"):
+        del plan[f"resampling_fn_{of}_kwargs"]["force_separate_z"]
+
+
 def normalized(schemes: Sequence[str], masked: bool) -> Callable[[dict[str, Any]], None]:
     """Return what changes how the channels are normalised."""
 
@@ -206,9 +213,11 @@ def read_by(reader: str) -> Callable[[dict[str, Any]], None]:
     [
         pytest.param("thick_slices", resampling(order_z=1), id="linear across slices"),
         pytest.param("thick_slices", resampling(force_separate_z=False), id="never slice by slice"),
+        pytest.param("thick_slices", without_a_word_of_slices, id="by default"),
         pytest.param("isotropic", resampling(force_separate_z=True), id="always slice by slice"),
         pytest.param("isotropic", resampling(order=1), id="linear"),
         pytest.param("isotropic", read_by("NibabelIOWithReorient"), id="read in RAS"),
+        pytest.param("regions", read_by("SimpleITKIOWithReorient"), id="turned to RAS by ITK"),
         pytest.param("thick_slices", read_by("NibabelIO"), id="slices read by nibabel"),
         pytest.param("regions", normalized(["ZScoreNormalization"] * 4, False), id="no mask"),
     ],

@@ -100,8 +100,10 @@ def of_fullres(key: str, value: Any) -> dict[str, Any]:
         (
             of_fullres("normalization_schemes", ["Percentiles"]),
             "3d_fullres",
-            "normalization_schemes",
+            "normalization_schemes.0 is 'Percentiles'; known are CTNormalization, ZScore",
         ),
+        (of_fullres("resampling_fn_data_kwargs", None), "3d_fullres", "data_kwargs is None"),
+        (of_fullres("resampling_fn_data_kwargs", {"order": 2}), "3d_fullres", "order"),
         (of_fullres("use_mask_for_norm", [True]), "3d_fullres", "use_mask_for_norm is of 1"),
         (of_fullres("patch_size", [0, 32, 32]), "3d_fullres", "patch_size"),
         (of_fullres("spacing", [1.0, -1.0, 1.0]), "3d_fullres", "spacing"),
@@ -147,7 +149,31 @@ def test_statistics_of_a_ct_must_be_there() -> None:
         read_plan(plans, "3d_fullres")
 
 
-def test_ras_arrays_are_those_of_one_reader() -> None:
-    plan = read_plan(changed("image_reader_writer", value="NibabelIOWithReorient"), "3d_fullres")
+def test_statistics_of_a_ct_have_an_older_name() -> None:
+    plans = copy.deepcopy(PLANS)
+    known = plans.pop("foreground_intensity_properties_per_channel")
+    plans["foreground_intensity_properties_by_modality"] = known
+    assert read_plan(plans, "3d_fullres").intensities == read_plan(PLANS, "3d_fullres").intensities
+
+
+def test_without_a_word_slices_are_not_resampled_one_by_one() -> None:
+    kwargs = {"is_seg": False, "order": 3, "order_z": 0}  # nnU-Net's function has False by default
+    plan = read_plan(of_fullres("resampling_fn_data_kwargs", kwargs), "3d_fullres")
+    assert plan.image_resampling.force_separate_z is False
+    assert plan.logit_resampling.force_separate_z is None
+
+
+@pytest.mark.parametrize(
+    ("reader", "orientation"),
+    [
+        ("SimpleITKIO", "stored"),
+        ("NibabelIO", "stored"),
+        ("Tiff3DIO", "stored"),
+        ("NibabelIOWithReorient", "ras"),
+        ("SimpleITKIOWithReorient", "ras"),
+    ],
+)
+def test_readers_have_their_axes(reader: str, orientation: str) -> None:
+    plan = read_plan(changed("image_reader_writer", value=reader), "3d_fullres")
     assert isinstance(plan, Plan)
-    assert plan.orientation == "ras"
+    assert plan.orientation == orientation

@@ -1,5 +1,6 @@
 """Models of nnU-Net as checkpoints: what they say, and what is refused in one line."""
 
+import copy
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,14 +19,22 @@ from tests.nnunet.models import (
     DATASET,
     PLANS,
     TOPOLOGY,
+    TRANSPOSE_FORWARD,
     content_of,
     random_weights,
     write_model,
 )
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
-from unet3d.nnunet.reading import load_model, load_network
+from unet3d.nnunet import reading
+from unet3d.nnunet.axes import Axes
+from unet3d.nnunet.reading import Part, load_model, load_network, network_from_first
+from unet3d.nnunet.weights import to_nnunet
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+
+ALONE = Group(Ranks())
 
 CONTENT = content_of()
 
@@ -91,12 +101,63 @@ def test_it_is_kept_as_a_checkpoint_of_ours(tmp_path: Path) -> None:
         assert torch.equal(again.model[name], value)
 
 
+@pytest.mark.parametrize("part", ["network", "description"])
+def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> None:
+    theirs = saved(CONTENT, tmp_path)
+    ours = tmp_path / "ours.pth"
+    save_checkpoint(load_model(theirs), ours)
+    renamed = theirs.rename(theirs.with_suffix(".pt"))
+    for path in (ours, renamed):
+        for read in (load_network(path, part), network_from_first(path, ALONE)):
+            assert read.topology == TOPOLOGY
+            assert read.preprocessing.channel_names == ("CT", "MRI")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("a.pth", "it has no network_weights"), ("a.pt", "is not a checkpoint of unet3d")],
+)
+def test_files_of_others_are_refused_by_their_name(tmp_path: Path, name: str, message: str) -> None:
+    torch.save({"state_dict": torch.ones(3)}, tmp_path / name)
+    for read in (load_network, lambda path: network_from_first(path, ALONE)):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / name)
+
+
+def test_what_is_wrong_with_a_file_of_another_name_is_said(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "init_args": None}, tmp_path)
+    renamed = path.rename(path.with_suffix(".pt"))
+    with pytest.raises(CheckpointError, match="does not say which configuration"):
+        load_network(renamed)
+
+
 def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", 0)
     labels = {"background": 0, "other organ": 1, "other": 2}
     (model / "dataset.json").write_text(json.dumps({**DATASET, "labels": labels}))
     read = load_model(model / "fold_0" / "checkpoint_final.pth")
     assert read.preprocessing.label_names == tuple(labels)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "is_masked", "kind"),
+    [
+        ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
+        ("ZScoreNormalization", True, "z-score-inside"),
+        ("ZScoreNormalization", False, "z-score-all"),
+        ("NoNormalization", True, "none"),
+        ("RescaleTo01Normalization", False, "rescale"),
+        ("RGBTo01Normalization", True, "rgb"),
+    ],
+)
+def test_normalisations(tmp_path: Path, scheme: str, is_masked: bool, kind: str) -> None:
+    plans = copy.deepcopy(PLANS)
+    plans["configurations"]["3d_fullres"] |= {
+        "normalization_schemes": [scheme, "NoNormalization"],
+        "use_mask_for_norm": [is_masked, False],
+    }
+    prepared = load_model(saved(with_args(plans=plans), tmp_path), "description").preprocessing
+    assert [channel.kind for channel in prepared.channels] == [kind, "none"]
 
 
 def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
@@ -130,6 +191,16 @@ def with_args(**changes: Any) -> dict[str, Any]:
     return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
 
 
+def with_other_key(*names: str) -> dict[str, Any]:
+    """Return the content with a number among the keys below some."""
+    content = copy.deepcopy(CONTENT)
+    place = content
+    for name in names:
+        place = place[name]
+    place[7] = torch.ones(2) if names == ("network_weights",) else 1
+    return content
+
+
 def with_weight(name: str, value: torch.Tensor) -> dict[str, Any]:
     return {**CONTENT, "network_weights": {**CONTENT["network_weights"], name: value}}
 
@@ -142,6 +213,9 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
     [
         ([1], "it has no network_weights"),
         ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
+        (with_other_key("network_weights"), "its network_weights has the key 7, which is no text"),
+        (with_other_key("init_args", "dataset_json", "labels"), "dataset.json has the key 7"),
+        (with_other_key("init_args", "plans", "configurations"), "plans.json has the key 7"),
         ({**CONTENT, "init_args": None}, "does not say which configuration"),
         (with_args(configuration="2d"), "configuration 2d is 2-D"),
         (with_args(plans=None), "there is no plans.json"),
@@ -162,6 +236,56 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str
     assert "is not a model of nnU-Net that can be used" in said
 
 
+def test_a_trainer_of_others_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = write_model(tmp_path / "a model", 0)
+    load_network(model / "fold_0/checkpoint_final.pth")
+    assert not caplog.records
+    for fold in (0, 1):
+        place = model / f"fold_{fold}"
+        place.mkdir(exist_ok=True)
+        content = {**CONTENT, "trainer_name": "nnUNetTrainer\x1bGELU"}
+        torch.save(content, place / "checkpoint_final.pth")
+        for part in ("description", "network"):
+            load_network(place / "checkpoint_final.pth", part)  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        r"a model was trained by nnUNetTrainer\x1bGELU, which nnU-Net does not have"
+    )
+
+
+def test_batch_normalisation_is_named(tmp_path: Path) -> None:
+    content = with_weight("encoder.stages.0.0.convs.0.norm.running_mean", torch.zeros(8))
+    said = refusal(saved({**content, "trainer_name": "nnUNetTrainerBN"}, tmp_path))
+    assert "its trainer nnUNetTrainerBN has given its network batch normalisation" in said
+
+
+def test_a_patch_that_is_too_large_is_one_of_that_file(tmp_path: Path) -> None:
+    plans = copy.deepcopy(PLANS)
+    plans["configurations"]["3d_fullres"]["patch_size"] = [4096] * 3
+    path = saved(with_args(plans=plans), tmp_path)
+    with pytest.raises(CheckpointError, match="patches.size") as caught:
+        load_model(path)
+    assert str(caught.value).startswith(f"{path} is not a model of nnU-Net that can be used: ")
+
+
+def test_the_memory_asked_for_is_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(reading, "shortage", asked.append)
+    load_model(saved(CONTENT, tmp_path))
+    own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
+    num_bytes = sum(weight.nbytes for weight in own.values())
+    assert asked == [num_bytes]  # once, though the file has most of them by three names
+    # A weight of a few numbers within many others: all of them are read.
+    name = next(name for name in own if name.endswith(".norm.weight"))
+    within = torch.ones(10**6)[: own[name].numel()]
+    load_model(saved(with_weight(name, within), tmp_path))
+    assert asked[1] == num_bytes - own[name].nbytes + 4 * 10**6
+
+
 class _Runs:
     def __reduce__(self) -> Any:
         return os.system, ("touch run",)
@@ -170,8 +294,16 @@ class _Runs:
 def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
-    assert "could run code" in said
+    assert "tensors, numbers and strings (posix.system), and so could run code" in said
+    assert "use another model, or the program that wrote it" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_or_damaged_is_named(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "logging": {"dice": np.ones(3)}}, tmp_path)
+    assert "multiarray._reconstruct), and so could run code; use another model" in refusal(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "or is damaged: File is not a zip file; copy it again, or use another" in refusal(path)
 
 
 def test_damaged_files_above_a_checkpoint(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_the_logits_of_nnunets_network_are_ours(
     torch.manual_seed(1)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    weights = of_plan(theirs.state_dict(), topology, axes)
+    weights = of_plan(theirs.state_dict(), topology, axes, "nnUNetTrainer")
     ours = UNet3d(topology)
     ours.load_state_dict(from_nnunet(weights, topology, axes))
     size = tuple(3 * stride for stride in topology.total_stride)
@@ -120,7 +120,9 @@ def test_nnunet_takes_every_name_that_is_written(
     named = with_all_names(weights, has_biases=topology.upsampling_bias)
     assert named.keys() == theirs.state_dict().keys()
     theirs.load_state_dict(named)
-    back = from_nnunet(of_plan(theirs.state_dict(), topology, axes), topology, axes)
+    back = from_nnunet(
+        of_plan(theirs.state_dict(), topology, axes, "nnUNetTrainer"), topology, axes
+    )
     for name, value in ours.state_dict().items():
         assert torch.equal(back[name], value), name
 
@@ -131,7 +133,7 @@ def test_what_is_written_is_read_again(topology: Topology) -> None:
     axes = Axes.of((1, 2, 0))
     weights = with_all_names(to_nnunet(ours, topology, axes), has_biases=True)
     wrapped = {f"_orig_mod.module.{name}": value for name, value in weights.items()}
-    back = from_nnunet(of_plan(wrapped, topology, axes), topology, axes)
+    back = from_nnunet(of_plan(wrapped, topology, axes, "nnUNetTrainer"), topology, axes)
     assert back.keys() == ours.keys()
     for name, value in ours.items():
         assert torch.equal(back[name], value), name
@@ -153,6 +155,11 @@ def _integers(weights: dict[str, Tensor]) -> None:
     weights["decoder.seg_layers.0.bias"] = torch.zeros(3, dtype=torch.int64)
 
 
+def _batch_norm(weights: dict[str, Tensor]) -> None:
+    weights["encoder.stages.0.0.convs.0.norm.running_mean"] = torch.zeros(4)
+    weights["encoder.stages.0.0.convs.0.norm.num_batches_tracked"] = torch.tensor(3)
+
+
 def _more(weights: dict[str, Tensor]) -> None:
     weights["encoder.stages.0.0.convs.0.attention.weight\x1b"] = torch.zeros(4)
 
@@ -164,6 +171,7 @@ def _more(weights: dict[str, Tensor]) -> None:
         (_other_shape, "0.conv.weight is 4x2x3x3x3 instead of 4x2x3x3x1"),
         (_flat, "0.conv.weight is 4 instead of"),
         (_integers, "decoder.seg_layers.0.bias is 3"),
+        (_batch_norm, "its trainer nnUNetTrainerMine has given its network batch normalisation"),
         (_more, r"attention.weight\x1b is unknown"),
     ],
 )
@@ -172,5 +180,6 @@ def test_weights_of_another_network_are_refused(change: Any, message: str) -> No
     weights = to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes)
     change(weights)
     with pytest.raises(ValueError) as caught:
-        of_plan(weights, PLAIN, axes)
+        of_plan(weights, PLAIN, axes, "nnUNetTrainerMine")
     assert message in str(caught.value)
+    assert "nnUNetTrainerMine" in str(caught.value)

@@ -1,6 +1,10 @@
 """Networks of ours as models of nnU-Net: what is written, and what cannot be."""
 
+import errno
 import json
+import os
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, random_weights
-from unet3d.errors import CheckpointError
+from unet3d.errors import CheckpointError, ResultExistsError
 from unet3d.model import UNet3d
 from unet3d.nnunet.reading import load_model
 from unet3d.nnunet.writing import write_model
@@ -99,6 +103,18 @@ def test_regions_keep_their_order(tmp_path: Path) -> None:
     assert read.preprocessing.regions == regions
 
 
+def test_regions_of_one_value_each_are_refused(tmp_path: Path) -> None:
+    regions = tuple(Region(name=f"of {value}", values=(value,), written=value) for value in (1, 2))
+    topology = replace(TOPOLOGY, num_classes=2)
+    checkpoint = replace(
+        trained(regions=regions), topology=topology, model=UNet3d(topology).state_dict()
+    )
+    # nnU-Net takes [1] for 1, and so would want a head for the background.
+    with pytest.raises(CheckpointError, match="regions if one has several values"):
+        write_model({0: checkpoint}, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "message"),
     [
@@ -136,9 +152,39 @@ def test_networks_of_the_first_versions_that_masked_are_written(tmp_path: Path) 
 def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine").touch()
-    with pytest.raises(CheckpointError, match="exists; choose another --output"):
+    with pytest.raises(ResultExistsError, match="exists, and is no folder of a model"):
         write_model({0: trained()}, tmp_path / "model")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["mine"]
+
+
+def test_a_full_disk_leaves_nothing_half(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="cannot write .*: File too large; choose"):
+            write_model({0: trained()}, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_cannot_be_replaced_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model({0: trained()}, tmp_path / "model")
+    with pytest.raises(CheckpointError, match="each image keeps its own spacing"):
+        write_model({3: trained(spacing_mm=None)}, tmp_path / "model", overwrite=True)
+
+    def fail(*arguments: object, **names: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_model({3: trained()}, tmp_path / "model", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model/fold_0/checkpoint_final.pth").is_file()
 
 
 def test_stored_axes_need_another_reader(tmp_path: Path) -> None:
@@ -148,6 +194,18 @@ def test_stored_axes_need_another_reader(tmp_path: Path) -> None:
     plans = json.loads((tmp_path / "model/plans.json").read_text())
     assert plans["image_reader_writer"] == "SimpleITKIO"
     read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth")
+    assert read.preprocessing == checkpoint.preprocessing
+
+
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale", "rgb", "none"])
+@pytest.mark.parametrize("thick", ["auto", "always", "never"])
+def test_preparations_are_read_again(tmp_path: Path, kind: Any, thick: Any) -> None:
+    checkpoint = trained(
+        channels=(CT, ChannelNormalization(kind=kind)),
+        interpolation=Interpolation(thick=thick, clips=True),
+    )
+    write_model({0: checkpoint}, tmp_path / "model")
+    read = load_model(tmp_path / "model/fold_0/checkpoint_final.pth", "description")
     assert read.preprocessing == checkpoint.preprocessing
 
 

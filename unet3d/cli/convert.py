@@ -1,19 +1,26 @@
 """``unet3d convert``."""
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from unet3d.cli.options import FILE, files_of_checkpoints, folds_option
-from unet3d.cli.output import check_writable, working
+from unet3d.cli.output import check_writable, refuse_input, working
 from unet3d.errors import ConfigError, ResultExistsError, reason_of
 
 if TYPE_CHECKING:
     from unet3d.runs.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip", ".json"}
+"""Ends the names of files; that of a folder may have a dot, too: ``models.v2``."""
+
+FOLD = re.compile("fold_?([0-9]{1,4}|all)")
+"""What folds are called: ``fold0`` in a run, ``fold_0`` in a model."""
 
 
 def _networks_of(
@@ -41,7 +48,9 @@ def _networks_of(
     help="File of a checkpoint, or a folder: of the checkpoints of several folds, or of nnU-Net's "
     "model.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace existing checkpoints.")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace existing checkpoints, or a model's folder."
+)
 def convert(
     *,
     checkpoints: tuple[Path, ...],
@@ -54,11 +63,17 @@ def convert(
 
     MODEL is a folder or an archive of nnU-Net, or a checkpoint or a run of unet3d.
     """
+    is_file = output.suffix.lower() in FILES and not output.is_dir()
+    if is_file and (format_ == "nnunet" or output.suffix != ".pt"):
+        what = "a folder" if format_ == "nnunet" else "a file *.pt, or a folder"
+        raise ConfigError(f"{output} ends in {output.suffix}; name {what} with --output")
+    above = [folder for path in checkpoints for folder in path.absolute().parents]
+    refuse_input(output, *checkpoints, *(above if format_ == "nnunet" else ()))
     if format_ == "nnunet":
-        _write_model(checkpoints, output)
+        _write_model(checkpoints, output, overwrite=overwrite)
         return
     targets = {path: output for path in checkpoints}
-    if output.suffix != ".pt":
+    if not is_file:
         targets = _targets(checkpoints, output)
         _make(output)
     elif len(checkpoints) > 1:
@@ -70,21 +85,35 @@ def convert(
         if not overwrite and (target.is_symlink() or target.exists()):
             raise ResultExistsError(f"{target} exists; add --overwrite to replace it")
         check_writable(target)
+    from unet3d.nnunet.layout import known_as
     from unet3d.runs.checkpoint import save_checkpoint
 
     for path, target in targets.items():
         with working(f"converting {path.parent.name}"):
             checkpoint = _read(path)
             save_checkpoint(checkpoint, target)
-        click.echo(f"{path} -> {target}")
+        click.echo(f"{known_as(path)} -> {target}")
 
 
 def _targets(checkpoints: tuple[Path, ...], folder: Path) -> dict[Path, Path]:
     """Return a file for each network, named after the folder of its fold, or after its file."""
     are_folds = len({path.parent for path in checkpoints}) == len(checkpoints)
     return {
-        path: folder / f"{path.parent.name if are_folds else path.stem}.pt" for path in checkpoints
+        path: folder / f"{(are_folds and path.parent.name) or path.stem}.pt" for path in checkpoints
     }
+
+
+def _folds(checkpoints: tuple[Path, ...]) -> list[int | str]:
+    """Return the fold of each network by the name of its file or folder.
+
+    Where a name does not say it, or two are of one, they are counted.
+    """
+    found: dict[int | str, None] = {}
+    for path in checkpoints:
+        match = FOLD.fullmatch(path.stem) or FOLD.fullmatch(path.absolute().parent.name)
+        if match:
+            found[match[1] if match[1] == "all" else int(match[1])] = None
+    return list(found if len(found) == len(checkpoints) else range(len(checkpoints)))
 
 
 def _make(folder: Path) -> None:
@@ -96,18 +125,20 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"cannot write to {folder}: {reason_of(error)}") from error
 
 
-def _write_model(checkpoints: tuple[Path, ...], output: Path) -> None:
+def _write_model(checkpoints: tuple[Path, ...], output: Path, *, overwrite: bool) -> None:
+    from unet3d.nnunet.layout import known_as
     from unet3d.nnunet.writing import write_model
 
     with working("converting"):
         networks = [_read(path) for path in checkpoints]
-        write_model(dict(enumerate(networks)), output)
+        folds = dict(zip(_folds(checkpoints), networks, strict=True))
+        write_model(folds, output, overwrite=overwrite)
     first = networks[0]
     if first.postprocessing:
         logger.warning(
             "nnU-Net keeps all components: it applies post-processing with a command of its own"
         )
-    click.echo(f"{', '.join(map(str, checkpoints))} -> {output}")
+    click.echo(f"{', '.join(str(known_as(path)) for path in checkpoints)} -> {output}")
 
 
 def _read(path: Path) -> "Checkpoint":

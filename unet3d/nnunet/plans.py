@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from unet3d.inputs.plain_data import at_most, printable, shown, validated
+from unet3d.nnunet.terms import PLAIN_NETWORK, READERS, RESAMPLING, RESIDUAL_NETWORK, SCHEMES
 
 MAX_INHERITED = 16
 """Configurations that one may be made of."""
@@ -22,26 +23,15 @@ Triple = tuple[Size, Size, Size]
 Levels = Annotated[tuple[Size, ...], at_most(16)]
 Axis = Annotated[int, Field(ge=0, le=2, strict=True)]
 
-Scheme = Literal[
-    "CTNormalization",
-    "ZScoreNormalization",
-    "NoNormalization",
-    "RescaleTo01Normalization",
-    "RGBTo01Normalization",
-]
 
-READERS: Mapping[str, Literal["stored", "ras"]] = {
-    "SimpleITKIO": "stored",
-    "NibabelIO": "stored",
-    "Tiff3DIO": "stored",
-    "NibabelIOWithReorient": "ras",
-}
-"""The axes of the arrays that each of nnU-Net's readers returns, in reverse."""
+def _known_scheme(name: str) -> str:
+    known = dict.fromkeys(scheme for scheme, _ in SCHEMES)
+    if name not in known:
+        raise ValueError(f"is {shown(name)}; known are {', '.join(known)}")
+    return name
 
-RESAMPLING = "resample_data_or_seg_to_shape"
 
-PLAIN_NETWORK = "PlainConvUNet"
-RESIDUAL_NETWORK = "ResidualEncoderUNet"
+Scheme = Annotated[str, Field(strict=True), AfterValidator(_known_scheme)]
 
 _OPEN = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
 
@@ -65,7 +55,7 @@ class ResamplingArguments(BaseModel):
     is_seg: Literal[False] = False
     order: Literal[1, 3] = 3
     order_z: Literal[0, 1] = 0
-    force_separate_z: bool | None = None
+    force_separate_z: bool | None = False  # where nothing is said; None: where slices are thick
 
 
 class NormArguments(BaseModel):
@@ -212,12 +202,15 @@ def _refuse_other(key: str, found: object, wanted: str) -> None:
 
 
 def _arguments(found: Mapping[str, Any], key: str) -> Any:
-    return found.get(key, {"order": 3 if key == "resampling_fn_data_kwargs" else 1})
+    if not isinstance(found.get(key), dict):
+        raise ValueError(f"{key} is {shown(found.get(key))}; it needs names and values")
+    return found[key]
 
 
 def _intensities(plans: Mapping[str, Any], schemes: Sequence[Any]) -> list[Any]:
     """Return the statistics of channels of CTs."""
-    known = plans.get("foreground_intensity_properties_per_channel")
+    key = "foreground_intensity_properties_per_channel"
+    known = plans.get(key, plans.get("foreground_intensity_properties_by_modality"))
     known = known if isinstance(known, dict) else {}
     return [
         known.get(str(channel), {}) if scheme == "CTNormalization" else None

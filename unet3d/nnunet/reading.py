@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
@@ -16,20 +17,22 @@ from torch import Tensor
 
 from unet3d.config import Config
 from unet3d.distributed.group import Group
-from unet3d.errors import CheckpointError, DatasetError
-from unet3d.inputs.plain_data import shown, validated
+from unet3d.errors import CheckpointError, ConfigError, DatasetError
+from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
+from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
+from unet3d.nnunet.terms import SCHEMES, THICK
+from unet3d.nnunet.trainers import warn_of_trainer
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
 from unet3d.runs.checkpoint_content import described_network, refuse_non_finite
 from unet3d.runs.tensor_file import open_tensor_file
 from unet3d.volumes.naming import Labels, channel_names, read_labels
-from unet3d.volumes.normalization import ChannelNormalization, Kind
+from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
@@ -41,31 +44,37 @@ LEAST_STD = 1e-8
 
 Part = Literal["network", "description"]
 
-_KINDS: Mapping[str, Kind] = {
-    "ZScoreNormalization": "z-score-all",
-    "NoNormalization": "none",
-    "RescaleTo01Normalization": "rescale",
-    "RGBTo01Normalization": "rgb",
-}
-
-_THICK: Mapping[bool | None, Literal["auto", "always", "never"]] = {
-    None: "auto",
-    True: "always",
-    False: "never",
-}
-
 
 def load_network(path: Path, part: Part = "network") -> Checkpoint:
     """Read a network to predict with: a checkpoint of ours, or one of nnU-Net.
 
     Args:
-        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or ``*.pth`` of nnU-Net.
+        path: A file of :func:`~unet3d.runs.checkpoint.save_checkpoint`, or a ``.pth`` of nnU-Net;
+            either may be named like the other.
         part: network: the weights, too; description: they are on the meta device.
 
     Raises:
         CheckpointError: It cannot be used; the message says why.
     """
-    return load_model(path, part) if path.suffix == SUFFIX else load_checkpoint(path, part)
+    is_named_theirs = path.suffix == SUFFIX
+    try:
+        return (load_model if is_named_theirs else load_checkpoint)(path, part)
+    except CheckpointError:
+        if _is_theirs(path) in (is_named_theirs, None):
+            raise
+    return (load_checkpoint if is_named_theirs else load_model)(path, part)
+
+
+def _is_theirs(path: Path) -> bool | None:
+    """Return whether a file holds a model of nnU-Net; None: neither that nor a checkpoint."""
+    try:
+        with open_tensor_file(path, foreign=True) as file:
+            content = file.content
+    except (OSError, ValueError, MemoryError, UnpicklingError):
+        return None
+    if not isinstance(content, dict) or not content.keys() & {"network_weights", "format"}:
+        return None
+    return "network_weights" in content
 
 
 def network_from_first(path: Path, group: Group) -> Checkpoint:
@@ -79,11 +88,11 @@ def network_from_first(path: Path, group: Group) -> Checkpoint:
         CheckpointError: It cannot be used.
     """
     read = partial(load_checkpoint, part="network")
-    if not group.from_first(lambda: path.suffix == SUFFIX):
+    if not group.from_first(lambda: path.suffix == SUFFIX or _is_theirs(path) is True):
         return group.file_from_first(path, read)
     with TemporaryDirectory(prefix="unet3d-") as folder:  # a model of nnU-Net is several files
         converted = Path(folder) / "network.pt"
-        group.from_first(lambda: save_checkpoint(load_model(path), converted))
+        group.from_first(lambda: save_checkpoint(load_network(path), converted))
         return group.file_from_first(converted, read)
 
 
@@ -98,23 +107,25 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         CheckpointError: The file is missing or damaged, or this package cannot do what the model
             needs.
     """
-    with explained(path), open_tensor_file(path, foreign=True) as file:
+    known = known_as(path)
+    with explained(known, foreign=True), open_tensor_file(path, foreign=True) as file:
         try:
             said = _Said.of(path, file.content)
             topology = _topology(said)
-            weights = of_plan(said.weights, topology, said.axes)
+            weights = of_plan(said.weights, topology, said.axes, said.trainer)
             checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
             if part == "network":
-                lacking = shortage(sum(weight.nbytes for weight in said.weights.values()))
+                lacking = shortage(file.bytes_of(weights))
                 if lacking is not None:
                     raise ValueError(f"what it holds {lacking}")
                 model = from_nnunet(file.filled(weights), topology, said.axes)
                 refuse_non_finite(model, "the weight")
                 checkpoint.model.update(model)
-        except (ValueError, DatasetError) as error:
+            warn_of_trainer(said.trainer, printable(known_as(path.absolute()).parent.parent.name))
+        except (ValueError, ConfigError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
-                f"{path} is not a model of nnU-Net that can be used: {reason}; use another model, "
+                f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "
                 "or nnU-Net itself"
             ) from error
         return checkpoint
@@ -132,6 +143,7 @@ class _Said:
     """By nnU-Net's names, without memory."""
     mirror_axes: tuple[int, ...]
     """Axes of nnU-Net's network."""
+    trainer: str
 
     @classmethod
     def of(cls, path: Path, content: Any) -> "_Said":
@@ -140,6 +152,7 @@ class _Said:
         weights = content["network_weights"]
         if not all(isinstance(one, Tensor) for one in weights.values()):
             raise ValueError("its network_weights are not all tensors")
+        _refuse_other_keys(weights, "its network_weights")
         given = content.get("init_args")
         given = given if isinstance(given, dict) else {}
         configuration = given.get("configuration")
@@ -155,6 +168,7 @@ class _Said:
             channels=channel_names(path.parent.parent / DATASET, dataset, []),
             weights=weights,
             mirror_axes=_mirror_axes(mirrored),
+            trainer=printable(content.get("trainer_name")),
         )
 
 
@@ -165,9 +179,21 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
         found = read_json(file) if file.is_file() else inside
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
+    _refuse_other_keys(inside, f"what it has of {name}")
     if not isinstance(found, dict):
         raise ValueError(f"there is no {name} in the folder above it")
     return found
+
+
+def _refuse_other_keys(value: Any, what: str) -> None:
+    """Refuse keys that are not text, which a pickle may have and JSON may not."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{what} has the key {shown(key)}, which is no text")
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_other_keys(item, what)
 
 
 def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:
@@ -287,9 +313,8 @@ def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
             mean=known.mean,
             std=max(known.std, LEAST_STD),
         )
-    if scheme == "ZScoreNormalization" and plan.use_mask_for_norm[channel]:
-        return ChannelNormalization(kind="z-score-inside")
-    return ChannelNormalization(kind=_KINDS[scheme])
+    masked = (scheme, plan.use_mask_for_norm[channel])
+    return ChannelNormalization(kind=SCHEMES.get(masked) or SCHEMES[scheme, False])
 
 
 def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:
@@ -299,7 +324,7 @@ def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> I
         raise ValueError("force_separate_z differs between images and logits")
     return Interpolation(
         order=image.order,
-        thick=_THICK[image.force_separate_z],
+        thick=THICK[image.force_separate_z],
         across_slices=image.order_z,
         logits_across_slices=logits.order_z,
         clips=True,

@@ -61,18 +61,26 @@ def from_nnunet(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -
     return model
 
 
-def of_plan(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> dict[str, Tensor]:
+def of_plan(
+    weights: Mapping[str, Tensor], topology: Topology, axes: Axes, trainer: str
+) -> dict[str, Tensor]:
     """Return the parameters of a file that the network of its plan has, by their own names.
 
     Args:
         weights: By all their names.
         topology: The network of the plan.
         axes: The order of its axes.
+        trainer: The name of what has made the network, for messages.
 
     Raises:
         ValueError: Names or shapes are of another network; one line that names some.
     """
     own = {_unwrapped(name): weight for name, weight in weights.items()}
+    if any(name.endswith(".running_mean") for name in own):
+        raise ValueError(
+            f"its trainer {trainer} has given its network batch normalisation; known are networks "
+            "with instance normalisation"
+        )
     with torch.device("meta"):
         wanted = to_nnunet(UNet3d(topology).state_dict(), topology, axes)
     problems = [f"{name} is missing" for name in wanted if name not in own]
@@ -87,7 +95,8 @@ def of_plan(weights: Mapping[str, Tensor], topology: Topology, axes: Axes) -> di
             problems.append(f"{printable(name)} is unknown")
     if problems:
         raise ValueError(
-            f"its weights are not those of its plan: {listed(problems[:3], len(problems[3:]))}"
+            f"its weights, of trainer {trainer}, are not those of its plan: "
+            f"{listed(problems[:3], len(problems[3:]))}"
         )
     return {name: own[name] for name in wanted}
 

@@ -3,54 +3,60 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-
-from unet3d.atomic import new_folder
+from unet3d.atomic import new_folder, replacing_folder
 from unet3d.config import Shape
-from unet3d.errors import CheckpointError, reason_of, some
+from unet3d.errors import CheckpointError, ResultExistsError, reason_of, some
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, FINAL, PLANS, fold_folder
-from unet3d.nnunet.plans import PLAIN_NETWORK, RESAMPLING, RESIDUAL_NETWORK
+from unet3d.nnunet.terms import (
+    PLAIN_NETWORK,
+    READERS,
+    RESAMPLING,
+    RESIDUAL_NETWORK,
+    SCHEMES,
+    THICK,
+)
+from unet3d.nnunet.trainers import USUAL
 from unet3d.nnunet.weights import to_nnunet, with_all_names
-from unet3d.runs.checkpoint import Checkpoint
+from unet3d.runs.checkpoint import Checkpoint, write_tensors
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
 CONFIGURATION = "3d_fullres"
 PLANS_NAME = "nnUNetPlans"
-TRAINER = "nnUNetTrainer"
 
 NOT_TRANSPOSED = (0, 1, 2)
 
-_SCHEMES = {
-    "ct": ("CTNormalization", False),
-    "z-score-all": ("ZScoreNormalization", False),
-    "z-score-inside": ("ZScoreNormalization", True),
-    "rescale": ("RescaleTo01Normalization", False),
-    "rgb": ("RGBTo01Normalization", False),
-    "none": ("NoNormalization", False),
-}
-"""nnU-Net's name of each normalisation, and whether it is masked."""
-
-_SEPARATE = {"auto": None, "always": True, "never": False}
+Term = TypeVar("Term")
 
 
-def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
+def write_model(
+    folds: Mapping[int | str, Checkpoint], folder: Path, *, overwrite: bool = False
+) -> None:
     """Write the folder of a model, which appears whole or not at all.
 
     Args:
-        folds: The network of each fold; at least one. They prepare images in one way.
-        folder: Where to; there is nothing of that name.
+        folds: The network of each fold by its number, or :data:`~unet3d.nnunet.layout.ALL`; at
+            least one. They prepare images in one way.
+        folder: Where to.
+        overwrite: Whether a model of that name is replaced, with all that is in its folder.
 
     Raises:
+        ResultExistsError: Something else has the name, or a model that may not be replaced.
         CheckpointError: nnU-Net cannot do what the network needs, the networks are not folds of one
             training, or the folder cannot be written.
     """
-    if folder.is_symlink() or folder.exists():
-        raise CheckpointError(f"{folder} exists; choose another --output")
+    is_there = folder.is_symlink() or folder.exists()
+    if is_there:
+        if folder.is_symlink() or not (folder / PLANS).is_file():
+            raise ResultExistsError(
+                f"{folder} exists, and is no folder of a model; choose another --output"
+            )
+        if not overwrite:
+            raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
         for what in ("topology", "preprocessing", "patch_size"):
@@ -59,46 +65,52 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
                     f"network {fold} has another {what} than the first; name folds of one training"
                 )
     plans, dataset = _plans(first), _dataset(first.preprocessing)
-    axes = Axes.of(NOT_TRANSPOSED)
     try:
-        with new_folder(folder) as unfinished:
+        with (replacing_folder if is_there else new_folder)(folder) as unfinished:
             for name, content in ((PLANS, plans), (DATASET, dataset)):
                 (unfinished / name).write_text(json.dumps(content, indent=2) + "\n")
             for fold, checkpoint in folds.items():
                 place = unfinished / fold_folder(fold)
                 place.mkdir()
-                weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
-                has_biases = checkpoint.topology.upsampling_bias
-                mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
-                content = {
-                    "network_weights": with_all_names(weights, has_biases=has_biases),
-                    "optimizer_state": {},
-                    "grad_scaler_state": None,
-                    "logging": {},
-                    "_best_ema": None,
-                    "current_epoch": 0,
-                    "init_args": {
-                        "plans": plans,
-                        "configuration": CONFIGURATION,
-                        "fold": fold,
-                        "dataset_json": dataset,
-                    },
-                    "trainer_name": TRAINER,
-                    "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+                arguments = {
+                    "plans": plans,
+                    "configuration": CONFIGURATION,
+                    "fold": fold,
+                    "dataset_json": dataset,
                 }
-                torch.save(content, place / FINAL)
-    except (OSError, RuntimeError) as error:
-        # torch.save hides an error of the file, such as a full disk, behind one of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
+                with (place / FINAL).open("xb") as file:
+                    write_tensors(_content(checkpoint, arguments), file)
+    except OSError as error:
         raise CheckpointError(
-            f"cannot write {folder}: {reason_of(cause)}; choose another --output"
+            f"cannot write {folder}: {reason_of(error)}; choose another --output"
         ) from error
+
+
+def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what nnU-Net's checkpoint of a fold holds, by the arguments of its trainer."""
+    axes = Axes.of(NOT_TRANSPOSED)
+    weights = to_nnunet(checkpoint.model, checkpoint.topology, axes)
+    mirrored = sorted(axes.order[axis] for axis in checkpoint.mirror_axes)
+    return {
+        "network_weights": with_all_names(weights, has_biases=checkpoint.topology.upsampling_bias),
+        "optimizer_state": {},
+        "grad_scaler_state": None,
+        "logging": {},
+        "_best_ema": None,
+        "current_epoch": 0,
+        "init_args": arguments,
+        "trainer_name": USUAL,
+        "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+    }
 
 
 def _refused(why: str) -> CheckpointError:
     return CheckpointError(f"nnU-Net cannot predict with this network: {why}")
+
+
+def _term(terms: Mapping[Term, str], meaning: str) -> Term:
+    """Return nnU-Net's first term of that meaning."""
+    return next(term for term, known in terms.items() if known == meaning)
 
 
 def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -122,9 +134,7 @@ def _plans(checkpoint: Checkpoint) -> dict[str, Any]:
         "plans_name": PLANS_NAME,
         "original_median_spacing_after_transp": list(spacing),
         "original_median_shape_after_transp": list(size),
-        "image_reader_writer": "NibabelIOWithReorient"
-        if preprocessing.orientation == "ras"
-        else "SimpleITKIO",
+        "image_reader_writer": _term(READERS, preprocessing.orientation),
         "transpose_forward": list(NOT_TRANSPOSED),
         "transpose_backward": list(NOT_TRANSPOSED),
         "experiment_planner_used": "unet3d",
@@ -161,7 +171,7 @@ def _scheme(channel: ChannelNormalization, preprocessing: Preprocessing) -> tupl
                 "are not 0, as version 0.1 trained it; train again"
             )
         kind = "z-score-inside"
-    return _SCHEMES[kind]
+    return _term(SCHEMES, kind)
 
 
 def _intensities(channel: ChannelNormalization) -> dict[str, float]:
@@ -188,7 +198,7 @@ def _resampling(how: Interpolation) -> dict[str, Any]:
             "is_seg": is_label,
             "order": order,
             "order_z": across,
-            "force_separate_z": _SEPARATE[how.thick],
+            "force_separate_z": _term(THICK, how.thick),
         }
     return found
 
@@ -240,6 +250,10 @@ def _dataset(preprocessing: Preprocessing) -> dict[str, Any]:
         "file_ending": ".nii.gz",
     }
     if preprocessing.regions:
+        if all(len(region.values) == 1 for region in preprocessing.regions):
+            raise _refused(
+                "its labels are regions if one has several values, and each of these has one value"
+            )
         labels |= {region.name: list(region.values) for region in preprocessing.regions}
         found["regions_class_order"] = [region.written for region in preprocessing.regions]
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,17 +112,31 @@ def save_checkpoint(checkpoint: Checkpoint, path: Path) -> None:
         "training": _to_cpu(checkpoint.training, set()),
     }
     try:
-        # Protocol 2 is the one that the reader understands.
-        write_atomically(path, lambda file: torch.save(content, file, pickle_protocol=2))
-    except (OSError, RuntimeError) as error:
-        # torch.save hides an error of the file, such as a full disk, behind one of its own.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
+        write_atomically(path, lambda file: write_tensors(content, file))
+    except OSError as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {path}: {reason_of(cause)}; make space there, or choose "
+            f"cannot write the checkpoint {path}: {reason_of(error)}; make space there, or choose "
             "another --output"
         ) from error
+
+
+def write_tensors(content: Any, file: IO[bytes]) -> None:
+    """Write what :func:`~unet3d.runs.tensor_file.open_tensor_file` reads.
+
+    Args:
+        content: Plain values, and tensors on the CPU.
+        file: Open for writing. Of a path torch.save would not say why it cannot be written.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    try:
+        torch.save(content, file, pickle_protocol=2)  # the protocol that the reader understands
+    except RuntimeError as error:
+        # torch.save hides an error of the file, such as a full disk, behind one of its own.
+        if not isinstance(error.__context__, OSError):
+            raise
+        raise error.__context__ from None
 
 
 def load_checkpoint(
@@ -193,21 +207,33 @@ def _check_format(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be read why."""
+def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
+    """Say of a file that cannot be read why, and what to do.
+
+    Args:
+        path: What the user knows it by.
+        foreign: Whether another program wrote it.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    instead = "use a checkpoint that unet3d has written"
+    again = "use another checkpoint, or train again"
+    if foreign:
+        instead = "use another model, or the program that wrote it"
+        again = "copy it again, or use another model"
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors, numbers and strings, "
-            "and so could run code; use a checkpoint that unet3d has written"
+            f"{path} is refused: it holds more than tensors, numbers and strings "
+            f"({printable(str(error))}), and so could run code; {instead}"
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint, or is damaged: {error}; use another checkpoint, "
-            "or train again"
+            f"{path} is not a checkpoint, or is damaged: {error}; {again}"
         ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

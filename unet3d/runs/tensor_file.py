@@ -11,10 +11,7 @@ nothing is unpacked or called. A file is a ZIP archive, of one pickle and an ent
   are read, several names may be of one tensor.
 """
 
-import io
 import math
-import os
-import struct
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -27,11 +24,9 @@ import torch
 from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
-from unet3d.inputs.reading import open_regular
+from unet3d.inputs.zip_files import open_zip
 from unet3d.runs.plain_pickle import MAX_STEPS, Storage, plain_values
 
-MAX_DIRECTORY_BYTES = 4 * 2**20
-"""Of the archive's list of entries; one takes about a hundred bytes."""
 MAX_PICKLE_BYTES = 8 * 2**20
 FOREIGN_SHARE = 4
 """So many times what our own files hold may others: nnU-Net keeps the scores of thousands of epochs
@@ -52,6 +47,19 @@ class TensorFile:
     def num_bytes(self) -> int:
         """Memory that all tensors of the file take."""
         return self._entries.num_bytes
+
+    def bytes_of(self, value: Any) -> int:
+        """Return the memory that :meth:`filled` takes for a part of the content.
+
+        All numbers are read that a tensor has some of, and once for each of its names.
+
+        Args:
+            value: Of :attr:`content`.
+        """
+        if isinstance(value, Tensor):
+            return self._entries.bytes_of(value)
+        items = value.values() if isinstance(value, dict) else value
+        return sum(map(self.bytes_of, items)) if isinstance(value, dict | list | tuple) else 0
 
     def filled(self, value: Any) -> Any:
         """Return a part of the content with tensors on the CPU, read from the file.
@@ -85,43 +93,20 @@ def open_tensor_file(path: Path, *, foreign: bool = False) -> Iterator[TensorFil
         pickle.UnpicklingError: It holds more than plain values and tensors.
         ValueError: It is no such file, or is damaged; one line that says how.
     """
-    with _BoundedFile(open_regular(path).detach()) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                file.limit = None
-                size = os.fstat(file.fileno()).st_size
-                yield TensorFile(_Entries(archive, size, is_foreign=foreign))
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-            raise ValueError(printable(str(error), 200) or "it ends too early") from error
-        except (struct.error, LookupError, OverflowError, TypeError) as error:
-            raise ValueError(f"its parts do not agree: {printable(str(error), 200)}") from error
-
-
-class _BoundedFile(io.BufferedReader):
-    """A file of which no more than a limit is read at once, while the archive is opened."""
-
-    limit: int | None = MAX_DIRECTORY_BYTES
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if self.limit is None:
-            return super().read(size)
-        is_bounded = size is not None and 0 <= size <= self.limit
-        content = super().read(size if is_bounded else self.limit + 1)
-        if len(content) > self.limit:
-            raise ValueError(f"its list of entries is larger than {self.limit:,} bytes")
-        return content
+    with open_zip(path) as archive:
+        yield TensorFile(_Entries(archive, is_foreign=foreign))
 
 
 class _Entries:
     """The entries of the archive: the pickle, and numbers by their keys."""
 
-    def __init__(self, archive: zipfile.ZipFile, size: int, *, is_foreign: bool) -> None:
+    def __init__(self, archive: zipfile.ZipFile, *, is_foreign: bool) -> None:
         self.is_foreign = is_foreign
         self._archive = archive
         self._shared: dict[str, Tensor] = {}
         """Tensors that may have other names, by their key."""
         ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        ends = [entry.header_offset for entry in ordered[1:]] + [size]
+        ends = [entry.header_offset for entry in ordered[1:]] + [archive.start_dir]
         for entry, end in zip(ordered, ends, strict=True):
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise ValueError("its entries are compressed; torch.save stores them as they are")
@@ -152,6 +137,8 @@ class _Entries:
     ) -> Tensor:
         """Return a tensor without memory for an entry, which no other can have after it."""
         key, dtype, length = storage
+        if len(shape) > MAX_AXES:
+            raise ValueError(f"a tensor has {len(shape):,} axes")
         known = self._shared.get(key)
         if known is not None:
             _, _, first = self._described[id(known)]
@@ -163,7 +150,7 @@ class _Entries:
         if entry is None:
             raise ValueError(f"the numbers of a tensor are missing, or those of two: {key[:40]!a}")
         axes = [*shape, *strides, offset]
-        if len(shape) > MAX_AXES or any(type(n) is not int or not 0 <= n < 2**48 for n in axes):
+        if any(type(n) is not int or not 0 <= n < 2**48 for n in axes):
             raise ValueError("a tensor has no usable shape")
         num_bytes = length * dtype.itemsize
         if entry.file_size != num_bytes or offset + math.prod(shape) > length or 0 in shape:
@@ -175,6 +162,11 @@ class _Entries:
         if self.is_foreign:
             self._shared[key] = tensor
         return tensor
+
+    def bytes_of(self, described: Tensor) -> int:
+        """Return how many bytes :meth:`read_tensor` reads."""
+        _, entry, _ = self._described[id(described)]
+        return entry.file_size
 
     def read_tensor(self, described: Tensor) -> Tensor:
         """Return a tensor that was described, with its numbers."""
