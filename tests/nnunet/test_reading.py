@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -170,8 +171,16 @@ class _Runs:
 def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = refusal(saved({**CONTENT, "logging": _Runs()}, tmp_path))
-    assert "could run code" in said
+    assert "tensors, numbers and strings (posix.system), and so could run code" in said
+    assert "use another model, or the program that wrote it" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_or_damaged_is_named(tmp_path: Path) -> None:
+    path = saved({**CONTENT, "logging": {"dice": np.ones(3)}}, tmp_path)
+    assert "multiarray._reconstruct), and so could run code; use another model" in refusal(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "or is damaged: File is not a zip file; copy it again, or use another" in refusal(path)
 
 
 def test_damaged_files_above_a_checkpoint(tmp_path: Path) -> None:

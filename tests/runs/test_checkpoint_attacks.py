@@ -390,6 +390,36 @@ def test_pickles_that_ask_for_much_or_make_no_sense(
     assert message in refusal(pickled(tmp_path, *steps))
 
 
+def text(letters: int) -> bytes:
+    """Return the steps that make a long text, and keep it as the first value."""
+    return b"X" + letters.to_bytes(4, "little") + b"x" * letters + b"q\x00"
+
+
+LATIN1 = b"X\x06\0\0\0latin1\x86R"
+
+
+@pytest.mark.parametrize(
+    ("first", "call", "message"),
+    [
+        (text(2**20), b"c_codecs\nencode\nh\x00" + LATIN1, "_codecs.encode"),
+        (text(2**20), b"ctorch\ndevice\nh\x00K\x01\x86R", "torch.device"),
+        (b"\x8a\xc8" + b"\x7f" * 200 + b"q\x00", b"ctorch\ndevice\nX\1\0\0\0ah\x00\x86R", "device"),
+        (b"(" + b"N" * 2**18 + b"tq\x00", b"cnumpy\ndtype\nh\x00R", "numpy.dtype"),
+        (b"(" + b"N" * 2**18 + b"tq\x00", b"ctorch._utils\n_rebuild_tensor_v2\nh\x00R", "rebuild"),
+    ],
+    ids=["bytes", "device", "number", "dtype", "tensor"],
+)
+def test_a_call_can_be_made_again_and_again_so_none_has_much_to_do(
+    tmp_path: Path, first: bytes, call: bytes, message: str
+) -> None:
+    path = pickled(tmp_path, first, b"(", call * 5_000, b"t")
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = refusal(path)
+    assert "more than tensors, numbers and strings" in said and message in said
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+    assert grown_kib < 2**17
+
+
 def test_the_plain_tensor_of_these_pickles_is_one(tmp_path: Path) -> None:
     path = pickled(tmp_path, TENSOR % (b"K\x00", b"K\x01\x85", b"K\x01\x85"))
     assert "is not a checkpoint of unet3d; train one" in refusal(path)

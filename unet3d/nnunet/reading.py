@@ -98,7 +98,7 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         CheckpointError: The file is missing or damaged, or this package cannot do what the model
             needs.
     """
-    with explained(path), open_tensor_file(path, foreign=True) as file:
+    with explained(path, foreign=True), open_tensor_file(path, foreign=True) as file:
         try:
             said = _Said.of(path, file.content)
             topology = _topology(said)

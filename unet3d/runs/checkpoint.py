@@ -193,21 +193,33 @@ def _check_format(path: Path, content: Any) -> None:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Say of a file that cannot be read why."""
+def explained(path: Path, *, foreign: bool = False) -> Iterator[None]:
+    """Say of a file that cannot be read why, and what to do.
+
+    Args:
+        path: What the user knows it by.
+        foreign: Whether another program wrote it.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    instead = "use a checkpoint that unet3d has written"
+    again = "use another checkpoint, or train again"
+    if foreign:
+        instead = "use another model, or the program that wrote it"
+        again = "copy it again, or use another model"
     try:
         yield
     except OSError as error:
         raise CheckpointError(f"cannot read the checkpoint {path}: {reason_of(error)}") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} is refused: it holds more than tensors, numbers and strings, "
-            "and so could run code; use a checkpoint that unet3d has written"
+            f"{path} is refused: it holds more than tensors, numbers and strings "
+            f"({printable(str(error))}), and so could run code; {instead}"
         ) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is not a checkpoint, or is damaged: {error}; use another checkpoint, "
-            "or train again"
+            f"{path} is not a checkpoint, or is damaged: {error}; {again}"
         ) from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -20,6 +20,11 @@ MAX_STEPS = 1_000_000
 """Of the pickle, and of the values that it makes; a network of a hundred layers has 30,000."""
 MAX_DEPTH = 32
 MAX_NUMBER_AS_KEY = 2**32
+MAX_ARGUMENTS = 8
+"""Of a call; what torch.save calls has at most seven. A pickle can make one call with the same
+arguments a million times, so none may have much to look at or to copy."""
+MAX_NUMBER_BYTES = 8
+MAX_DEVICE_NAME = 20
 
 DTYPES = {
     "torch FloatStorage": torch.float32,
@@ -65,7 +70,8 @@ def plain_values(
         max_steps: The most steps, and the most values.
 
     Raises:
-        pickle.UnpicklingError: A step needs more than plain values and tensors.
+        pickle.UnpicklingError: A step needs more than plain values and tensors; its text, which may
+            be long, says what.
         ValueError, LookupError, TypeError: The steps make no sense.
     """
     stack: list[Any] = []
@@ -118,7 +124,7 @@ def plain_values(
         elif name == "STOP":
             break
         elif name != "PROTO":
-            raise pickle.UnpicklingError(name)
+            raise pickle.UnpicklingError(f"the step {name}")
     if len(stack) != 1:
         raise ValueError(f"its pickle makes {len(stack):,} values instead of one")
     return _checked(stack[0], max_steps)
@@ -171,25 +177,32 @@ def _made(function: Any, arguments: Any, describe: Callable[..., Tensor]) -> Any
     """Return what a function would make, if it is one of those that torch.save calls."""
     if function == _DICTIONARY and type(function) is _Name and arguments == ():
         return {}
-    if function == _REBUILD and type(function) is _Name and type(arguments) is tuple:
+    is_call = type(function) is _Name and type(arguments) is tuple
+    if not is_call or len(arguments) > MAX_ARGUMENTS:
+        raise pickle.UnpicklingError(_words(function))
+    if function == _REBUILD:
         storage, offset, shape, strides, *_ = arguments
         if type(storage) is Storage and type(shape) is tuple and type(strides) is tuple:
             return describe(storage, offset, shape, strides)
         raise ValueError("its pickle makes a tensor of something else")
-    if type(function) is _Name and type(arguments) is tuple:
-        made = _plain(function, arguments)
-        if made is not None:
-            return made
-    raise pickle.UnpicklingError(function)
+    made = _plain(function, arguments)
+    if made is None:
+        raise pickle.UnpicklingError(_words(function))
+    return made
+
+
+def _words(value: Any) -> str:
+    """Return what is refused: a function, as Python writes its name, or the kind of a value."""
+    return value.replace(" ", ".") if type(value) is _Name else f"a value of {type(value).__name__}"
 
 
 def _plain(function: str, arguments: tuple[Any, ...]) -> Any:
     """Return the plain value that a function would make of plain values; None: it is another."""
     kinds = [type(argument) for argument in arguments]
     if function == _DEVICE and kinds in ([str], [str, int]):
-        return ":".join(map(str, arguments))
+        return _device(*arguments)
     if function == _BYTES and kinds == [str, str] and arguments[1] == "latin1":
-        return arguments[0].encode("latin1")
+        return arguments[0].encode("latin1") if len(arguments[0]) <= MAX_NUMBER_BYTES else None
     if function == _DTYPE and kinds[:1] == [str] and _is_scalar(arguments[0]):
         return _DType(arguments[0])
     if function in _SCALARS and kinds == [_DType, bytes]:
@@ -198,6 +211,12 @@ def _plain(function: str, arguments: tuple[Any, ...]) -> Any:
             raise ValueError("a number of NumPy has another size than its type")
         return np.frombuffer(arguments[1], dtype)[0].item()
     return None
+
+
+def _device(kind: str, number: int | None = None) -> str | None:
+    if len(kind) > MAX_DEVICE_NAME or (number is not None and not 0 <= number < 2**16):
+        return None
+    return kind if number is None else f"{kind}:{number}"
 
 
 def _is_scalar(name: str) -> bool:
@@ -215,7 +234,7 @@ def _checked(value: Any, max_values: int) -> Any:
         if num_values > max_values or depth > MAX_DEPTH:
             raise ValueError(f"its values are more than {max_values:,}, or too deep")
         if type(value) in (_Name, Storage, _DType):
-            raise pickle.UnpicklingError(value)
+            raise pickle.UnpicklingError(_words(value))
         if isinstance(value, dict | list | tuple):
             for item in value.values() if isinstance(value, dict) else value:
                 visit(item, depth + 1)

@@ -152,6 +152,8 @@ class _Entries:
     ) -> Tensor:
         """Return a tensor without memory for an entry, which no other can have after it."""
         key, dtype, length = storage
+        if len(shape) > MAX_AXES:
+            raise ValueError(f"a tensor has {len(shape):,} axes")
         known = self._shared.get(key)
         if known is not None:
             _, _, first = self._described[id(known)]
@@ -163,7 +165,7 @@ class _Entries:
         if entry is None:
             raise ValueError(f"the numbers of a tensor are missing, or those of two: {key[:40]!a}")
         axes = [*shape, *strides, offset]
-        if len(shape) > MAX_AXES or any(type(n) is not int or not 0 <= n < 2**48 for n in axes):
+        if any(type(n) is not int or not 0 <= n < 2**48 for n in axes):
             raise ValueError("a tensor has no usable shape")
         num_bytes = length * dtype.itemsize
         if entry.file_size != num_bytes or offset + math.prod(shape) > length or 0 in shape:
