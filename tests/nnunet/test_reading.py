@@ -1,5 +1,6 @@
 """Models of nnU-Net as checkpoints: what they say, and what is refused in one line."""
 
+import copy
 import io
 import json
 import os
@@ -18,13 +19,17 @@ from tests.nnunet.models import (
     DATASET,
     PLANS,
     TOPOLOGY,
+    TRANSPOSE_FORWARD,
     content_of,
     random_weights,
     write_model,
 )
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
+from unet3d.nnunet import reading
+from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.reading import load_model, load_network
+from unet3d.nnunet.weights import to_nnunet
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 
 CONTENT = content_of()
@@ -131,6 +136,16 @@ def with_args(**changes: Any) -> dict[str, Any]:
     return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
 
 
+def with_other_key(*names: str) -> dict[str, Any]:
+    """Return the content with a number among the keys below some."""
+    content = copy.deepcopy(CONTENT)
+    place = content
+    for name in names:
+        place = place[name]
+    place[7] = torch.ones(2) if names == ("network_weights",) else 1
+    return content
+
+
 def with_weight(name: str, value: torch.Tensor) -> dict[str, Any]:
     return {**CONTENT, "network_weights": {**CONTENT["network_weights"], name: value}}
 
@@ -143,6 +158,9 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
     [
         ([1], "it has no network_weights"),
         ({**CONTENT, "network_weights": {"a": 1}}, "its network_weights are not all tensors"),
+        (with_other_key("network_weights"), "its network_weights has the key 7, which is no text"),
+        (with_other_key("init_args", "dataset_json", "labels"), "dataset.json has the key 7"),
+        (with_other_key("init_args", "plans", "configurations"), "plans.json has the key 7"),
         ({**CONTENT, "init_args": None}, "does not say which configuration"),
         (with_args(configuration="2d"), "configuration 2d is 2-D"),
         (with_args(plans=None), "there is no plans.json"),
@@ -161,6 +179,22 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str
     said = refusal(saved(content, tmp_path))
     assert message in said
     assert "is not a model of nnU-Net that can be used" in said
+
+
+def test_the_memory_asked_for_is_what_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(reading, "shortage", asked.append)
+    load_model(saved(CONTENT, tmp_path))
+    own = to_nnunet(random_weights(), TOPOLOGY, Axes.of(TRANSPOSE_FORWARD))
+    num_bytes = sum(weight.nbytes for weight in own.values())
+    assert asked == [num_bytes]  # once, though the file has most of them by three names
+    # A weight of a few numbers within many others: all of them are read.
+    name = next(name for name in own if name.endswith(".norm.weight"))
+    within = torch.ones(10**6)[: own[name].numel()]
+    load_model(saved(with_weight(name, within), tmp_path))
+    assert asked[1] == num_bytes - own[name].nbytes + 4 * 10**6
 
 
 class _Runs:

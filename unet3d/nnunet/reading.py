@@ -105,7 +105,7 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
             weights = of_plan(said.weights, topology, said.axes)
             checkpoint = _described(said, topology, from_nnunet(weights, topology, said.axes))
             if part == "network":
-                lacking = shortage(sum(weight.nbytes for weight in said.weights.values()))
+                lacking = shortage(file.bytes_of(weights))
                 if lacking is not None:
                     raise ValueError(f"what it holds {lacking}")
                 model = from_nnunet(file.filled(weights), topology, said.axes)
@@ -140,6 +140,7 @@ class _Said:
         weights = content["network_weights"]
         if not all(isinstance(one, Tensor) for one in weights.values()):
             raise ValueError("its network_weights are not all tensors")
+        _refuse_other_keys(weights, "its network_weights")
         given = content.get("init_args")
         given = given if isinstance(given, dict) else {}
         configuration = given.get("configuration")
@@ -167,7 +168,20 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
         raise ValueError(f"{name} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"there is no {name} in the folder above it")
+    if found is inside:
+        _refuse_other_keys(found, f"what it has of {name}")
     return found
+
+
+def _refuse_other_keys(value: Any, what: str) -> None:
+    """Refuse keys that are not text, which a pickle may have and JSON may not."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{what} has the key {shown(key)}, which is no text")
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            _refuse_other_keys(item, what)
 
 
 def _labels(path: Path, dataset: Mapping[str, Any]) -> Labels:

@@ -53,6 +53,19 @@ class TensorFile:
         """Memory that all tensors of the file take."""
         return self._entries.num_bytes
 
+    def bytes_of(self, value: Any) -> int:
+        """Return the memory that :meth:`filled` takes for a part of the content.
+
+        All numbers are read that a tensor has some of, and once for each of its names.
+
+        Args:
+            value: Of :attr:`content`.
+        """
+        if isinstance(value, Tensor):
+            return self._entries.bytes_of(value)
+        items = value.values() if isinstance(value, dict) else value
+        return sum(map(self.bytes_of, items)) if isinstance(value, dict | list | tuple) else 0
+
     def filled(self, value: Any) -> Any:
         """Return a part of the content with tensors on the CPU, read from the file.
 
@@ -177,6 +190,11 @@ class _Entries:
         if self.is_foreign:
             self._shared[key] = tensor
         return tensor
+
+    def bytes_of(self, described: Tensor) -> int:
+        """Return how many bytes :meth:`read_tensor` reads."""
+        _, entry, _ = self._described[id(described)]
+        return entry.file_size
 
     def read_tensor(self, described: Tensor) -> Tensor:
         """Return a tensor that was described, with its numbers."""
