@@ -166,10 +166,9 @@ def _record(path: Path, name: str, inside: Any) -> dict[str, Any]:
         found = read_json(file) if file.is_file() else inside
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read: {error}") from error
+    _refuse_other_keys(inside, f"what it has of {name}")
     if not isinstance(found, dict):
         raise ValueError(f"there is no {name} in the folder above it")
-    if found is inside:
-        _refuse_other_keys(found, f"what it has of {name}")
     return found
 
 

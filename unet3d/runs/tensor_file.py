@@ -11,10 +11,7 @@ nothing is unpacked or called. A file is a ZIP archive, of one pickle and an ent
   are read, several names may be of one tensor.
 """
 
-import io
 import math
-import os
-import struct
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -27,11 +24,9 @@ import torch
 from torch import Tensor
 
 from unet3d.inputs.plain_data import printable
-from unet3d.inputs.reading import open_regular
+from unet3d.inputs.zip_files import open_zip
 from unet3d.runs.plain_pickle import MAX_STEPS, Storage, plain_values
 
-MAX_DIRECTORY_BYTES = 4 * 2**20
-"""Of the archive's list of entries; one takes about a hundred bytes."""
 MAX_PICKLE_BYTES = 8 * 2**20
 FOREIGN_SHARE = 4
 """So many times what our own files hold may others: nnU-Net keeps the scores of thousands of epochs
@@ -98,43 +93,20 @@ def open_tensor_file(path: Path, *, foreign: bool = False) -> Iterator[TensorFil
         pickle.UnpicklingError: It holds more than plain values and tensors.
         ValueError: It is no such file, or is damaged; one line that says how.
     """
-    with _BoundedFile(open_regular(path).detach()) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                file.limit = None
-                size = os.fstat(file.fileno()).st_size
-                yield TensorFile(_Entries(archive, size, is_foreign=foreign))
-        except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-            raise ValueError(printable(str(error), 200) or "it ends too early") from error
-        except (struct.error, LookupError, OverflowError, TypeError) as error:
-            raise ValueError(f"its parts do not agree: {printable(str(error), 200)}") from error
-
-
-class _BoundedFile(io.BufferedReader):
-    """A file of which no more than a limit is read at once, while the archive is opened."""
-
-    limit: int | None = MAX_DIRECTORY_BYTES
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if self.limit is None:
-            return super().read(size)
-        is_bounded = size is not None and 0 <= size <= self.limit
-        content = super().read(size if is_bounded else self.limit + 1)
-        if len(content) > self.limit:
-            raise ValueError(f"its list of entries is larger than {self.limit:,} bytes")
-        return content
+    with open_zip(path) as archive:
+        yield TensorFile(_Entries(archive, is_foreign=foreign))
 
 
 class _Entries:
     """The entries of the archive: the pickle, and numbers by their keys."""
 
-    def __init__(self, archive: zipfile.ZipFile, size: int, *, is_foreign: bool) -> None:
+    def __init__(self, archive: zipfile.ZipFile, *, is_foreign: bool) -> None:
         self.is_foreign = is_foreign
         self._archive = archive
         self._shared: dict[str, Tensor] = {}
         """Tensors that may have other names, by their key."""
         ordered = sorted(archive.infolist(), key=lambda entry: entry.header_offset)
-        ends = [entry.header_offset for entry in ordered[1:]] + [size]
+        ends = [entry.header_offset for entry in ordered[1:]] + [archive.start_dir]
         for entry, end in zip(ordered, ends, strict=True):
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise ValueError("its entries are compressed; torch.save stores them as they are")
