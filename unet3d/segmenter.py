@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any, TypeAlias
 
@@ -140,21 +139,11 @@ def load(
     if devices is None:
         devices = "cuda:0" if torch.cuda.is_available() else "cpu"
     with ExitStack() as unpacked:
-        files = [file for path in checkpoints for file in _files_of(Path(path), folds, unpacked)]
+        files = [file for path in checkpoints for file in networks_in(Path(path), folds, unpacked)]
         segmenter = _placed(list(dict.fromkeys(files)), changes, names_of(devices))
         # Weights are read when they are needed.
         weakref.finalize(segmenter, unpacked.pop_all().close)
     return segmenter
-
-
-def _files_of(
-    path: Path, folds: Sequence[int | str] | None, unpacked: ExitStack
-) -> tuple[Path, ...]:
-    """Return the files of networks; those of an archive are there until the stack is closed."""
-    folder = None
-    if path.suffix == ".zip":
-        folder = Path(unpacked.enter_context(TemporaryDirectory(prefix="unet3d-")))
-    return networks_in(path, folds, folder)
 
 
 def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[str]) -> Segmenter:

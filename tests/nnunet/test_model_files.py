@@ -1,6 +1,8 @@
 """Which networks a path means."""
 
 import zipfile
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import pytest
 from tests.networks import random_checkpoint
 from tests.nnunet.models import write_model
 from unet3d.errors import CheckpointError
+from unet3d.nnunet.archives import known_as
 from unet3d.nnunet.model_files import networks_in
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -102,54 +105,109 @@ def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -
     return path
 
 
-def test_an_archive_is_unpacked(tmp_path: Path) -> None:
+@pytest.fixture
+def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    """What removes unpacked archives, which are in the folder ``temporary`` until then."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with ExitStack() as stack:
+        yield stack
+    assert not list(folder.iterdir())
+
+
+def test_an_archive_is_unpacked(tmp_path: Path, stack: ExitStack) -> None:
     model = write_model(tmp_path / NAME, 0, 1)
     (model / "fold_0" / "progress.png").write_bytes(b"picture")
     archive = archive_of(model, tmp_path / "model.zip")
-    unpacked = tmp_path / "unpacked"
-    unpacked.mkdir()
-    found = networks_in(archive, None, unpacked)
+    found = networks_in(archive, None, stack)
     assert names(found) == ["fold_0", "fold_1"]
     original = model / "fold_1" / "checkpoint_final.pth"
     assert found[1].read_bytes() == original.read_bytes()
-    assert not list(unpacked.rglob("progress.png"))
-    assert names(networks_in(archive, [1], unpacked)) == ["fold_1"]
+    for name in ("plans.json", "dataset.json"):
+        assert (found[1].parents[1] / name).read_bytes() == (model / name).read_bytes()
+    assert not list((tmp_path / "temporary").rglob("progress.png"))
+    assert names(networks_in(archive, [1], stack)) == ["fold_1"]
+    assert len(list((tmp_path / "temporary").rglob("fold_0"))) == 1  # of the first time
 
 
-def test_an_archive_may_hold_the_model_without_folders(tmp_path: Path) -> None:
+def test_an_archive_may_hold_the_model_without_folders(tmp_path: Path, stack: ExitStack) -> None:
     model = write_model(tmp_path / NAME, 0)
-    path = tmp_path / "model.zip"
+    path = tmp_path / "model.ZIP"
     with zipfile.ZipFile(path, "w") as archive:
         for file in model.rglob("*.*"):
             archive.write(file, file.relative_to(model))
-    unpacked = tmp_path / "unpacked"
-    unpacked.mkdir()
-    assert names(networks_in(path, None, unpacked)) == ["fold_0"]
+    found = networks_in(path, None, stack)
+    assert names(found) == ["fold_0"]
+    assert known_as(found[0]) == path / "fold_0" / "checkpoint_final.pth"
 
 
-def test_archives_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_in_an_archive_may_be_named(tmp_path: Path, stack: ExitStack) -> None:
+    folder = tmp_path / "Dataset001_Phantoms"
+    model_of(folder / NAME, 0, 1)
+    model_of(folder / "nnUNetTrainer__nnUNetPlans__3d_lowres", 0)
+    archive = archive_of(folder, tmp_path / "model.zip", prefix="")
+    with pytest.raises(CheckpointError) as caught:
+        networks_in(archive, None, stack)
+    inside = archive / "Dataset001_Phantoms"
+    assert (
+        f"has several models: {inside / NAME}, {inside}/nnUNetTrainer__nnUNetPlans__3d_lowres;"
+        in (str(caught.value))
+    )
+    assert names(networks_in(inside / NAME, [1], stack)) == ["fold_1"]
+    fold = inside / NAME / "fold_1"
+    assert names(networks_in(fold, None, stack)) == ["fold_1"]
+    for file in ("checkpoint_final.pth", "checkpoint_best.pth"):
+        (found,) = networks_in(fold / file, None, stack)
+        assert (found.name, known_as(found)) == (file, fold / file)
+        assert (found.parents[1] / "plans.json").is_file()
+    with pytest.raises(CheckpointError, match="is one network, which has no folds"):
+        networks_in(fold, [1], stack)
+    with pytest.raises(CheckpointError, match=r"no .*/fold_7; name what it has: .*/fold_0/ch"):
+        networks_in(inside / NAME / "fold_7", None, stack)
+    with pytest.raises(CheckpointError, match=r"model\.zip/elsewhere has no plans\.json"):
+        networks_in(archive / "elsewhere", None, stack)
+
+
+def test_checkpoints_that_are_not_the_final_ones_are_named(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    model = model_of(tmp_path / NAME)
+    best = touched(model / "fold_0" / "checkpoint_best.pth")
+    archive = archive_of(model, tmp_path / "model.zip")
+    inside = archive / "Dataset001_Phantoms" / NAME
+    for place, one in ((model, best), (archive, inside / "fold_0" / best.name)):
+        with pytest.raises(CheckpointError) as caught:
+            networks_in(place, None, stack)
+        said = str(caught.value)
+        assert "has no fold_0/checkpoint_final.pth, or of another fold; name what it has" in said
+        assert said.endswith(f": {one}")
+        assert len(networks_in(one, None, stack)) == 1
+    for fold in (model / "fold_0", inside / "fold_0"):
+        with pytest.raises(CheckpointError) as caught:
+            networks_in(fold, None, stack)
+        said = str(caught.value)
+        assert said == f"{fold} has no checkpoint_final.pth; name what it has: {fold / best.name}"
+    touched(model / "fold_1" / "checkpoint_final.pth")
+    with pytest.raises(CheckpointError, match="of fold 0; it has 1; name what it has: .*_best"):
+        networks_in(model, [0])
+
+
+def test_archives_that_cannot_be_used(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty = tmp_path / "empty.zip"
     zipfile.ZipFile(empty, "w").close()
     with pytest.raises(CheckpointError, match=r"has no plans\.json"):
-        networks_in(empty, None, tmp_path)
+        networks_in(empty, None, stack)
     broken = tmp_path / "broken.zip"
     broken.write_bytes(b"PK\3\4 and no more")
     with pytest.raises(CheckpointError, match="is damaged"):
-        networks_in(broken, None, tmp_path)
+        networks_in(broken, None, stack)
     model = write_model(tmp_path / NAME, 0)
     archive = archive_of(model, tmp_path / "model.zip")
     with pytest.raises(CheckpointError, match="unpack it, and name its folder"):
         networks_in(archive)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match="unpacked, and .* has 10 bytes; set TMPDIR"):
-        networks_in(archive, None, tmp_path)
-
-
-def test_nothing_is_unpacked_beside_the_folder(tmp_path: Path) -> None:
-    model = write_model(tmp_path / NAME, 0)
-    archive = archive_of(model, tmp_path / "model.zip", prefix="../../outside/")
-    folder = tmp_path / "a" / "b"
-    folder.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"has no plans\.json"):
-        networks_in(archive, None, folder)
-    assert not (tmp_path / "outside").exists()
+    with pytest.raises(CheckpointError, match="unpacked, and .*/temporary has 10 bytes; set TMPD"):
+        networks_in(archive, None, stack)

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import click
@@ -34,13 +34,9 @@ def files_of_checkpoints(
         return ()
     from unet3d.nnunet.model_files import networks_in
 
-    found: dict[Path, None] = {}
-    for path in paths:
-        unpacked = None
-        if path.suffix == ".zip":
-            unpacked = Path(context.with_resource(TemporaryDirectory(prefix="unet3d-")))
-        found |= dict.fromkeys(networks_in(path, folds, unpacked))
-    return tuple(found)
+    unpacked = context.with_resource(ExitStack())
+    files = [file for path in dict.fromkeys(paths) for file in networks_in(path, folds, unpacked)]
+    return tuple(dict.fromkeys(files))
 
 
 def checkpoint_option(what: str) -> Callable[[Function], Function]:

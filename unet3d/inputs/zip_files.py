@@ -49,6 +49,11 @@ class _BoundedFile(io.BufferedReader):
 
     limit: int | None = MAX_LIST_BYTES
 
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_SET and offset < 0:
+            raise ValueError("an entry begins before the file does")
+        return super().seek(offset, whence)
+
     def read(self, size: int | None = -1, /) -> bytes:
         if self.limit is None:
             return super().read(size)

@@ -10,52 +10,53 @@ or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes.
 """
 
 import re
-import shutil
-import zipfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path, PurePosixPath
+from contextlib import ExitStack
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TypeVar
 
-from unet3d.errors import CheckpointError, reason_of, some
-from unet3d.inputs.plain_data import printable
-from unet3d.memory.host import readable
-from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, fold_folder
+from unet3d.errors import CheckpointError, some
+from unet3d.nnunet.archives import Archive, archive_of, open_archive
+from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, SUFFIX, fold_folder
 from unet3d.runs.finding import checkpoints_in, folds_in
 
 FOLD = re.compile(fold_folder(f"([0-9]{{1,4}}|{ALL})"))
 
-MAX_MEMBERS = 100_000
-"""Files in an archive; one with all predictions of a large data set has some thousands."""
-
 Fold = int | str
 """Number of a fold, or ``all``."""
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)
+
 
 def networks_in(
-    path: Path, folds: Sequence[Fold] | None = None, unpacked: Path | None = None
+    path: Path, folds: Sequence[Fold] | None = None, stack: ExitStack | None = None
 ) -> tuple[Path, ...]:
     """Return the files of the networks that are meant by a path.
 
     Args:
         path: What :func:`~unet3d.runs.finding.checkpoints_in` takes; a model of nnU-Net, the folder
-            of one of its folds or its only configuration, a checkpoint in it, or an archive of it.
+            of one of its folds or its only configuration, a checkpoint in it; or an archive of it,
+            or one of these within an archive.
         folds: Which folds; None: all that are numbered, or else the one on all cases.
-        unpacked: A folder to unpack an archive to.
+        stack: Until it is closed, what is needed of an archive is in a temporary folder; None:
+            archives are refused.
 
     Raises:
         CheckpointError: There is none, or a fold is missing.
     """
-    if path.suffix == ".zip" and path.is_file():
-        if unpacked is None:
-            raise CheckpointError(f"{path} is an archive; unpack it, and name its folder")
-        return _of_model(_unpacked_model(path, unpacked), folds, name=str(path))
+    packed = archive_of(path)
+    if packed is not None:
+        if stack is None:
+            raise CheckpointError(f"{packed[0]} is an archive; unpack it, and name its folder")
+        return _of_archive(*packed, folds, stack)
     if path.is_dir():
         model = _model_in(path)
         if model is not None:
-            return _of_model(model, folds, name=str(path))
-        final = path / FINAL
-        if FOLD.fullmatch(path.name) and final.is_file():
+            files = [file.relative_to(model) for file in model.glob(f"fold_*/*{SUFFIX}")]
+            return tuple(model / file for file in _of_model(files, folds, model))
+        if FOLD.fullmatch(path.name) and (files := list(path.glob(f"*{SUFFIX}"))):
             _refuse_folds(path, folds)
-            return (final,)
+            return (_final(files, path),)
         if folds is not None:
             return _of_run(path, folds)
     if path.exists():  # else that is said when it is read
@@ -85,88 +86,119 @@ def _model_in(path: Path) -> Path | None:
         return path
     models = _usual(folder.parent for folder in path.glob(f"*__*__*/{PLANS}"))
     if len(models) > 1:
-        raise _several(path, [model.name for model in models])
+        raise _several(path, models)
     return models[0] if models else None
 
 
-def _usual(folders: Iterable[Path]) -> list[Path]:
+def _usual(folders: Iterable[AnyPath]) -> list[AnyPath]:
     """Return models; where there are others, not those of two dimensions or of a cascade."""
     models = sorted(folders)
     usual = [model for model in models if not model.name.endswith(("__2d", "cascade_fullres"))]
     return usual or models
 
 
-def _several(path: Path, names: Sequence[str]) -> CheckpointError:
-    return CheckpointError(f"{path} has several models: {some(list(names))}; name one of them")
+def _several(path: Path, models: Sequence[Path]) -> CheckpointError:
+    return CheckpointError(f"{path} has several models: {some(models)}; name one of them")
 
 
-def _of_model(model: Path, folds: Sequence[Fold] | None, name: str) -> tuple[Path, ...]:
-    """Return the checkpoints of the folds of a model."""
-    found: dict[Fold, Path] = {}
-    for folder in model.glob("fold_*"):
-        match = FOLD.fullmatch(folder.name)
-        if match and (folder / FINAL).is_file():
-            found[match[1] if match[1] == ALL else int(match[1])] = folder / FINAL
+def _of_model(files: Iterable[AnyPath], folds: Sequence[Fold] | None, model: Path) -> list[AnyPath]:
+    """Return the checkpoints of the folds of a model.
+
+    Args:
+        files: All checkpoints in its folds, relative to it.
+        folds: As for :func:`networks_in`.
+        model: What the user knows it by.
+    """
+    found: dict[Fold, AnyPath] = {}
+    others: dict[Fold, list[Path]] = {}
+    for file in sorted(files):
+        match = FOLD.fullmatch(file.parent.name)
+        if match is None:
+            continue
+        fold = match[1] if match[1] == ALL else int(match[1])
+        if file.name == FINAL:
+            found[fold] = file
+        else:
+            others.setdefault(fold, []).append(model / file)
     if not found:
+        named = [file for files in others.values() for file in files]
         raise CheckpointError(
-            f"{name} has no {fold_folder(0)}/{FINAL}, or of another fold; train it first"
+            f"{model} has no {fold_folder(0)}/{FINAL}, or of another fold; "
+            + (_name_one(named) if named else "train it first")
         )
     if folds is None:
         numbered = sorted(fold for fold in found if isinstance(fold, int))
-        return tuple(found[fold] for fold in numbered or found)
+        return [found[fold] for fold in numbered or found]
     missing = [fold for fold in folds if fold not in found]
     if missing:
         known = sorted(found, key=str)
+        named = [file for fold in missing for file in others.get(fold, [])]
         raise CheckpointError(
-            f"{name} has no {FINAL} of fold {some(missing)}; it has {some(known)}"
+            f"{model} has no {FINAL} of fold {some(missing)}; it has {some(known)}"
+            + (f"; {_name_one(named)}" if named else "")
         )
-    return tuple(found[fold] for fold in folds)
+    return [found[fold] for fold in folds]
 
 
-def _unpacked_model(path: Path, folder: Path) -> Path:
-    """Unpack what a prediction needs of an archive, and return the folder of its model."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = [entry for entry in archive.infolist() if _is_needed(entry.filename)]
-            if len(members) > MAX_MEMBERS:
-                raise CheckpointError(f"{path} has {len(members):,} members; unpack it yourself")
-            paths = [Path(entry.filename) for entry in members]
-            models = _usual(path.parent for path in paths if path.name == PLANS)
-            if not models:
-                raise CheckpointError(
-                    f"{path} has no {PLANS}, so it is no model of nnU-Net; name an archive that "
-                    "nnUNetv2_export_model_to_zip has written"
-                )
-            if len(models) > 1:
-                raise _several(path, [str(model) for model in models])
-            wanted = [
-                entry
-                for entry, path in zip(members, paths, strict=True)
-                if path.is_relative_to(models[0])
-            ]
-            _refuse_large(path, sum(entry.file_size for entry in wanted), folder)
-            for entry in wanted:
-                archive.extract(entry, folder)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+def _final(files: Sequence[AnyPath], fold: Path) -> AnyPath:
+    """Return the final one of the checkpoints of a fold, which a user knows by a path."""
+    for file in files:
+        if file.name == FINAL:
+            return file
+    others = sorted(fold / file.name for file in files)
+    raise CheckpointError(f"{fold} has no {FINAL}; {_name_one(others)}")
+
+
+def _name_one(checkpoints: Sequence[Path]) -> str:
+    return f"name what it has: {some(checkpoints)}"
+
+
+def _of_archive(
+    path: Path, inside: PurePosixPath, folds: Sequence[Fold] | None, stack: ExitStack
+) -> tuple[Path, ...]:
+    """Unpack what a prediction needs of an archive, and return the checkpoints."""
+    with open_archive(path) as archive:
+        model = _model_in_archive(archive, inside)
+        files = [
+            name.relative_to(model)
+            for name in archive.names
+            if name.suffix == SUFFIX and name.parent.parent == model and name.parent != model
+        ]
+        place = inside.relative_to(model) if inside.is_relative_to(model) else PurePosixPath()
+        if place.parts:
+            _refuse_folds(path / inside, folds)
+            chosen = [_within(files, place, path / model)]
+        else:
+            chosen = _of_model(files, folds, path / model)
+        described = [model / name for name in (PLANS, DATASET) if model / name in archive.names]
+        folder = archive.unpack([*described, *(model / name for name in chosen)], stack)
+    return tuple(folder / model / name for name in chosen)
+
+
+def _model_in_archive(archive: Archive, inside: PurePosixPath) -> PurePosixPath:
+    """Return the only model at a place in an archive, or the one that has this place."""
+    folders = [name.parent for name in archive.names if name.name == PLANS]
+    models = _usual(
+        folder
+        for folder in folders
+        if folder.is_relative_to(inside) or inside.is_relative_to(folder)
+    )
+    if not models:
         raise CheckpointError(
-            f"{path} is damaged: {printable(str(error), 200)}; copy it again"
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot unpack {path}: {reason_of(error)}") from error
-    return folder / models[0]
-
-
-def _is_needed(name: str) -> bool:
-    parts = PurePosixPath(name).parts
-    is_safe = bool(parts) and ".." not in parts and not name.startswith("/")
-    return is_safe and parts[-1] in (PLANS, DATASET, FINAL)
-
-
-def _refuse_large(path: Path, num_bytes: int, folder: Path) -> None:
-    """Refuse what the disk cannot hold, before any of it is written."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise CheckpointError(
-            f"{path} needs {readable(num_bytes)} unpacked, and {folder} has {readable(free)}; set "
-            "TMPDIR to a folder with space"
+            f"{archive.path / inside} has no {PLANS}, so it is no model of nnU-Net; name an "
+            "archive that nnUNetv2_export_model_to_zip has written"
         )
+    if len(models) > 1:
+        raise _several(archive.path, [archive.path / model for model in models])
+    return models[0]
+
+
+def _within(files: Sequence[PurePosixPath], place: PurePosixPath, model: Path) -> PurePosixPath:
+    """Return the checkpoint at a place in a model, which is its own or that of its fold."""
+    if place in files:
+        return place
+    of_fold = [file for file in files if file.parent == place]
+    if not of_fold:
+        names = [model / file for file in files]
+        raise CheckpointError(f"there is no {model / place}; {_name_one(names or [model])}")
+    return _final(of_fold, model / place)

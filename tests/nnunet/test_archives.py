@@ -1,0 +1,132 @@
+"""Archives that are damaged, or made to take much: refused in one line, before much is written."""
+
+import io
+import struct
+import zipfile
+import zlib
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+
+from tests.mutations import damaged, property_test
+from unet3d.errors import CheckpointError
+from unet3d.inputs.plain_data import is_printable
+from unet3d.nnunet import archives
+from unet3d.nnunet.archives import known_as
+from unet3d.nnunet.model_files import networks_in
+
+CHECKPOINT = "model/fold_0/checkpoint_final.pth"
+NOISE = bytes(range(256)) * 40  # which shrinks, but not as zeros do
+
+
+def archive_with(path: Path, kind: int = zipfile.ZIP_DEFLATED, **more: bytes) -> Path:
+    """Write an archive of a model, and of what else is named."""
+    with zipfile.ZipFile(path, "w", kind) as archive:
+        archive.writestr("model/plans.json", b"{}")
+        archive.writestr(CHECKPOINT, more.pop("checkpoint", NOISE[:3000]))
+        for name, content in more.items():
+            archive.writestr(name, content)
+    return path
+
+
+def unpacked(path: Path) -> bytes:
+    with ExitStack() as stack:
+        (found,) = networks_in(path, None, stack)
+        return found.read_bytes()
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        unpacked(path)
+    message = str(caught.value)
+    assert is_printable(message), repr(message)
+    return message
+
+
+def test_what_a_user_knows_a_checkpoint_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("weights").mkdir()
+    for path in (Path("weights/../weights/Task.zip"), tmp_path / "other.zip"):
+        archive_with(path)
+        with ExitStack() as stack:
+            (found,) = networks_in(path, None, stack)
+            assert found.is_absolute() and not found.is_relative_to(path)
+            assert known_as(found) == path / CHECKPOINT
+    for other in ("a.pt", "unet3d-archive-1/model/a.pth", "unet3d-archive-1/files/model/a.pth"):
+        assert known_as(Path(other)) == Path(other)
+
+
+def test_a_download_that_is_damaged(tmp_path: Path) -> None:
+    path = archive_with(tmp_path / "a.zip", checkpoint=NOISE)
+    content = path.read_bytes()
+    at = content.index(CHECKPOINT.encode()) + len(CHECKPOINT)
+    path.write_bytes(content[:at] + b"\xff" * 20 + content[at + 20 :])
+    assert "is damaged: Error -3 while decompressing" in refusal(path)
+    path.write_bytes(content[: at + 10] + content[at + 30 :])
+    assert "is damaged: an entry begins before the file does; copy it again" in refusal(path)
+    path = archive_with(tmp_path / "b.zip", **{"\u00e9": b""})
+    path.write_bytes(path.read_bytes().replace("\u00e9".encode(), b"\xff\xfe"))
+    assert "is damaged: 'utf-8' codec can't decode" in refusal(path)
+
+
+def test_what_no_model_has_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "no such folder"))
+    path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
+    assert "a.zip has 1.2" in refusal(path) and "as no weights have; if that is" in refusal(path)
+    for kind in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):
+        assert "packed in a way" in refusal(archive_with(tmp_path / "b.zip", kind))
+    path = archive_with(tmp_path / "c.zip", **{"model/dataset.json": bytes(2**25 + 1)})
+    assert "c.zip/model/dataset.json has 32 MiB unpacked, and may have 32 MiB" in refusal(path)
+    monkeypatch.setattr(archives, "MAX_CHECKPOINT_BYTES", 2999)
+    assert f"d.zip/{CHECKPOINT} has 2.93 KiB unpacked" in refusal(archive_with(tmp_path / "d.zip"))
+
+
+def test_no_more_is_written_than_an_entry_declares(tmp_path: Path) -> None:
+    path = archive_with(tmp_path / "a.zip", checkpoint=bytes(10**6))
+    content = bytearray(path.read_bytes())
+    for mark, at in ((b"PK\3\4", 22), (b"PK\1\2", 24)):
+        start = content.index(mark, content.index(mark) + 1)  # the second entry
+        assert struct.unpack_from("<L", content, start + at) == (10**6,)
+        struct.pack_into("<L", content, start + at, 10)
+    path.write_bytes(content)
+    assert "is damaged: Bad CRC-32" in refusal(path)
+    crc = zlib.crc32(bytes(10))
+    for mark, at in ((b"PK\3\4", 14), (b"PK\1\2", 16)):
+        start = content.index(mark, content.index(mark) + 1)
+        struct.pack_into("<L", content, start + at, crc)
+    path.write_bytes(content)
+    assert unpacked(path) == bytes(10)
+
+
+def test_names_that_lead_elsewhere_or_cannot_be_shown(tmp_path: Path) -> None:
+    for name in (
+        "../outside/plans.json",
+        "/outside/plans.json",
+        "\x1b[2J/plans.json",
+        "plans.json/",
+    ):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+            archive.writestr(name, b"")
+        assert "a.zip has no plans.json" in refusal(tmp_path / "a.zip")
+
+
+def small_archive() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("model/plans.json", b"{}")
+        archive.writestr(CHECKPOINT, NOISE[:300])
+    return file.getvalue()
+
+
+@property_test
+@given(damaged(small_archive()))
+def test_mutations_of_the_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "mutated.zip"
+    path.write_bytes(content)
+    try:
+        assert len(unpacked(path)) <= len(NOISE)
+    except CheckpointError as error:
+        assert is_printable(str(error)), repr(str(error))
+        assert len(str(error)) < 900
