@@ -1,5 +1,6 @@
 """Prediction from Python: the same as the command's, wherever an image comes from."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import unet3d
 from tests.command_line import run, scan_array
 from tests.networks import write_checkpoint
+from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError, ConfigError, DeviceError, VolumeError
 from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
 from unet3d.volumes.in_memory import NAME, open_array
@@ -230,3 +232,19 @@ def test_devices_may_be_numbers_and_devices(checkpoint: Path, file: Path) -> Non
 def test_a_setting_that_is_no_setting_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="overlap"):
         unet3d.load(checkpoint, devices="cpu", overlap=2.0)
+
+
+def test_an_archive_is_there_as_long_as_the_segmenter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    archive = archive_of(write_model(tmp_path / "model", 0, 1), tmp_path / "model.zip")
+    segmenter = unet3d.load(archive, folds=[1], devices="cpu")
+    assert len(list(temporary.rglob("checkpoint_final.pth"))) == 1
+    del segmenter
+    gc.collect()
+    assert not list(temporary.iterdir())
+    with pytest.raises(CheckpointError, match=r"model\.zip/Dataset001_Phantoms/model has no .* 2;"):
+        unet3d.load(archive, folds=[2], devices="cpu")

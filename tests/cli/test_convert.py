@@ -1,13 +1,12 @@
 """``unet3d convert`` as a user meets it."""
 
-import zipfile
 from pathlib import Path
 
 import pytest
 
 from tests.command_line import refusal, run
 from tests.networks import write_checkpoint
-from tests.nnunet.models import write_model
+from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
 from unet3d.runs.checkpoint import load_checkpoint
 
@@ -42,11 +41,14 @@ def test_an_archive_is_unpacked_and_its_copy_removed(
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     model = write_model(Path(NAME), 0)
-    with zipfile.ZipFile("model.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in model.rglob("*.*"):
-            archive.write(file, f"Dataset001_Phantoms/{file}")
+    archive_of(model, Path("model.zip"))
     assert run("convert", "model.zip", "-o", "model.pt") == 0
+    name = f"model.zip/Dataset001_Phantoms/{NAME}/fold_0/checkpoint_final.pth"
+    assert capsys.readouterr().out == f"{name} -> model.pt\n"
     assert not list(scratch.iterdir())
+    assert run("convert", name, "-o", "same.pt") == 0
+    before, after = (load_checkpoint(Path(file)).model for file in ("model.pt", "same.pt"))
+    assert all(after[key].equal(value) for key, value in before.items())
 
 
 def test_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,16 @@ def write_model(folder: Path, *folds: int | str) -> Path:
         place.mkdir()
         torch.save(content_of(seed, fold), place / "checkpoint_final.pth")
     return folder
+
+
+def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -> Path:
+    """Write an archive as nnU-Net exports a model.
+
+    Returns:
+        ``path``.
+    """
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in sorted(folder.rglob("*")):
+            if file.is_file():
+                archive.write(file, f"{prefix}{file.relative_to(folder.parent)}")
+    return path

@@ -14,7 +14,7 @@ from tests.mutations import damaged, property_test
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_printable
 from unet3d.nnunet import archives
-from unet3d.nnunet.archives import known_as
+from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.model_files import networks_in
 
 CHECKPOINT = "model/fold_0/checkpoint_final.pth"

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.networks import random_checkpoint
-from tests.nnunet.models import write_model
+from tests.nnunet.models import archive_of, write_model
 from unet3d.errors import CheckpointError
-from unet3d.nnunet.archives import known_as
+from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.model_files import networks_in
 from unet3d.runs.checkpoint import save_checkpoint
 
@@ -94,15 +94,6 @@ def test_networks_of_ours_are_found_as_before(tmp_path: Path) -> None:
         networks_in(found[0], [0])
     with pytest.raises(CheckpointError, match="it has none"):
         networks_in(tmp_path / "run" / "fold0", [0])
-
-
-def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -> Path:
-    """Write an archive as nnU-Net exports a model."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in sorted(folder.rglob("*")):
-            if file.is_file():
-                archive.write(file, f"{prefix}{file.relative_to(folder.parent)}")
-    return path
 
 
 @pytest.fixture

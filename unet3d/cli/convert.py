@@ -70,13 +70,14 @@ def convert(
         if not overwrite and (target.is_symlink() or target.exists()):
             raise ResultExistsError(f"{target} exists; add --overwrite to replace it")
         check_writable(target)
+    from unet3d.nnunet.layout import known_as
     from unet3d.runs.checkpoint import save_checkpoint
 
     for path, target in targets.items():
         with working(f"converting {path.parent.name}"):
             checkpoint = _read(path)
             save_checkpoint(checkpoint, target)
-        click.echo(f"{path} -> {target}")
+        click.echo(f"{known_as(path)} -> {target}")
 
 
 def _targets(checkpoints: tuple[Path, ...], folder: Path) -> dict[Path, Path]:
@@ -97,6 +98,7 @@ def _make(folder: Path) -> None:
 
 
 def _write_model(checkpoints: tuple[Path, ...], output: Path) -> None:
+    from unet3d.nnunet.layout import known_as
     from unet3d.nnunet.writing import write_model
 
     with working("converting"):
@@ -107,7 +109,7 @@ def _write_model(checkpoints: tuple[Path, ...], output: Path) -> None:
         logger.warning(
             "nnU-Net keeps all components: it applies post-processing with a command of its own"
         )
-    click.echo(f"{', '.join(map(str, checkpoints))} -> {output}")
+    click.echo(f"{', '.join(str(known_as(path)) for path in checkpoints)} -> {output}")
 
 
 def _read(path: Path) -> "Checkpoint":

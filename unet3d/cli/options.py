@@ -39,18 +39,31 @@ def files_of_checkpoints(
     return tuple(dict.fromkeys(files))
 
 
-def checkpoint_option(what: str) -> Callable[[Function], Function]:
+def _files_of_first_rank(
+    context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]
+) -> tuple[Path, ...]:
+    """Return the checkpoints in the first rank, and none in others: they need no files."""
+    from unet3d.distributed.ranks import Ranks
+
+    if paths and not Ranks.from_environment().is_first:
+        return ()
+    return files_of_checkpoints(context, parameter, paths)
+
+
+def checkpoint_option(what: str, *, for_ranks: bool = False) -> Callable[[Function], Function]:
     """Return a decorator that adds the option which names networks.
 
     Args:
         what: What they are for.
+        for_ranks: Whether the first rank gives what it has of them to the others, so that one
+            archive is unpacked once.
     """
     return click.option(
         "--checkpoint",
         "checkpoints",
         type=FILE,
         multiple=True,
-        callback=files_of_checkpoints,
+        callback=_files_of_first_rank if for_ranks else files_of_checkpoints,
         help=what,
     )
 

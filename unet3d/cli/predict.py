@@ -93,7 +93,8 @@ class _Request:
 @click.argument("images", type=FILE, nargs=-1, required=True)
 @checkpoint_option(
     "A file, or the folder of a run, of its folds or of files; a model of nnU-Net, as a folder or "
-    "an archive; repeatable: several networks are averaged. Default: the newest finished run."
+    "an archive; repeatable: several networks are averaged. Default: the newest finished run.",
+    for_ranks=True,
 )
 @folds_option
 @click.option("-o", "--output", type=FILE, help="File or folder; default: beside each image.")
@@ -187,7 +188,7 @@ def predict(
         checkpoints = newest_checkpoints()
     if ranks.is_first and not is_launched():
         # What follows takes seconds before anything else can be seen.
-        click.echo(f"using {_in_words(checkpoints)}")
+        click.echo(f"using {_in_words(_known(checkpoints))}")
 
     with imports_at_once():
         from unet3d.distributed.purpose import PREDICTION
@@ -220,9 +221,9 @@ def predict(
     parallel_settings = load_config(None, placement).parallel
     with joined(ranks, PREDICTION) as group:
         group.open(parallel_settings.timeout_seconds)
-        # Only the first rank needs more of them than their number.
-        num_networks = group.from_first(lambda: len(checkpoints))
-        networks = Networks.read(checkpoints if group.is_first else [Path()] * num_networks, group)
+        # The first rank alone has the files.
+        known = [Path(name) for name in group.from_first(lambda: _known(checkpoints))]
+        networks = Networks.read(checkpoints if group.is_first else known, group)
         changes = changes_of(
             {
                 "inference.window": window,
@@ -251,7 +252,7 @@ def predict(
         job = None
         if is_dealt:
             scans = group.from_first(found, to_plain=to_plain, from_plain=from_plain)
-            job = Segmentation(scans, checkpoints, wanted, Scratch(scratch), group)
+            job = Segmentation(scans, known, wanted, Scratch(scratch), group)
         elif group.is_first:
             scans = found()
             if 1 < dims.num_replicas <= len(scans.to_segment):
@@ -261,7 +262,7 @@ def predict(
                 with showing_left(scans.to_segment, overwrite):
                     _start_ranks(request, checkpoints, dims)
                 return
-            job = Segmentation(scans, checkpoints, wanted, Scratch(scratch))
+            job = Segmentation(scans, known, wanted, Scratch(scratch))
         if job is not None:
             job.begin()
         if job is not None and is_dealt:
@@ -329,6 +330,13 @@ def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "Parall
         )
 
 
-def _in_words(paths: tuple[Path, ...]) -> str:
-    names = ", ".join(map(str, paths))
-    return names if len(paths) == 1 else f"the mean of {len(paths)} networks: {names}"
+def _known(checkpoints: tuple[Path, ...]) -> list[str]:
+    """Return what a user knows networks by."""
+    from unet3d.nnunet.layout import known_as
+
+    return [str(known_as(path)) for path in checkpoints]
+
+
+def _in_words(networks: list[str]) -> str:
+    names = ", ".join(networks)
+    return names if len(networks) == 1 else f"the mean of {len(networks)} networks: {names}"

@@ -54,7 +54,7 @@ class Segmentation:
 
         Args:
             scans: What was asked for.
-            checkpoints: Files of the networks, which the statistics name.
+            checkpoints: What a user knows the networks by, for the statistics.
             wanted: What is to be written.
             scratch: Where scans and their labels are while they are worked on.
             dealt_to: The ranks that scans are dealt to; None: this process has them all.

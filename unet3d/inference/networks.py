@@ -9,6 +9,7 @@ from typing import overload
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
 from unet3d.inputs.plain_data import is_close, shown
+from unet3d.nnunet.layout import known_as
 from unet3d.nnunet.reading import load_network, network_from_first
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.transform import Preprocessing
@@ -73,20 +74,21 @@ class Networks(Sequence[Checkpoint]):
         Raises:
             CheckpointError: A file cannot be used, or the networks do not belong together.
         """
+        names = [str(known_as(path)) for path in paths]
         if group.size > 1:
             loaded = [network_from_first(path, group) for path in paths]
-            return cls([str(path) for path in paths], loaded, loaded.__getitem__)
+            return cls(names, loaded, loaded.__getitem__)
         described = [load_network(path, "description") for path in paths]
 
         def load(index: int) -> Checkpoint:
             loaded = load_network(paths[index])
             if replace(loaded, model={}) != replace(described[index], model={}):
                 raise CheckpointError(
-                    f"{paths[index]} was replaced while it was in use; give the same command again"
+                    f"{names[index]} was replaced while it was in use; give the same command again"
                 )
             return loaded
 
-        return cls([str(path) for path in paths], described, load)
+        return cls(names, described, load)
 
     @property
     def preprocessing(self) -> Preprocessing:

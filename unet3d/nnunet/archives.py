@@ -1,16 +1,9 @@
-"""Archives of nnU-Net's models: the files of a network are unpacked, and keep their names.
+"""Archives of nnU-Net's models: the files of a network are found and unpacked.
 
-A checkpoint in an archive becomes a file in a temporary folder::
-
-    TEMPORARY/unet3d-archive-1a2b3c4d/
-        archive -> weights/Task.zip                 what the user has named
-        files/nnUNetTrainer__.../fold_0/checkpoint_final.pth
-
-and is known as ``weights/Task.zip/nnUNetTrainer__.../fold_0/checkpoint_final.pth``, also to the
-ranks that are started with the path of the file. Under that name it can be asked for, too.
+Under the name that :func:`~unet3d.nnunet.layout.known_as` gives a checkpoint in an archive, it can
+be asked for, too.
 """
 
-import os
 import shutil
 import zipfile
 from collections.abc import Iterator, Sequence
@@ -23,7 +16,7 @@ from unet3d.inputs.plain_data import is_printable
 from unet3d.inputs.reading import MAX_JSON_BYTES
 from unet3d.inputs.zip_files import open_zip
 from unet3d.memory.host import readable
-from unet3d.nnunet.layout import SUFFIX
+from unet3d.nnunet.layout import FILES, LINK, SUFFIX, UNPACKED
 
 MAX_CHECKPOINT_BYTES = 8 * 2**30
 """A weight and its momentum take 8 bytes: that is a network of a billion, where nnU-Net's own have
@@ -36,10 +29,6 @@ are packed; zeros shrink a thousandfold, and a small archive of them would fill 
 KINDS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Ways of packing of which only as much is unpacked at once as is asked for."""
 
-_PREFIX = "unet3d-archive-"
-_LINK = "archive"
-_FILES = "files"
-
 
 def archive_of(path: Path) -> tuple[Path, PurePosixPath] | None:
     """Return the archive that a path is, or leads into, and the place within; None: neither.
@@ -51,22 +40,6 @@ def archive_of(path: Path) -> tuple[Path, PurePosixPath] | None:
         if place.suffix.lower() == ".zip" and place.is_file():
             return place, PurePosixPath(path.relative_to(place))
     return None
-
-
-def known_as(path: Path) -> Path:
-    """Return what a user knows a checkpoint by: of one from an archive, its place there.
-
-    Args:
-        path: Of any file.
-    """
-    for folder in path.parents:
-        if folder.name.startswith(_PREFIX) and path.is_relative_to(folder / _FILES):
-            try:
-                archive = Path(os.readlink(folder / _LINK))
-            except OSError:  # another folder of such a name
-                return path
-            return archive / path.relative_to(folder / _FILES)
-    return path
 
 
 class Archive:
@@ -97,7 +70,7 @@ class Archive:
             ValueError: They are damaged.
         """
         self._refuse_large(names)
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix=_PREFIX)))
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix=UNPACKED)))
         needed = sum(self._members[name].file_size for name in names)
         free = shutil.disk_usage(folder).free
         if needed > free:
@@ -105,14 +78,14 @@ class Archive:
                 f"{self.path} needs {readable(needed)} unpacked, and {folder.parent} has "
                 f"{readable(free)}; set TMPDIR to a folder with space"
             )
-        (folder / _LINK).symlink_to(self.path)
+        (folder / LINK).symlink_to(self.path)
         for name in names:
-            target = folder / _FILES / name
+            target = folder / FILES / name
             target.parent.mkdir(parents=True, exist_ok=True)
             # What is packed ends for zipfile with the size that was looked at above.
             with self._archive.open(self._members[name]) as packed, target.open("xb") as file:
                 shutil.copyfileobj(packed, file, 2**20)
-        return folder / _FILES
+        return folder / FILES
 
     def _refuse_large(self, names: Sequence[PurePosixPath]) -> None:
         """Refuse what no model has, before anything is written."""

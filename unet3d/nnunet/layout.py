@@ -1,4 +1,17 @@
-"""The names of files in a model of nnU-Net."""
+"""The names of files in a model of nnU-Net, and of those that are unpacked from an archive.
+
+A checkpoint in an archive becomes a file in a temporary folder::
+
+    TEMPORARY/unet3d-archive-1a2b3c4d/
+        archive -> weights/Task.zip                 a link to what the user has named
+        files/nnUNetTrainer__.../fold_0/checkpoint_final.pth
+
+and is known as ``weights/Task.zip/nnUNetTrainer__.../fold_0/checkpoint_final.pth``, also in the
+ranks that are started with the path of the file.
+"""
+
+import os
+from pathlib import Path
 
 PLANS = "plans.json"
 DATASET = "dataset.json"
@@ -12,6 +25,15 @@ FINAL = f"checkpoint_final{SUFFIX}"
 ALL = "all"
 """The fold that is trained on every case."""
 
+UNPACKED = "unet3d-archive-"
+"""How the name of a folder begins that an archive is unpacked to."""
+
+LINK = "archive"
+"""In it, the link to the archive."""
+
+FILES = "files"
+"""In it, the folder of the files."""
+
 
 def fold_folder(fold: int | str) -> str:
     """Return the name of the folder of a fold.
@@ -20,3 +42,19 @@ def fold_folder(fold: int | str) -> str:
         fold: Its number, or :data:`ALL`.
     """
     return f"fold_{fold}"
+
+
+def known_as(path: Path) -> Path:
+    """Return what a user knows a checkpoint by: of one from an archive, its place there.
+
+    Args:
+        path: Of any file.
+    """
+    for folder in path.parents:
+        if folder.name.startswith(UNPACKED) and path.is_relative_to(folder / FILES):
+            try:
+                archive = Path(os.readlink(folder / LINK))
+            except OSError:  # another folder of such a name
+                return path
+            return archive / path.relative_to(folder / FILES)
+    return path

@@ -22,7 +22,7 @@ from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
 from unet3d.nnunet.axes import Axes
-from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
+from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
 from unet3d.nnunet.weights import from_nnunet, of_plan
 from unet3d.runs.checkpoint import Checkpoint, explained, load_checkpoint, save_checkpoint
@@ -98,7 +98,8 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         CheckpointError: The file is missing or damaged, or this package cannot do what the model
             needs.
     """
-    with explained(path, foreign=True), open_tensor_file(path, foreign=True) as file:
+    known = known_as(path)
+    with explained(known, foreign=True), open_tensor_file(path, foreign=True) as file:
         try:
             said = _Said.of(path, file.content)
             topology = _topology(said)
@@ -114,7 +115,7 @@ def load_model(path: Path, part: Part = "network") -> Checkpoint:
         except (ValueError, DatasetError) as error:
             reason = str(error).replace(f"{path.parent.parent}/", "")
             raise CheckpointError(
-                f"{path} is not a model of nnU-Net that can be used: {reason}; use another model, "
+                f"{known} is not a model of nnU-Net that can be used: {reason}; use another model, "
                 "or nnU-Net itself"
             ) from error
         return checkpoint

@@ -1,0 +1,85 @@
+"""``unet3d predict`` with an archive of nnU-Net: what it is called, and that its copy goes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command_line import in_a_process, refusal, run
+from tests.nnunet.models import archive_of, content_of, write_model
+from tests.volumes.samples import noise, write_volume
+from unet3d.cli.predict import predict
+
+NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
+CHECKPOINT = f"weights/Task.zip/Dataset001_Phantoms/{NAME}/fold_0/checkpoint_final.pth"
+OPTIONS = ("-o", "out", "--checkpoint", "weights/Task.zip", "--no-tta", "--statistics")
+
+
+@pytest.fixture
+def temporary(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files, of these tests and of what they start."""
+    place = folder.parent / "temporary"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    return place
+
+
+@pytest.fixture
+def archive(folder: Path) -> Path:
+    """An archive of a model, beside two scans."""
+    Path("weights").mkdir()
+    model = write_model(Path(NAME), 0)
+    for case in "ab":
+        for channel in range(2):
+            path = folder / f"scans/{case}_000{channel}.nii.gz"
+            write_volume(path, noise((24, 24, 8), seed=channel))
+    return archive_of(model, Path("weights/Task.zip"))
+
+
+def named_in_statistics(case: str) -> list[str]:
+    found: list[str] = json.loads(Path(f"out/{case}_seg.json").read_text())["checkpoints"]
+    return found
+
+
+def test_a_network_is_called_by_its_place_in_the_archive(
+    archive: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("predict", "scans", *OPTIONS, "--devices", "cpu") == 0
+    assert capsys.readouterr().out.startswith(f"using {CHECKPOINT}\n")
+    assert named_in_statistics("a") == [CHECKPOINT]
+    assert not list(temporary.iterdir())
+
+
+def test_messages_name_the_place_in_the_archive(
+    archive: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Path(NAME)
+    torch.save({**content_of(), "init_args": {}}, model / "fold_0/checkpoint_final.pth")
+    archive_of(model, archive)
+    said = refusal(capsys, "predict", "scans", *OPTIONS, "--devices", "cpu")
+    assert said.startswith(f"Error: {CHECKPOINT} is not a model of nnU-Net that can be used: it do")
+    assert str(temporary) not in said and not list(temporary.iterdir())
+
+
+@pytest.mark.slow
+def test_ranks_call_it_so_too(archive: Path, temporary: Path) -> None:
+    done = in_a_process("predict", "scans", *OPTIONS, "--devices", "cpu,cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"using {CHECKPOINT}\n")
+    assert [named_in_statistics(case) for case in "ab"] == [[CHECKPOINT]] * 2
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_the_ranks_only_the_first_unpacks_it(
+    archive: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with predict.make_context("predict", ["scans", *OPTIONS]) as context:
+        assert len(context.params["checkpoints"]) == len(list(temporary.iterdir())) == 1 - rank
+    assert not list(temporary.iterdir())
