@@ -106,6 +106,7 @@ def test_names_that_lead_elsewhere_or_cannot_be_shown(tmp_path: Path) -> None:
         "/outside/plans.json",
         "\x1b[2J/plans.json",
         "plans.json/",
+        "a/" * 250 + "plans.json",
     ):
         with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
             archive.writestr(name, b"")

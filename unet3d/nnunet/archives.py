@@ -26,6 +26,9 @@ MAX_GROWTH = 20
 """How many times the size of the archive its checkpoints may have. Weights hardly shrink when they
 are packed; zeros shrink a thousandfold, and a small archive of them would fill a disk."""
 
+MAX_NAME = 500
+"""Letters of the name of a file, which messages show."""
+
 KINDS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Ways of packing of which only as much is unpacked at once as is asked for."""
 
@@ -136,4 +139,4 @@ def _is_file_within(member: zipfile.ZipInfo) -> bool:
     """Return whether an entry is a file whose name can be shown, and made within a folder."""
     name = member.filename
     is_within = ".." not in PurePosixPath(name).parts and not name.startswith("/")
-    return is_within and not member.is_dir() and is_printable(name)
+    return is_within and not member.is_dir() and len(name) <= MAX_NAME and is_printable(name)
