@@ -72,6 +72,39 @@ def test_wrong_usage_exits_with_2(
     assert words in errors and "Usage: unet3d" in errors
 
 
+@pytest.mark.parametrize("world_size", ["1", "2", "none"])
+def test_a_rank_that_is_done_takes_nothing_down(world_size: str) -> None:
+    """What it shares with other ranks may be in use by threads of libraries."""
+    code = (
+        "import atexit; atexit.register(print, 'taken down')\n"
+        "from unet3d.cli.app import main; main(['--version'])"
+    )
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**process_environment(), **ranks, "LOCAL_WORLD_SIZE": world_size},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and not done.stderr
+    is_one_of_several = world_size == "2"
+    expected = [f"unet3d {__version__}", *([] if is_one_of_several else ["taken down"])]
+    assert done.stdout.splitlines() == expected
+
+
+def test_variables_of_ranks_that_contradict_one_another_are_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unet3d", "predict", "scan.nii.gz"],
+        env={**process_environment(), "RANK": "first", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in error_line(done.stderr)
+
+
 def test_a_traceback_only_with_debug() -> None:
     done = in_a_process("check", "nowhere")
     assert (done.returncode, done.stdout) == (1, "")

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             die_with_launcher()
             use_expandable_segments()
             keep_host_memory()
-            sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
+            status = commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0
+        # Threads of gloo that still hold a message abort a process whose interpreter is gone.
+        leave(status)
     except click.exceptions.Exit as ending:
         sys.exit(ending.exit_code)
     except click.ClickException as error:

@@ -129,7 +129,11 @@ def leave(status: int) -> NoReturn:
     Args:
         status: Exit status.
     """
-    if Ranks.from_environment().world_size > 1:
+    try:
+        is_alone = Ranks.from_environment().world_size == 1
+    except ConfigError:  # so it has joined nobody
+        is_alone = True
+    if not is_alone:
         _leave_at_once(status)
     sys.exit(status)
 
