@@ -162,17 +162,14 @@ class ChannelScaling:
         std = max(std, math.ldexp(least, exponent))
         return cls(exponent=exponent, mean=mean, std=std, masks=inside is not None)
 
-    def apply(self, array: Array, inside: Mask | None = None) -> Array:
-        """Return a normalised part of the channel.
+    def apply(self, array: Array) -> Array:
+        """Return normalised intensities, none of them outside.
 
         Args:
-            array: The part, which is not changed.
-            inside: Which of its voxels are inside.
+            array: Intensities of the channel, which are not changed.
         """
         normal = array.copy("K")
-        self.apply_(
-            torch.from_numpy(normal), None if inside is None else torch.from_numpy(inside.copy())
-        )
+        self.apply_(torch.from_numpy(normal))
         return normal
 
     def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:
