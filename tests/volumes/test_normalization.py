@@ -154,16 +154,34 @@ def test_a_constant_channel_becomes_zero_whatever_its_value(kind: str, value: fl
 
 
 @pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
-def test_tiny_intensities_are_not_blown_up(kind: str) -> None:
-    """nnU-Net divides by 1e-8 at least; others are as large as they are."""
-    array = (channel() * np.float32(1e-14)).astype(np.float32)
-    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize("least", [1e-8, 1e-3])
+@pytest.mark.parametrize("scale", [1e-14, 1e-30])
+def test_a_least_deviation_keeps_tiny_intensities_small(
+    kind: str, least: float, scale: float
+) -> None:
+    array = channel(scale)
+    how = ChannelNormalization(kind=kind, least_std=least)  # type: ignore[arg-type]
     inside = np.ones(array.shape, bool)
-    found = normalised(
-        ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside), array, inside
+    scaling = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside)
+    values = array.astype(np.float64)
+    start = values.min() if kind == "rescale" else values.mean()
+    expected = (values - start) / least
+    found = normalised(scaling, array, inside)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-90, 2.0**60])
+def test_without_one_the_unit_of_intensities_does_not_matter(kind: str, scale: float) -> None:
+    array = channel()
+    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+    inside = RNG.random(array.shape) < 0.5
+    expected, found = (
+        normalised(ChannelScaling.of(ImageVoxels.of(one[None]), 0, how, inside), one, inside)
+        for one in (array, array * np.float32(scale))
     )
-    start = array.min() if kind == "rescale" else array.mean(dtype=np.float64)
-    np.testing.assert_allclose(found, (array - start) / 1e-8, rtol=1e-4, atol=1e-9)
+    assert expected.max() > 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_largest_numbers_are_rescaled() -> None:

@@ -37,7 +37,7 @@ STEP = 0.5
 """Of nnU-Net's windows, in windows."""
 
 LEAST_STD = 1e-8
-"""What nnU-Net divides by at least."""
+"""What nnU-Net divides intensities by at least."""
 
 Part = Literal["network", "description"]
 
@@ -288,8 +288,8 @@ def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
             std=max(known.std, LEAST_STD),
         )
     if scheme == "ZScoreNormalization" and plan.use_mask_for_norm[channel]:
-        return ChannelNormalization(kind="z-score-inside")
-    return ChannelNormalization(kind=_KINDS[scheme])
+        return ChannelNormalization(kind="z-score-inside", least_std=LEAST_STD)
+    return ChannelNormalization(kind=_KINDS[scheme], least_std=LEAST_STD)
 
 
 def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:

@@ -53,8 +53,9 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
         raise CheckpointError(f"{folder} exists; choose another --output")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
-        for what in ("topology", "preprocessing", "patch_size"):
-            if getattr(other, what) != getattr(first, what):
+        wanted, found = _of_training(first), _of_training(other)
+        for what in wanted:
+            if found[what] != wanted[what]:
                 raise _refused(
                     f"network {fold} has another {what} than the first; name folds of one training"
                 )
@@ -95,6 +96,15 @@ def write_model(folds: Mapping[int, Checkpoint], folder: Path) -> None:
         raise CheckpointError(
             f"cannot write {folder}: {reason_of(cause)}; choose another --output"
         ) from error
+
+
+def _of_training(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what folds of one training have in common; nnU-Net has a least deviation always."""
+    return {
+        "topology": checkpoint.topology,
+        "preprocessing": checkpoint.preprocessing.without_least_std(),
+        "patch_size": checkpoint.patch_size,
+    }
 
 
 def _refused(why: str) -> CheckpointError:
