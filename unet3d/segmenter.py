@@ -163,8 +163,7 @@ def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[s
     networks = Networks.read(files, group)
     inference = [network.config.with_values(changes).inference for network in networks.described]
     parallel = Config().with_values({"parallel.devices": names}).parallel
-    windows = [one.window for one in inference]
-    parallel = choose_mode(parallel, networks, windows, group.ranks)
+    parallel = choose_mode(parallel, networks, inference, group.ranks)
     if parallel.mode == "spatial":
         # Slabs of a volume need a process for each device, which unet3d predict starts.
         parallel = parallel.model_copy(update={"mode": "model"})

@@ -29,12 +29,14 @@ def mode_of(
     *devices: str,
     checkpoint: Checkpoint = CHECKPOINT,
     window: Any = "auto",
+    tta: bool = False,
     ranks: Ranks | None = None,
     **settings: Any,
 ) -> str:
     parallel = ParallelSettings(devices=devices or None, **settings)
     networks = Networks.of(checkpoint)
-    chosen = choose_mode(parallel, networks, [window], ranks or Ranks())
+    inference = InferenceSettings(window=window, tta=tta)
+    chosen = choose_mode(parallel, networks, [inference], ranks or Ranks())
     assert chosen == parallel.model_copy(update={"mode": chosen.mode})
     return chosen.mode
 
@@ -66,6 +68,29 @@ def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_plane
     assert mode_of(*["cpu"] * 5) == "model"
     assert mode_of(*["cpu"] * 5, window=(5, 16, 16)) == "spatial"  # of which six are computed
     assert mode_of("cpu", "cpu", checkpoint=BATCH_NORM) == "model"
+
+
+def test_mirror_images_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Beside what was counted above: the sum in float32, and an image's logits turned back.
+    voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4) + 3 * (4 + 2)
+    memory = 4 * (4 * 16 * 16 * voxel_bytes)
+    mirrored, never = (
+        replace(
+            CHECKPOINT,
+            config=CHECKPOINT.config.with_values({"patches.augmentation.mirror_axes": axes}),
+        )
+        for axes in ("x", ())
+    )
+    assert mirrored.mirrored_axes(InferenceSettings(tta=True)) == (0,)
+    assert mirrored.mirrored_axes(InferenceSettings()) == ()
+    for less, modes in ((0, ["data"] * 3), (4, ["spatial", "data", "data"])):
+        monkeypatch.setattr(placing, "device_bytes", lambda device, less=less: memory - less)
+        found = [
+            mode_of("cpu", "cpu", checkpoint=mirrored, tta=True),
+            mode_of("cpu", "cpu", checkpoint=mirrored),
+            mode_of("cpu", "cpu", checkpoint=never, tta=True),
+        ]
+        assert found == modes
 
 
 @pytest.mark.parametrize("mode", ["none", "data", "model", "spatial"])

@@ -236,7 +236,7 @@ def predict(
             load_config(None, [*trained_inference(network), *changes]).inference
             for network in networks.described
         ]
-        spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
+        spread = choose_mode(parallel_settings, networks, inference, ranks)
         dims = ParallelDims.resolve(spread, ranks=ranks)
         if dims.num_shards > group.size:
             _start_ranks(request, checkpoints, dims)

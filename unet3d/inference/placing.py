@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from unet3d.config import ParallelSettings, Shape
+from unet3d.config import InferenceSettings, ParallelSettings, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
@@ -36,7 +36,10 @@ Window = Shape | Literal["auto", "whole"]
 
 
 def choose_mode(
-    settings: ParallelSettings, networks: Networks, windows: Sequence[Window], ranks: Ranks
+    settings: ParallelSettings,
+    networks: Networks,
+    inference: Sequence[InferenceSettings],
+    ranks: Ranks,
 ) -> ParallelSettings:
     """Return the settings with a mode in place of ``auto``.
 
@@ -47,7 +50,7 @@ def choose_mode(
     Args:
         settings: Mode and devices.
         networks: The networks.
-        windows: Voxels along X, Y, Z of the windows of each; ``auto``: those of its training.
+        inference: Windows of each.
         ranks: The place of this process.
 
     Raises:
@@ -68,26 +71,36 @@ def choose_mode(
     dims = ParallelDims.resolve(settings)
     mode = dims.mode
     if mode == "spatial":
-        wanted = list(zip(networks.described, windows, strict=True))
-        if all(_fits_each(network, window, dims.all_devices) for network, window in wanted):
+        wanted = list(zip(networks.described, inference, strict=True))
+        if all(_fits_each(network, one, dims.all_devices) for network, one in wanted):
             mode = "data"
-        elif not all(_is_divisible(network, window, dims.num_shards) for network, window in wanted):
+        elif not all(
+            _is_divisible(network, one.window, dims.num_shards) for network, one in wanted
+        ):
             mode = "model"
     return settings.model_copy(update={"mode": mode})
 
 
-def _fits_each(checkpoint: Checkpoint, window: Window, devices: Sequence[torch.device]) -> bool:
+def _fits_each(
+    checkpoint: Checkpoint, settings: InferenceSettings, devices: Sequence[torch.device]
+) -> bool:
     """Return whether windows have a size, of which a batch would not be too large for any device.
 
     What others hold of its memory does not count: asking for it would take some, for a process that
     may only start others.
     """
-    wanted = checkpoint.patch_size if window == "auto" else window
+    wanted = checkpoint.patch_size if settings.window == "auto" else settings.window
     if wanted is None or wanted == "whole":
         return False
     topology = checkpoint.topology
     voxels = math.prod(computed_window(wanted, topology.total_stride))
-    needed = voxels * bytes_of_voxel(topology, checkpoint.dtype, len(devices))
+    of_voxel = bytes_of_voxel(
+        topology,
+        checkpoint.dtype,
+        len(devices),
+        is_mirrored=bool(checkpoint.mirrored_axes(settings)),
+    )
+    needed = voxels * of_voxel
     return all(needed <= GPU_SHARE * device_bytes(device) for device in devices)
 
 
