@@ -16,7 +16,7 @@ from torch import Tensor
 from unet3d.config import Shape
 
 PIECE_NUMBERS = 2**24
-"""Numbers of the finer grid that are made at a time, unless a single plane has more."""
+"""Numbers that are made at a time, of the finer planes, unless a single one has more."""
 
 
 def restored_slabs(
@@ -53,7 +53,8 @@ def restored_slabs(
     for slab in slabs:
         kept = slab if kept is None else torch.cat([kept, slab], dim)
         known = int(torch.searchsorted(above, first + kept.shape[dim]))
-        voxels = math.prod(shape) // shape[axis]
+        # A plane is made of the network's voxels first, and of these the image's.
+        voxels = max(math.prod(one) // one[axis] for one in (grid, shape))
         num_planes = max(1, PIECE_NUMBERS // (len(kept) * voxels))
         for begin in range(done, known, num_planes):
             part = slice(begin, min(begin + num_planes, known))
