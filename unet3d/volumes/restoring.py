@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.volumes.interpolation import centres, nearest_voxels
 
 PIECE_NUMBERS = 2**24
 """Numbers that are made at a time, of the finer planes, unless a single one has more."""
@@ -68,13 +69,12 @@ def restored_slabs(
 
 def _neighbours(size: int, new_size: int, is_nearest: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the planes around each new one, and how much of the way it is to the second."""
-    centres = (torch.arange(new_size, dtype=torch.float64) + 0.5) * (size / new_size) - 0.5
-    if is_nearest:  # of two that are as near, the second
-        nearest = (centres + 0.5).floor().clamp(0, size - 1).long()
-        return nearest, nearest, torch.zeros_like(centres)
-    centres = centres.clamp(0, size - 1)
-    below = centres.floor().long()
-    return below, (below + 1).clamp_max(size - 1), centres - below
+    if is_nearest:
+        nearest = nearest_voxels(size, new_size)
+        return nearest, nearest, torch.zeros(new_size, dtype=torch.float64)
+    places = centres(size, new_size).clamp(0, size - 1)
+    below = places.floor().long()
+    return below, (below + 1).clamp_max(size - 1), places - below
 
 
 def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tensor) -> Tensor:
