@@ -21,6 +21,7 @@ from unet3d.inputs.plain_data import shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
+from unet3d.model.topology import stated_kernels
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
@@ -248,7 +249,7 @@ def _topology(said: _Said) -> Topology:
             "num_classes": num_outputs,
             "channels": network.features,
             "strides": tuple(axes.from_network(stride) for stride in network.strides),
-            "kernels": () if set(kernels) == {(3, 3, 3)} else kernels,
+            "kernels": stated_kernels(kernels),
             "encoder": "residual" if network.is_residual else "plain",
             "norm": "instance",
             "deep_supervision": True,
