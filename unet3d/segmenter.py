@@ -19,8 +19,8 @@ from nibabel.spatialimages import SpatialImage
 from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.nnunet.model_files import networks_in
 from unet3d.volumes.header import shear_warning

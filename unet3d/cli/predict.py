@@ -192,8 +192,8 @@ def predict(
     with imports_at_once():
         from unet3d.distributed.purpose import PREDICTION
         from unet3d.distributed.rendezvous import joined
+        from unet3d.inference.mode_choice import choose_mode
         from unet3d.inference.networks import Networks
-        from unet3d.inference.placing import choose_mode
         from unet3d.inference.predictor import Predictor
         from unet3d.parallel import ParallelDims
         from unet3d.volumes.scan_search import find_scans
