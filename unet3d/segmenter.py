@@ -18,8 +18,8 @@ from nibabel.spatialimages import SpatialImage
 from unet3d.config import Config, Shape
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.inference.mode_choice import choose_mode
 from unet3d.inference.networks import Networks
-from unet3d.inference.placing import choose_mode
 from unet3d.inference.predictor import Predictor
 from unet3d.nnunet.model_files import networks_in
 from unet3d.volumes.header import shear_warning
@@ -152,8 +152,7 @@ def _placed(files: Sequence[Path], changes: Mapping[str, Any], names: Sequence[s
     networks = Networks.read(files, group)
     inference = [network.config.with_values(changes).inference for network in networks.described]
     parallel = Config().with_values({"parallel.devices": names}).parallel
-    windows = [one.window for one in inference]
-    parallel = choose_mode(parallel, networks, windows, group.ranks)
+    parallel = choose_mode(parallel, networks, inference, group.ranks)
     if parallel.mode == "spatial":
         # Slabs of a volume need a process for each device, which unet3d predict starts.
         parallel = parallel.model_copy(update={"mode": "model"})

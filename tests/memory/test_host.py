@@ -5,8 +5,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from unet3d.memory.host import available_bytes, readable
+from unet3d.memory.host import (
+    available_bytes,
+    is_out_of_gpu_memory,
+    is_out_of_memory,
+    readable,
+    shortage_reason,
+)
 
 GIB = 2**30
 
@@ -82,6 +89,32 @@ def test_this_machine_has_some() -> None:
 
 def test_what_the_system_does_not_say_limits_nothing(tmp_path: Path) -> None:
     assert available_bytes(tmp_path / "none", tmp_path / "none") == sys.maxsize
+
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+
+
+@pytest.mark.parametrize(
+    ("error", "on_gpu", "anywhere"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True, True),
+        (RuntimeError(CUBLAS), True, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes."), False, True),
+        (MemoryError(), False, True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, False),
+        (ValueError(CUBLAS), False, False),
+    ],
+    ids=repr,
+)
+def test_memory_that_ran_out_is_known_by_its_error(
+    error: BaseException, on_gpu: bool, anywhere: bool
+) -> None:
+    assert is_out_of_gpu_memory(error) == on_gpu
+    assert is_out_of_memory(error) == anywhere
+
+
+def test_a_reason_is_one_line() -> None:
+    assert shortage_reason(RuntimeError(CUBLAS)) == CUBLAS
 
 
 def test_amounts_are_readable_however_large() -> None:

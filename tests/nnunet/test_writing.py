@@ -79,9 +79,10 @@ def test_it_is_read_again(tmp_path: Path) -> None:
     assert read.patch_size == checkpoint.patch_size
     assert read.mirror_axes == checkpoint.mirror_axes
     wanted = checkpoint.preprocessing
-    # nnU-Net clips what is resampled to the range of the image.
+    # nnU-Net clips what is resampled to the range of the image, and has a least deviation.
     clips = replace(wanted.interpolation, clips=True)
-    assert read.preprocessing == replace(wanted, interpolation=clips)
+    channels = (CT, replace(wanted.channels[1], least_std=1e-8))
+    assert read.preprocessing == replace(wanted, interpolation=clips, channels=channels)
     for name, value in checkpoint.model.items():
         assert torch.equal(read.model[name], value), name
 
@@ -149,6 +150,14 @@ def test_networks_of_the_first_versions_that_masked_are_written(tmp_path: Path) 
     assert plans["configurations"]["3d_fullres"]["use_mask_for_norm"] == [True, False]
 
 
+def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path: Path) -> None:
+    known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
+    write_model({0: trained(), 1: trained(channels=(CT, known))}, tmp_path / "model")
+    other = trained(channels=(CT, ChannelNormalization(kind="z-score-all")))
+    with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):
+        write_model({0: trained(), 1: other}, tmp_path / "other")
+
+
 def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/mine").touch()
@@ -189,7 +198,8 @@ def test_a_model_that_cannot_be_replaced_is_kept(
 
 def test_stored_axes_need_another_reader(tmp_path: Path) -> None:
     how = Interpolation(across_slices=0, logits_across_slices=0, clips=True)
-    checkpoint = trained(orientation="stored", interpolation=how)
+    known = ChannelNormalization(kind="z-score-inside", least_std=1e-8)
+    checkpoint = trained(orientation="stored", interpolation=how, channels=(CT, known))
     write_model({0: checkpoint}, tmp_path / "model")
     plans = json.loads((tmp_path / "model/plans.json").read_text())
     assert plans["image_reader_writer"] == "SimpleITKIO"

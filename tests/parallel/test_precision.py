@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.networks import random_checkpoint
 from unet3d.errors import DeviceError
-from unet3d.parallel import precision
+from unet3d.parallel import Layout, parallelize, precision
 from unet3d.parallel.precision import (
     check_precision,
     cpu_has_bfloat16,
@@ -178,3 +179,26 @@ def test_emulation_is_no_hardware(
 def test_the_hardware_is_what_the_kernel_reports() -> None:
     flags = Path("/proc/cpuinfo").read_text().split()
     assert cpu_has_bfloat16() == bool({"avx512_bf16", "amx_bf16"} & set(flags))
+
+
+@pytest.mark.parametrize("cuts", [(), (3,)])
+def test_a_prediction_may_have_another_precision_than_the_training(
+    cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, 0, cpu_bfloat16=True)
+    devices = (CPU,) * (1 + len(cuts))
+    plain = random_checkpoint().build_model().eval()
+    executor = parallelize(
+        random_checkpoint().build_model().eval(),
+        Layout(devices=devices, cuts=cuts, autocast=torch.bfloat16),
+    )
+    image = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = plain(image)
+    lowered = executor.predict(image)
+    assert lowered.dtype == torch.bfloat16
+    assert torch.equal(executor.predict(image, "bfloat16"), lowered)
+    found = executor.predict(image, "float32")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    assert torch.equal(executor.predict(image), lowered)  # as in training

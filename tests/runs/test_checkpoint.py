@@ -27,7 +27,7 @@ PREPROCESSING = Preprocessing(
     spacing_mm=(1.0, 0.7, 2.5),
     channels=(
         ChannelNormalization(kind="ct", low=-100.0, high=300.0, mean=40.0, std=55.5),
-        ChannelNormalization(kind="none"),
+        ChannelNormalization(kind="z-score-all", least_std=1e-8),
     ),
     channel_names=("CT", "PET"),
     label_names=("background", "organ", "lesion"),
@@ -319,6 +319,14 @@ def test_other_peoples_checkpoints(tmp_path: Path, content: object) -> None:
     path = tmp_path / "other.pt"
     torch.save(content, path)
     assert "is not a checkpoint of unet3d; train one with unet3d train" in refusal(path)
+
+
+def test_files_that_know_no_least_deviation_have_none(saved: Path) -> None:
+    content = torch.load(saved, weights_only=True)
+    for channel in content["preprocessing"]["channels"]:
+        del channel["least_std"]
+    torch.save(content, saved)
+    assert [one.least_std for one in load_checkpoint(saved).preprocessing.channels] == [0, 0]
 
 
 def test_a_future_format_names_who_wrote_it(saved: Path) -> None:

@@ -42,7 +42,7 @@ class Reader:
     def __init__(self) -> None:
         self.module = torch.nn.Conv3d(1, 1, 1)
 
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         classes = F.one_hot(image[:, 0].round().long(), len(NAMES))
         return classes.movedim(-1, 1).float()
 

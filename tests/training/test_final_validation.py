@@ -13,6 +13,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 
 from tests.command_line import run as run_command
 from tests.networks import random_checkpoint
@@ -24,9 +25,10 @@ from tests.volumes.samples import write_volume
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, VolumeError
+from unet3d.errors import ConfigError, DeviceError, VolumeError
 from unet3d.inference.evaluation import evaluate
 from unet3d.interruption import Interrupted, InterruptionRequest
+from unet3d.parallel import precision
 from unet3d.planning.experiment import open_dataset
 from unet3d.runs.checkpoint import Checkpoint, load_checkpoint
 from unet3d.runs.run_folder import RunFolder
@@ -226,9 +228,11 @@ class CountingReader(Reader):
     def __init__(self) -> None:
         super().__init__()
         self.num_windows = 0
+        self.precisions: set[str | None] = set()
 
-    def predict(self, image: Any) -> Any:
+    def predict(self, image: Any, precision: str | None = None) -> Any:
         self.num_windows += 1
+        self.precisions.add(precision)
         return super().predict(image)
 
 
@@ -238,8 +242,9 @@ def validate(
     group: Group,
     request: InterruptionRequest,
     *changes: str,
+    executor: CountingReader | None = None,
 ) -> tuple[FinalResult, int]:
-    known, executor = checkpoint(), CountingReader()
+    known, executor = checkpoint(), executor or CountingReader()
     names = [case.name for case in cases]
     experiment: Any = SimpleNamespace(
         config=load_config(None, ["inference.window=4,4,4", *changes]),
@@ -248,13 +253,15 @@ def validate(
         validation_files=tuple(cases),
         split=SimpleNamespace(training={"other": ""}, validation=dict.fromkeys(names, "")),
     )
-    dims: Any = SimpleNamespace(num_shards=1, num_replicas=group.size)
+    devices = (torch.device("cpu"),)
+    dims: Any = SimpleNamespace(
+        num_shards=1, num_replicas=group.size, devices=devices, all_devices=devices
+    )
     placed: Any = executor
     validation = FinalValidation(
         experiment=experiment,
         executor=placed,
         folder=RunFolder(folder),
-        precision="float32",
         dims=dims,
         group=group,
     )
@@ -287,6 +294,34 @@ def test_one_process_predicts_all_cases(tmp_path: Path) -> None:
     assert result.rules == () and record_of(folder)["postprocessing"] == []
     assert result.mean_dice == record_of(folder)["mean_dice"]
     assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "expected"),
+    [
+        ("auto", "auto", "bfloat16"),
+        ("auto", "float32", "float32"),
+        ("float32", "auto", "float32"),
+        ("float32", "bfloat16", "bfloat16"),
+    ],
+)
+def test_cases_are_computed_in_what_is_asked_of_predictions(
+    tmp_path: Path, trained: str, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    cases, executor = files(tmp_path / "data")[:1], CountingReader()
+    changes = (NOT_KEPT, f"training.precision={trained}", f"inference.precision={asked}")
+    (tmp_path / "run").mkdir()
+    request = InterruptionRequest()
+    validate(cases, tmp_path / "run", Group(Ranks()), request, *changes, executor=executor)
+    assert executor.precisions == {expected}
+
+
+def test_a_precision_that_is_not_there_is_refused_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(
+        DeviceError, match="^inference.precision=float16 needs a GPU; use inference"
+    ):
+        validate([], tmp_path, Group(Ranks()), InterruptionRequest(), "inference.precision=float16")
 
 
 @pytest.mark.parametrize(

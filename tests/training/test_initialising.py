@@ -18,10 +18,11 @@ from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.training import initialising
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
 from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.classes import Region
-from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
@@ -173,6 +174,29 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
     assert len(caplog.messages) == 1
     settings = settings_of_init(load_config(None, [f"training.init={tmp_path / 'a.pt'}"]))
     assert settings.data.spacing_mm == (1.0, 1.0, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "words"),
+    [
+        (("ct", "ct", "none"), ("ct", "none", "none"), "ct, ct, none instead of ct, none, none"),
+        (("ct", "none"), ("none", "ct"), "ct, none instead of none, ct"),
+        (("ct", "ct"), ("ct", "none"), "ct instead of ct, none"),
+        (("ct", "ct"), ("ct", "ct"), None),
+        (("ct", "ct"), ("ct",), None),  # another stem, of which another line tells
+    ],
+)
+def test_each_channel_may_be_normalised_otherwise(
+    new: tuple[Kind, ...], old: tuple[Kind, ...], words: str | None
+) -> None:
+    wanted, found = (
+        replace(
+            preparing(len(kinds)), channels=tuple(ChannelNormalization(kind=one) for one in kinds)
+        )
+        for kinds in (new, old)
+    )
+    expected = [] if words is None else [f"normalization {words}"]
+    assert initialising._other_preparation(wanted, found) == expected
 
 
 @pytest.mark.parametrize(

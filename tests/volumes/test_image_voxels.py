@@ -20,6 +20,8 @@ from unet3d.volumes.image_voxels import Counts, ImageVoxels, StoredChannels, Val
 from unet3d.volumes.nifti import open_channels, read_channels
 from unet3d.volumes.scratch import Scratch
 
+CPU = torch.device("cpu")
+
 SHAPE = (7, 6, 5)
 TYPES = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<f4", ">f4", "<f8", ">f8")
 COUNTED = ("|u1", "|i1", "<u2", ">u2", "<i2", ">i2", "|b1")
@@ -71,15 +73,10 @@ def assert_like(image: ImageVoxels, expected: np.ndarray) -> None:
     assert (image.num_channels, image.shape) == (len(expected), shape)
     for axis, size in enumerate(shape):
         for planes in (slice(0, size), slice(1, 3), slice(size - 1, size)):
-            found = image.planes(axis, planes)
-            assert found.dtype == np.float32
-            np.testing.assert_array_equal(found, expected[(slice(None),) * (1 + axis) + (planes,)])
-            found[...] = 77  # it is a copy that PyTorch can take
-            torch.from_numpy(found)
-            sent = image.on_device(axis, planes, torch.device("cpu"))
+            sent = image.on_device(axis, planes, CPU)
             assert sent.dtype == torch.float32
             np.testing.assert_array_equal(sent, expected[(slice(None),) * (1 + axis) + (planes,)])
-            sent.fill_(77)  # a copy as well
+            sent.fill_(77)  # it is a copy
     whole = image.whole()
     assert whole.dtype == np.float32 and whole.flags.c_contiguous
     np.testing.assert_array_equal(whole, expected)
@@ -234,7 +231,7 @@ def test_nobody_changes_an_array_of_the_user(order: str) -> None:
 def test_what_float32_cannot_hold_becomes_infinite(value: float) -> None:
     array = np.full((1, *SHAPE), value)
     image = ImageVoxels([StoredChannels(voxels=array)])
-    assert np.isinf(image.planes(0, slice(0, 2))).all()
+    assert torch.isinf(image.on_device(0, slice(0, 2), CPU)).all()
     assert np.isinf(image.whole()).all()
 
 
@@ -281,7 +278,7 @@ def test_a_file_is_not_held_in_memory(
     image = open_channels([path], Scratch(tmp_path)).voxels
     held = [resident_kib(tmp_path)]
     for first in range(0, 150, 10):
-        planes = image.planes(2, slice(first, first + 10))
+        planes = image.on_device(2, slice(first, first + 10), CPU)
         np.testing.assert_array_equal(planes[0], array[..., first : first + 10])
         held.append(resident_kib(tmp_path))
     image.measure(0, lambda values, counts: None)

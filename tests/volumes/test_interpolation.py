@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import ndimage
 
-from unet3d.volumes.interpolation import interpolated, line_matrix, reached
+from unet3d.volumes import interpolation
+from unet3d.volumes.interpolation import Order, interpolated, line_matrix, reached
 
 RNG = np.random.default_rng(0)
 
@@ -25,6 +26,17 @@ def test_the_nearest_voxel_is_that_of_scipy_where_two_are_as_near() -> None:
 @pytest.mark.parametrize("order", [0, 1, 3])
 def test_one_line_of_the_same_voxels_stays(order: int) -> None:
     assert torch.equal(line_matrix(7, 7, order), torch.eye(7))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [0, 1, 3])
+def test_large_matrices_are_not_kept_for_other_images(
+    order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = line_matrix(30, 40, order)
+    assert line_matrix(30, 40, order) is kept
+    monkeypatch.setattr(interpolation, "KEPT_NUMBERS", 30 * 40 - 1)
+    again = line_matrix(30, 40, order)
+    assert again is not kept and torch.equal(again, kept)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)

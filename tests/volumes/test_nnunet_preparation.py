@@ -133,7 +133,7 @@ def our_plan(
     return Preprocessing(
         spacing_mm=target_mm,
         channels=tuple(
-            ChannelNormalization(kind=kind, **(ct if kind == "ct" else {}))  # type: ignore[arg-type]
+            ChannelNormalization(kind=kind, least_std=1e-8, **(ct if kind == "ct" else {}))  # type: ignore[arg-type]
             for kind in kinds
         ),
         channel_names=tuple(kinds),
@@ -215,6 +215,15 @@ def test_a_constant_image_becomes_zero(kind: str, value: int) -> None:
     prepared = our_image(image, (1, 1, 1), our_plan([kind], (1.3, 1, 1)))
     np.testing.assert_array_equal(expected, 0)
     np.testing.assert_array_equal(prepared.planes(0, 0, 9).numpy(), 0)
+
+
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
+def test_tiny_intensities_stay_as_small_as_there(kind: str) -> None:
+    image = image_of((12, 11, 10), 1) * np.float32(1e-12)
+    expected, _ = nnunet_image(image, (1, 1, 1), (1, 1, 1), [kind])
+    found = by_planes(our_image(image, (1, 1, 1), our_plan([kind], (1, 1, 1))), 2, 5)
+    assert np.abs(expected).max() < 0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_shapes_and_thick_axes_are_those_of_nnunet() -> None:

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import torch
 
 from unet3d.errors import VolumeError
 from unet3d.volumes import image_voxels
@@ -16,6 +17,12 @@ def channel(scale: float = 1.0) -> np.ndarray:
     return (array * np.float32(scale)).astype(np.float32)
 
 
+def normalised(scaling: ChannelScaling, array: np.ndarray, inside: np.ndarray | None) -> np.ndarray:
+    values = torch.from_numpy(array.copy())
+    scaling.apply_(values, None if inside is None else torch.from_numpy(inside.copy()))
+    return values.numpy()
+
+
 @pytest.mark.parametrize("piece_voxels", [1, 100, 2**23])
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, -1e35])
@@ -29,7 +36,9 @@ def test_a_z_score_is_that_of_the_voxels_that_count(
     expected = (array - counted.mean()) / counted.std()
     if inside is not None:
         expected[~inside] = 0
-    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, Z_SCORE, inside).apply(array, inside)
+    found = normalised(
+        ChannelScaling.of(ImageVoxels.of(array[None]), 0, Z_SCORE, inside), array, inside
+    )
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -39,8 +48,9 @@ def test_a_part_is_normalised_as_in_the_whole() -> None:
     inside = RNG.random(array.shape) < 0.5
     for how in (Z_SCORE, ChannelNormalization(kind="ct", low=200, high=350, mean=280, std=30)):
         scaling = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside)
-        whole = scaling.apply(array, inside)
-        np.testing.assert_array_equal(scaling.apply(array[:, 2:5], inside[:, 2:5]), whole[:, 2:5])
+        whole = normalised(scaling, array, inside)
+        part = normalised(scaling, array[:, 2:5], inside[:, 2:5])
+        np.testing.assert_array_equal(part, whole[:, 2:5])
 
 
 @pytest.mark.parametrize("how", [Z_SCORE, ChannelNormalization(kind="none")])
@@ -127,7 +137,7 @@ def test_kinds_of_nnunet(
     for kind, wanted in expected.items():
         how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
         scaling = ChannelScaling.of(image, 0, how, inside)
-        found = scaling.apply(array.astype(np.float32), inside)
+        found = normalised(scaling, array.astype(np.float32), inside)
         np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-6, err_msg=kind)
 
 
@@ -137,19 +147,41 @@ def test_a_constant_channel_becomes_zero_whatever_its_value(kind: str, value: fl
     array = np.full((31, 17, 13), value, np.float32)
     how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
     inside = np.ones(array.shape, bool)
-    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside).apply(array, inside)
+    found = normalised(
+        ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside), array, inside
+    )
     np.testing.assert_array_equal(found, 0)
 
 
 @pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
-def test_tiny_intensities_are_not_blown_up(kind: str) -> None:
-    """nnU-Net divides by 1e-8 at least; others are as large as they are."""
-    array = (channel() * np.float32(1e-14)).astype(np.float32)
-    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+@pytest.mark.parametrize("least", [1e-8, 1e-3])
+@pytest.mark.parametrize("scale", [1e-14, 1e-30])
+def test_a_least_deviation_keeps_tiny_intensities_small(
+    kind: str, least: float, scale: float
+) -> None:
+    array = channel(scale)
+    how = ChannelNormalization(kind=kind, least_std=least)  # type: ignore[arg-type]
     inside = np.ones(array.shape, bool)
-    found = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside).apply(array, inside)
-    start = array.min() if kind == "rescale" else array.mean(dtype=np.float64)
-    np.testing.assert_allclose(found, (array - start) / 1e-8, rtol=1e-4, atol=1e-9)
+    scaling = ChannelScaling.of(ImageVoxels.of(array[None]), 0, how, inside)
+    values = array.astype(np.float64)
+    start = values.min() if kind == "rescale" else values.mean()
+    expected = (values - start) / least
+    found = normalised(scaling, array, inside)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["z-score-all", "z-score-inside", "rescale"])
+@pytest.mark.parametrize("scale", [2.0**-40, 2.0**-90, 2.0**60])
+def test_without_one_the_unit_of_intensities_does_not_matter(kind: str, scale: float) -> None:
+    array = channel()
+    how = ChannelNormalization(kind=kind)  # type: ignore[arg-type]
+    inside = RNG.random(array.shape) < 0.5
+    expected, found = (
+        normalised(ChannelScaling.of(ImageVoxels.of(one[None]), 0, how, inside), one, inside)
+        for one in (array, array * np.float32(scale))
+    )
+    assert expected.max() > 0.5
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_largest_numbers_are_rescaled() -> None:

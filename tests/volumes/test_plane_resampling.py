@@ -1,11 +1,15 @@
 """Images that are clipped and taken slice by slice, against SciPy in float64."""
 
+import logging
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from scipy import ndimage
 
 from unet3d.config import Shape, Spacing
+from unet3d.errors import VolumeError
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.prepared_image import PreparedImage, prepare_image
@@ -177,6 +181,50 @@ def test_a_gpu_prepares_what_the_cpu_prepares(
         found = prepared.planes(axis, 1, end, device)
         assert found.device == device and found.dtype == torch.float32
         torch.testing.assert_close(found.cpu(), prepared.planes(axis, 1, end), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
+)
+def test_a_full_gpu_is_told_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prepared = PreparedImage(
+        ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), plan((0.5, 1, 1), Interpolation())
+    )
+    monkeypatch.setattr(prepared, "_made_on_gpu", raising(error))
+    for begin in (0, 8):
+        found = prepared.planes(0, begin, begin + 8, torch.device("cuda", 0))
+        torch.testing.assert_close(found, prepared.planes(0, begin, begin + 8))
+    assert caplog.messages == [
+        "cuda:0 has too little memory to prepare the image; the CPU does",
+    ]
+
+
+def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared = PreparedImage(
+        ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), plan((0.5, 1, 1), Interpolation())
+    )
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(prepared, "_made_on_gpu", raising(MemoryError()))
+    with pytest.raises(VolumeError, match="^the image cannot be prepared: too little memory"):
+        prepared.planes(0, 0, 8, gpu)
+    monkeypatch.setattr(prepared, "_made_on_gpu", raising(RuntimeError("an illegal access")))
+    with pytest.raises(RuntimeError, match="^an illegal access$"):
+        prepared.planes(0, 0, 8, gpu)
+
+
+def raising(error: Exception) -> Any:
+    def fails(*arguments: object) -> torch.Tensor:
+        raise error
+
+    return fails
 
 
 @pytest.mark.gpu

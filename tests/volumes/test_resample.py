@@ -116,6 +116,22 @@ def test_nothing_happens_at_the_same_shape() -> None:
     assert resample_classes(classes, (4, 5, 6)) is classes
 
 
+def test_an_image_makes_its_matrices_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int, Order]] = []
+
+    def matrix(size: int, new_size: int, order: Order) -> torch.Tensor:
+        made.append((size, new_size, order))
+        return line_matrix(size, new_size, order)
+
+    monkeypatch.setattr(plane_resampling, "line_matrix", matrix)
+    resampling = Resampling((9, 8, 7), (12, 8, 10), CUBES)
+    for begin in (0, 5):
+        (piece,) = resampling.pieces(0, begin, begin + 5, 1)
+        image = torch.zeros(1, piece.stop - piece.start, 8, 7)
+        resampling.planes([image], 0, begin, begin + 5)
+    assert sorted(made) == [(7, 10, 3), (9, 12, 3)]
+
+
 def test_the_box_of_space_stays_where_it_is() -> None:
     # A ramp in millimetres, sampled at voxel centres, is a ramp in millimetres at any spacing.
     centres = (np.arange(40) + 0.5) * 1.0

@@ -50,6 +50,17 @@ def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
         assert {slab.shape[1 + axis] for slab in found} == {1}
 
 
+@pytest.mark.parametrize("planes", [((30, 20), (10, 7)), ((10, 7), (30, 20)), ((30, 7), (10, 20))])
+def test_a_piece_is_small_on_both_grids(
+    planes: tuple[tuple[int, int], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grid, shape = ((n, *of_plane) for n, of_plane in zip((4, 40), planes, strict=True))
+    numbers = 3 * max(math.prod(one) for one in planes) * 2
+    monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
+    found = list(restored_slabs([logits_of(grid)], 0, grid, shape))
+    assert {slab.shape[1] for slab in found} == {2}
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_the_division_into_slabs_changes_the_rounding_at_most(axis: int) -> None:
     logits = logits_of((21, 18, 17), torch.float32)

@@ -53,7 +53,9 @@ def plan_prediction(
             precision = resolve_precision("auto", [device])
         settings = [load_config(None, trained_inference(one)).inference for one in networks]
         wanted = [
-            wanted_precision(network, one.precision, [device])
+            wanted_precision(
+                one.precision, network.dtype, network.config.training.precision, [device]
+            )
             for network, one in zip(networks, settings, strict=True)
         ]
         precisions = [precision if one == "auto" else one for one in wanted]

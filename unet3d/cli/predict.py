@@ -193,8 +193,8 @@ def predict(
     with imports_at_once():
         from unet3d.distributed.purpose import PREDICTION
         from unet3d.distributed.rendezvous import joined
+        from unet3d.inference.mode_choice import choose_mode
         from unet3d.inference.networks import Networks
-        from unet3d.inference.placing import choose_mode
         from unet3d.inference.predictor import Predictor
         from unet3d.parallel import ParallelDims
         from unet3d.volumes.scan_search import find_scans
@@ -237,7 +237,7 @@ def predict(
             load_config(None, [*trained_inference(network), *changes]).inference
             for network in networks.described
         ]
-        spread = choose_mode(parallel_settings, networks, [one.window for one in inference], ranks)
+        spread = choose_mode(parallel_settings, networks, inference, ranks)
         dims = ParallelDims.resolve(spread, ranks=ranks)
         if dims.num_shards > group.size:
             _start_ranks(request, checkpoints, dims)

@@ -22,7 +22,9 @@ class InferenceSettings(Section):
     precision: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Number format that is computed in; auto: that of the training if it was float32 or float16
     (in place of float16 without GPUs float32), else as training.precision says of auto. Weights in
-    float64 stay there."""
+    float64 stay there. In float32 a GPU's convolutions use TF32, unless NVIDIA_TF32_OVERRIDE=0 is
+    in the environment. The validation that ends a training computes in it too, those before in
+    training.precision."""
     tta: bool = False
     """Whether each window is also predicted mirrored, over all combinations of the axes along which
     patches were mirrored in training, and the logits are averaged: up to 8 times the work."""

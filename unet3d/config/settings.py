@@ -266,7 +266,8 @@ class TrainingSettings(Section):
     precision: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     """Number format that activations are computed in; weights stay float32, or float64. auto:
     bfloat16 where every GPU has it in hardware, else float16; without a GPU, bfloat16 where the CPU
-    has it in hardware, else float32."""
+    has it in hardware, else float32. In float32 a GPU's convolutions use TF32, unless
+    NVIDIA_TF32_OVERRIDE=0 is in the environment."""
     validate_every: Many = 10
     """Epochs between validations; the last epoch is always validated."""
     save_every_seconds: Annotated[float, Field(ge=0, le=1e9), NUMBER] = 60.0

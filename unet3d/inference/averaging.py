@@ -98,8 +98,8 @@ def adds_up_together(
     if len(networks) == 1:
         return True
     windows = [
-        (network.topology, network.dtype, network.mirror_axes)
-        + (size, one.overlap, one.batch_size, one.tta)
+        (network.topology, network.dtype, network.mirrored_axes(one))
+        + (size, one.overlap, one.batch_size)
         for network, one, size in zip(networks, settings, sizes, strict=True)
     ]
     return settings[0].averaging == "logits" and all(one == windows[0] for one in windows)

@@ -4,22 +4,22 @@ from collections.abc import Sequence
 
 import torch
 
-from unet3d.runs.checkpoint import Checkpoint
 
-
-def wanted_precision(network: Checkpoint, setting: str, devices: Sequence[torch.device]) -> str:
+def wanted_precision(
+    setting: str, dtype: torch.dtype, trained: str, devices: Sequence[torch.device]
+) -> str:
     """Return what a network is to compute in; ``auto``: what is best on its devices.
 
     What was trained in float16 stays in its range, and float16 has more digits than bfloat16.
 
     Args:
-        network: The network.
         setting: Of inference.precision.
+        dtype: The type of the network's parameters.
+        trained: Its training.precision.
         devices: Of all ranks.
     """
-    if network.dtype == torch.float64:
+    if dtype == torch.float64:
         return "float64"
-    trained = network.config.training.precision
     if setting != "auto" or trained == "bfloat16":  # which suits the devices of training
         return setting
     if trained == "float16":

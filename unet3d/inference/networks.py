@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from unet3d.distributed.group import Group
 from unet3d.errors import CheckpointError
@@ -124,11 +124,16 @@ class Networks(Sequence[Checkpoint]):
 def _differences(first: Preprocessing, other: Preprocessing) -> list[str]:
     """Return how a preparation differs from the first network's, in words.
 
-    Which label was not trained on does not matter: no network answers with it.
+    Which label was not trained on does not matter: no network answers with it. Nor does a least
+    deviation: the first network's counts.
     """
-    wanted, found = first.to_dict(), other.to_dict()
+    wanted, found = _compared(first), _compared(other)
     return [
         f"its {name} is {shown(found[name])} instead of {shown(wanted[name])}"
         for name in wanted
-        if name != "ignore_value" and not is_close(wanted[name], found[name])
+        if not is_close(wanted[name], found[name])
     ]
+
+
+def _compared(preprocessing: Preprocessing) -> dict[str, Any]:
+    return replace(preprocessing.without_least_std(), ignore_value=None).to_dict()

@@ -1,106 +1,33 @@
-"""Where trained networks predict: the mode, the precision, and the executor of this process."""
+"""Where trained networks predict: the precision, and the executor of this process."""
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
-from unet3d.config import ParallelSettings, Shape
+from unet3d.config import ParallelSettings
 from unet3d.distributed.group import Group
-from unet3d.distributed.ranks import Ranks
 from unet3d.errors import ConfigError, DoesNotFitError
 from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.networks import Networks
 from unet3d.inference.shared_executor import SharedExecutor
-from unet3d.inference.windows import GPU_SHARE, bytes_of_voxel, computed_window
-from unet3d.memory.record import device_bytes
 from unet3d.model import BlockNetwork, Topology
 from unet3d.parallel import (
     Executor,
     Layout,
     ParallelDims,
+    Slot,
     autocast_dtype,
     parallelize,
     resolve_precision,
 )
 from unet3d.parallel.precision import precision_on
-from unet3d.parallel.spatial.division import SlabRule
 from unet3d.runs.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
-
-Window = Shape | Literal["auto", "whole"]
-
-
-def choose_mode(
-    settings: ParallelSettings, networks: Networks, windows: Sequence[Window], ranks: Ranks
-) -> ParallelSettings:
-    """Return the settings with a mode in place of ``auto``.
-
-    Devices of one kind each take a replica, and a part of every batch of windows. Where windows are
-    too large for one of them, or are whole volumes, each takes a slab of every window, if it has
-    enough planes for them. Other devices take a stage of the network each.
-
-    Args:
-        settings: Mode and devices.
-        networks: The networks.
-        windows: Voxels along X, Y, Z of the windows of each; ``auto``: those of its training.
-        ranks: The place of this process.
-
-    Raises:
-        ConfigError: Several ranks were started for a mode that runs in one.
-        DeviceError: A device is unknown or absent.
-    """
-    if ranks.world_size > 1:
-        if settings.mode not in ("auto", "data", "spatial"):
-            raise ConfigError(
-                f"{ranks.world_size} ranks were started, but --parallel {settings.mode} predicts "
-                "in one process; use --parallel spatial, or do not use torchrun"
-            )
-        # In mode data each of them has scans of its own.
-        of_ranks = "spatial" if settings.mode == "auto" else settings.mode
-        return settings.model_copy(update={"mode": of_ranks})
-    if settings.mode != "auto":
-        return settings
-    dims = ParallelDims.resolve(settings)
-    mode = dims.mode
-    if mode == "spatial":
-        wanted = list(zip(networks.described, windows, strict=True))
-        if all(_fits_each(network, window, dims.all_devices) for network, window in wanted):
-            mode = "data"
-        elif not all(_is_divisible(network, window, dims.num_shards) for network, window in wanted):
-            mode = "model"
-    return settings.model_copy(update={"mode": mode})
-
-
-def _fits_each(checkpoint: Checkpoint, window: Window, devices: Sequence[torch.device]) -> bool:
-    """Return whether windows have a size, of which a batch would not be too large for any device.
-
-    What others hold of its memory does not count: asking for it would take some, for a process that
-    may only start others.
-    """
-    wanted = checkpoint.patch_size if window == "auto" else window
-    if wanted is None or wanted == "whole":
-        return False
-    topology = checkpoint.topology
-    voxels = math.prod(computed_window(wanted, topology.total_stride))
-    needed = voxels * bytes_of_voxel(topology, checkpoint.dtype, len(devices))
-    return all(needed <= GPU_SHARE * device_bytes(device) for device in devices)
-
-
-def _is_divisible(checkpoint: Checkpoint, window: Window, num_shards: int) -> bool:
-    """Return whether windows have planes for all shards, as far as their size is known."""
-    topology = checkpoint.topology
-    if topology.norm == "batch":
-        return False
-    wanted = checkpoint.patch_size if window == "auto" else window
-    if wanted is None or wanted == "whole":
-        return True
-    voxels = computed_window(wanted, topology.total_stride)
-    return SlabRule(topology=topology, num_shards=num_shards).most_shards(voxels) >= num_shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,15 +40,38 @@ class TrainedNetwork:
     executor: Executor
     """The network, in evaluation mode."""
     precision: str
-    """What it computes in."""
+    """What it predicts in, which need not be what it is trained in."""
     index: ClassVar[int] = 0
     is_replayable: ClassVar[bool] = False
     """Not where memory is scarce: a training has its own beside it."""
 
     @property
-    def replicas(self) -> tuple[Executor]:
+    def replicas(self) -> tuple[Self]:
         """The network, which predicts alone."""
-        return (self.executor,)
+        return (self,)
+
+    @property
+    def input_device(self) -> torch.device:
+        """The device where images are expected."""
+        return self.executor.input_device
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device where logits are returned."""
+        return self.executor.output_device
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The slots of this process."""
+        return self.executor.slots
+
+    def predict(self, image: Tensor) -> Tensor:
+        """Return logits (N, K, X, Y, Z) in that precision.
+
+        Args:
+            image: The windows (N, C, X, Y, Z), on the input device.
+        """
+        return self.executor.predict(image, self.precision)
 
     def use(self, index: int) -> None:
         """Leave the network where it is: there is no other."""
@@ -293,9 +243,10 @@ class PlacedNetworks:
         return network.topology, network.dtype, self._precisions[index]
 
     def _precision_of(self, network: Checkpoint, setting: str) -> str:
-        wanted = wanted_precision(network, setting, self._dims.all_devices)
+        trained, devices = network.config.training.precision, self._dims.all_devices
+        wanted = wanted_precision(setting, network.dtype, trained, devices)
         here = [device for home in self._homes for device in home]
-        return resolve_precision(wanted, here, self._group.exchange)
+        return resolve_precision(wanted, here, self._group.exchange, "inference.precision")
 
     def _layout(self, index: int, devices: tuple[torch.device, ...]) -> Layout:
         dims = self._dims

@@ -193,7 +193,7 @@ def _network_memory(
     gpu_bytes: int,
 ) -> _NetworkMemory:
     topology = network.topology
-    mirror_axes = network.mirror_axes if settings.tta else ()
+    mirror_axes = network.mirrored_axes(settings)
     is_open = network.patch_size is None and settings.window == "auto"
     windows = Windows.of(
         shape,

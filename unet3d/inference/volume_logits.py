@@ -65,7 +65,7 @@ class VolumeLogits:
         """Windows of a replica of each network."""
         self._predicting = [
             [
-                MirroredNetwork(placed, network.mirror_axes if one.tta else (), replica, index)
+                MirroredNetwork(placed, network.mirrored_axes(one), replica, index)
                 for replica in range(len(placed.replicas))
             ]
             for index, (network, one) in enumerate(zip(networks.described, settings, strict=True))
@@ -280,7 +280,7 @@ class VolumeLogits:
                 network.topology,
                 network.dtype,
                 num_replicas,
-                is_mirrored=settings.tta and bool(network.mirror_axes),
+                is_mirrored=bool(network.mirrored_axes(settings)),
             ),
         )
         self._num_at_a_time[index] = windows.batch_size

@@ -22,6 +22,7 @@ from torch import Tensor
 from unet3d.config import Shape
 from unet3d.memory.fake_devices import is_gpu
 from unet3d.model import Topology
+from unet3d.volumes.memory_limits import FLOAT32_BYTES as FLOAT32_BYTES
 
 Window = Shape | Literal["whole"]
 """Voxels along X, Y, Z of a window, or the whole volume at once."""
@@ -45,8 +46,6 @@ MAPS_OF_FINEST_LEVEL = 3
 """The skip, what is upsampled to it, and the result of both."""
 
 BFLOAT16_BYTES = 2
-
-FLOAT32_BYTES = 4
 
 
 def computed_window(wanted: Sequence[int], strides: Shape) -> Shape:

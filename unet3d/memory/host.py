@@ -72,9 +72,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     Args:
         error: Any error; PyTorch has no class of its own for those of a CPU.
     """
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+    if is_out_of_gpu_memory(error) or isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def is_out_of_gpu_memory(error: BaseException) -> bool:
+    """Tell whether an allocation failed on a GPU.
+
+    Args:
+        error: Any error; what cuBLAS takes for itself is not PyTorch's, nor is its error.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
 
 
 def shortage_reason(error: BaseException) -> str:

@@ -217,6 +217,15 @@ def plan_topology(
         raise ConfigError(f"model: {error}; change these settings") from error
 
 
+def stated_kernels(kernels: tuple[Kernel, ...]) -> tuple[Kernel, ...]:
+    """Return kernels of levels as a topology states them: none where all are cubes.
+
+    Args:
+        kernels: Of each level, along X, Y, Z.
+    """
+    return () if set(kernels) == {_CUBE} else kernels
+
+
 def _planned_kernels(
     settings: ModelSettings, strides: tuple[Shape, ...], spacing_mm: Spacing
 ) -> tuple[Kernel, ...]:
@@ -228,7 +237,7 @@ def _planned_kernels(
         kernels: tuple[Kernel, ...] = (*_kernels(strides, spacing_mm)[:-1], _CUBE)
     else:
         kernels = settings.kernels
-    return () if set(kernels) == {_CUBE} else kernels
+    return stated_kernels(kernels)
 
 
 def _refuse_single_voxel(size: Shape, strides: tuple[Shape, ...]) -> None:

@@ -22,6 +22,7 @@ from unet3d.inputs.plain_data import printable, shown, validated
 from unet3d.inputs.reading import read_json
 from unet3d.memory.host import shortage
 from unet3d.model import Topology
+from unet3d.model.topology import stated_kernels
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.layout import DATASET, PLANS, SUFFIX, known_as
 from unet3d.nnunet.plans import Plan, ResamplingArguments, read_plan
@@ -40,7 +41,7 @@ STEP = 0.5
 """Of nnU-Net's windows, in windows."""
 
 LEAST_STD = 1e-8
-"""What nnU-Net divides by at least."""
+"""What nnU-Net divides intensities by at least."""
 
 Part = Literal["network", "description"]
 
@@ -274,7 +275,7 @@ def _topology(said: _Said) -> Topology:
             "num_classes": num_outputs,
             "channels": network.features,
             "strides": tuple(axes.from_network(stride) for stride in network.strides),
-            "kernels": () if set(kernels) == {(3, 3, 3)} else kernels,
+            "kernels": stated_kernels(kernels),
             "encoder": "residual" if network.is_residual else "plain",
             "norm": "instance",
             "deep_supervision": True,
@@ -314,7 +315,8 @@ def _normalization(plan: Plan, channel: int) -> ChannelNormalization:
             std=max(known.std, LEAST_STD),
         )
     masked = (scheme, plan.use_mask_for_norm[channel])
-    return ChannelNormalization(kind=SCHEMES.get(masked) or SCHEMES[scheme, False])
+    kind = SCHEMES.get(masked) or SCHEMES[scheme, False]
+    return ChannelNormalization(kind=kind, least_std=LEAST_STD)
 
 
 def _interpolation(image: ResamplingArguments, logits: ResamplingArguments) -> Interpolation:

@@ -59,8 +59,9 @@ def write_model(
             raise ResultExistsError(f"{folder} exists; add --overwrite to replace it")
     first = next(iter(folds.values()))
     for fold, other in folds.items():
-        for what in ("topology", "preprocessing", "patch_size"):
-            if getattr(other, what) != getattr(first, what):
+        wanted, found = _of_training(first), _of_training(other)
+        for what in wanted:
+            if found[what] != wanted[what]:
                 raise _refused(
                     f"network {fold} has another {what} than the first; name folds of one training"
                 )
@@ -101,6 +102,15 @@ def _content(checkpoint: Checkpoint, arguments: dict[str, Any]) -> dict[str, Any
         "init_args": arguments,
         "trainer_name": USUAL,
         "inference_allowed_mirroring_axes": tuple(mirrored) or None,
+    }
+
+
+def _of_training(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what folds of one training have in common; nnU-Net has a least deviation always."""
+    return {
+        "topology": checkpoint.topology,
+        "preprocessing": checkpoint.preprocessing.without_least_std(),
+        "patch_size": checkpoint.patch_size,
     }
 
 

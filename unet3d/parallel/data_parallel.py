@@ -13,7 +13,7 @@ from unet3d.parallel.device_groups import check_thread_devices
 from unet3d.parallel.executor import LossFunction, NoObserver, Observer, as_loss
 from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.placement import Slot
-from unet3d.parallel.precision import lowering
+from unet3d.parallel.precision import autocast_dtype, lowering
 
 
 class DataParallelExecutor:
@@ -87,11 +87,11 @@ class DataParallelExecutor:
         return terms.detached()
 
     @torch.no_grad()
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return logits without gradients, from the first device alone; see the protocol."""
         was_training = self.module.training
         self.module.eval()
-        logits: Tensor = self._network(image)
+        logits: Tensor = self._network(image, precision)
         self.module.train(was_training)
         return logits.to(self.output_device)
 
@@ -107,8 +107,9 @@ class _Lowered(nn.Module):
         # A proxy, because the executor owns this object; its observer may change.
         self._executor = weakref.proxy(executor)
 
-    def forward(self, image: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, image: Tensor, precision: str | None = None) -> Tensor | tuple[Tensor, ...]:
         slot = self._slots[image.device]
-        lowered = lowering(slot.device, self.autocast)
+        autocast = self.autocast if precision is None else autocast_dtype(precision)
+        lowered = lowering(slot.device, autocast)
         with self._executor.observer.during(slot, "forward", 0), lowered:
             return self.network(image)  # type: ignore[no-any-return]

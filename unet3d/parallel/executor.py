@@ -171,12 +171,14 @@ class Executor(Protocol):
         """
         ...
 
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return logits (N, K, ...) on the output device, without gradients.
 
         With batch normalisation or dropout, call ``executor.module.eval()`` first, as usual.
 
         Args:
             image: (N, C, X, Y, Z), or another input of the network, on the input device.
+            precision: What it is computed in, resolved, such as ``float32``; None: that of
+                training.
         """
         ...

@@ -241,7 +241,7 @@ class PipelineExecutor:
         return sums
 
     @torch.no_grad()
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return logits without gradients; see the protocol.
 
         Nothing waits for the result, so the next call's first stage overlaps with this call's
@@ -259,7 +259,7 @@ class PipelineExecutor:
             tensors = {name: value for name, value in tensors.items() if name in later}
             blocks = [block for block in stage.blocks if block.name not in coarse]
             outputs = [name for name in stage.outputs if name not in coarse]
-            tensors |= runner.predict(received, blocks, outputs)
+            tensors |= runner.predict(received, blocks, outputs, precision)
         self._hold_back()
         return tensors[result]
 

@@ -21,6 +21,7 @@ def resolve_precision(
     wanted: str,
     devices: Sequence[torch.device],
     exchange: Callable[[str], Sequence[str]] = lambda own: (own,),
+    setting: str = "training.precision",
 ) -> str:
     """Resolve the setting of the precision on some devices.
 
@@ -30,6 +31,7 @@ def resolve_precision(
         devices: The devices that the network runs on. GPUs that are not here are taken to have
             bfloat16.
         exchange: Maps this process's answer to those of all ranks, which must agree.
+        setting: Its name, for messages.
 
     Raises:
         DeviceError: The precision is computed wrongly on these devices, or emulated.
@@ -37,7 +39,7 @@ def resolve_precision(
     if wanted == "auto":
         choices = set(exchange(default_precision(devices)))
         wanted = next(one for one in ("float32", "float16", "bfloat16") if one in choices)
-    check_precision(wanted, devices)
+    check_precision(wanted, devices, setting)
     return wanted
 
 
@@ -63,12 +65,15 @@ def default_precision(devices: Sequence[torch.device]) -> str:
     return "bfloat16" if has_bfloat16 and not cudnn_breaks_bfloat16() else "float16"
 
 
-def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
+def check_precision(
+    precision: str, devices: Sequence[torch.device], setting: str = "training.precision"
+) -> None:
     """Refuse a precision that would train wrongly here, or not be computed in.
 
     Args:
         precision: A resolved one, such as ``bfloat16``; never ``auto``.
         devices: The devices that the network runs on.
+        setting: The setting that asks for it.
 
     Raises:
         DeviceError: The precision is bfloat16, and cuDNN's convolutions in it are wrong; or there
@@ -77,18 +82,18 @@ def check_precision(precision: str, devices: Sequence[torch.device]) -> None:
     on_gpu = any(device.type == "cuda" for device in devices)
     if precision == "float16" and not on_gpu:
         raise DeviceError(
-            "training.precision=float16 needs a GPU; use training.precision=auto, which is "
+            f"{setting}=float16 needs a GPU; use {setting}=auto, which is "
             f"{default_precision(devices)} on this CPU"
         )
     if precision == "bfloat16" and not on_gpu and not cpu_has_bfloat16():
         raise DeviceError(
-            "training.precision=bfloat16 is slower than float32 on this CPU, which does not have "
-            "it in hardware; use training.precision=float32"
+            f"{setting}=bfloat16 is slower than float32 on this CPU, which does not have it in "
+            f"hardware; use {setting}=float32"
         )
     if precision == "bfloat16" and on_gpu and cudnn_breaks_bfloat16():
         raise DeviceError(
             f"cuDNN {_cudnn_version()} computes bfloat16 convolutions of volumes wrongly (PyTorch "
-            "issue 163539); install cuDNN 9.15 or newer, or use training.precision=float16"
+            f"issue 163539); install cuDNN 9.15 or newer, or use {setting}=float16"
         )
 
 

@@ -31,7 +31,7 @@ from unet3d.parallel.executor import Loss, LossFunction, as_loss
 from unet3d.parallel.memory_format import memory_format
 from unet3d.parallel.offload import SkipOffloader, StepOffload
 from unet3d.parallel.partition import Stage
-from unet3d.parallel.precision import lowered_on, lowering
+from unet3d.parallel.precision import autocast_dtype, lowered_on, lowering
 
 Send = Callable[[str, Tensor], None]
 """Takes a tensor by name as soon as it exists: a result, or in backward a gradient."""
@@ -142,7 +142,7 @@ class EagerStage:
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor], send: Send) -> None:
         """Run the blocks; see :class:`StageRunner`."""
-        leaves = {name: self.as_input(tensor) for name, tensor in inputs.items()}
+        leaves = {name: self._as_input(tensor, self.autocast) for name, tensor in inputs.items()}
         for name, leaf in leaves.items():
             if name != "image":
                 leaf.requires_grad_()
@@ -200,7 +200,11 @@ class EagerStage:
         self._alive.clear()
 
     def predict(
-        self, inputs: Mapping[str, Tensor], blocks: Sequence[Block], outputs: Sequence[str]
+        self,
+        inputs: Mapping[str, Tensor],
+        blocks: Sequence[Block],
+        outputs: Sequence[str],
+        precision: str | None = None,
     ) -> dict[str, Tensor]:
         """Return some outputs of the stage without keeping anything.
 
@@ -208,19 +212,19 @@ class EagerStage:
             inputs: The stage's inputs by name, on its device.
             blocks: The blocks of the stage that run.
             outputs: Names of the results to return.
+            precision: What is computed in; None: that of training.
         """
-        received = {name: self.as_input(tensor) for name, tensor in inputs.items()}
-        with self._lowered():
+        device, autocast = self.stage.slot.device, self.autocast
+        if precision is not None:
+            autocast = lowered_on(device, autocast_dtype(precision))
+        received = {name: self._as_input(tensor, autocast) for name, tensor in inputs.items()}
+        with lowering(device, autocast):
             return run_blocks(blocks, received, outputs)
 
-    def as_input(self, received: Tensor) -> Tensor:
-        """Return an input in the precision that the stage needs.
-
-        Args:
-            received: The input, on the stage's device.
-        """
+    def _as_input(self, received: Tensor, autocast: torch.dtype | None) -> Tensor:
+        """Return an input in the precision that the stage needs."""
         # Without autocast (a CPU stage fed by a GPU) the blocks need their parameters' precision.
-        if self.autocast is not None or self._dtype is None:
+        if autocast is not None or self._dtype is None:
             return received
         return received.to(self._dtype)
 

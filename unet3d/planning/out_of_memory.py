@@ -69,7 +69,7 @@ def explain_out_of_memory(error: BaseException, step: Step) -> str:
     """
     prediction = predict_memory(step, counts_reserved=False)
     asked, index, free = _numbers(str(error))
-    if not isinstance(error, torch.OutOfMemoryError):
+    if not host.is_out_of_gpu_memory(error):
         device = CPU
     else:
         device = torch.device("cuda", int(index)) if index else prediction.slots[-1].device

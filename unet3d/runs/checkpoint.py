@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unet3d import __version__
 from unet3d.atomic import write_atomically
-from unet3d.config import Config, Shape
+from unet3d.config import Config, InferenceSettings, Shape
 from unet3d.errors import CheckpointError, ConfigError, reason_of
 from unet3d.inputs.plain_data import printable, shown
 from unet3d.memory.host import is_out_of_memory, shortage
@@ -69,6 +69,14 @@ class Checkpoint:
         augmentation = self.config.patches.augmentation
         known = augmentation.known_mirror_axes if augmentation.enabled else ()
         return tuple("xyz".index(axis) for axis in known)
+
+    def mirrored_axes(self, settings: InferenceSettings) -> tuple[int, ...]:
+        """Return the axes, counted from 0, along which windows are mirrored in prediction.
+
+        Args:
+            settings: Those of the prediction with this network.
+        """
+        return self.mirror_axes if settings.tta else ()
 
     def build_model(self) -> UNet3d:
         """Return the network, on the CPU.

@@ -2,9 +2,10 @@
 
 What is in ``validation/`` of a run's folder is what ``unet3d predict`` would write for the images
 of the validation cases: on their own grids, by the same code, with the network where it was
-trained. From them is decided which components to keep (:mod:`unet3d.training.component_choice`),
-and the others are removed. ``cases.json`` holds the scores that ``unet3d evaluate`` would find, the
-worst case first; that one and the best one are drawn.
+trained, computed in what ``inference.precision`` says. From them is decided which components to
+keep (:mod:`unet3d.training.component_choice`), and the others are removed. ``cases.json`` holds the
+scores that ``unet3d evaluate`` would find, the worst case first; that one and the best one are
+drawn.
 
 Replicas divide the cases; the shards of a replica compute each of its cases together, and the first
 of them writes. Only the ranks on the first one's machine write, because the run's folder may be on
@@ -24,6 +25,7 @@ from typing import Any
 from unet3d.atomic import unfinished_folder
 from unet3d.distributed.group import Group
 from unet3d.distributed.shard_signals import ShardSignals
+from unet3d.inference.computing_precision import wanted_precision
 from unet3d.inference.evaluation import CaseScores, Evaluation, read_pair
 from unet3d.inference.label_scores import TOLERANCE_MM, LabelScore, score_maps
 from unet3d.inference.networks import Networks
@@ -31,7 +33,7 @@ from unet3d.inference.placing import TrainedNetwork
 from unet3d.inference.postprocessing import keep_largest, rules_in_words
 from unet3d.inference.predictor import Predictor
 from unet3d.interruption import InterruptionRequest
-from unet3d.parallel import Executor, ParallelDims
+from unet3d.parallel import Executor, ParallelDims, image_dtype, resolve_precision
 from unet3d.planning.experiment import Experiment
 from unet3d.runs.checkpoint import Checkpoint
 from unet3d.runs.run_folder import RunFolder, writing
@@ -63,7 +65,6 @@ class FinalValidation:
         experiment: Experiment,
         executor: Executor,
         folder: RunFolder,
-        precision: str,
         dims: ParallelDims,
         group: Group,
     ) -> None:
@@ -73,14 +74,25 @@ class FinalValidation:
             experiment: The cases, and the settings of prediction.
             executor: The placed network.
             folder: The run's files.
-            precision: What the network computes in.
             dims: Replicas and shards.
             group: The ranks: shard after shard, replica after replica.
+
+        Raises:
+            DeviceError: The network cannot be computed here in what inference.precision says.
         """
+        config = experiment.config
+        wanted = wanted_precision(
+            config.inference.precision,
+            image_dtype(executor.module),
+            config.training.precision,
+            dims.all_devices,
+        )
+        self._precision = resolve_precision(
+            wanted, dims.devices, group.exchange, "inference.precision"
+        )
         self._experiment = experiment
         self._executor = executor
         self._folder = folder
-        self._precision = precision
         self._group = group
         self._num_shards = dims.num_shards
         self._replica, self._shard = divmod(group.ranks.rank, dims.num_shards)
@@ -115,7 +127,11 @@ class FinalValidation:
         if not cases:
             return FinalResult(evaluation=None)
         began = time.monotonic()
-        logger.info("predicting %d validation case(s) with the final network", len(cases))
+        logger.info(
+            "predicting %d validation case(s) with the final network in %s",
+            len(cases),
+            self._precision,
+        )
         share = self._share(len(cases))
         with self._unfinished() as folder:
             note = partial(self._group.note, num_steps)

@@ -166,10 +166,11 @@ def _other_preparation(new: Preprocessing, old: Preprocessing) -> list[str]:
 
 
 def _preparation(preprocessing: Preprocessing) -> dict[str, Any]:
+    kinds = tuple(channel.kind for channel in preprocessing.channels)
     return {
         "orientation": preprocessing.orientation,
         "spacing_mm": preprocessing.spacing_mm or "native",
-        "normalization": tuple(dict.fromkeys(one.kind for one in preprocessing.channels)),
+        "normalization": kinds if len(set(kinds)) > 1 else kinds[:1],
         "crops_to_nonzero": preprocessing.crops_to_nonzero,
         "masks_outside": preprocessing.masks_outside,
         **{f"interpolation.{k}": v for k, v in asdict(preprocessing.interpolation).items()},

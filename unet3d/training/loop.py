@@ -103,7 +103,6 @@ class TrainingLoop:
             experiment=experiment,
             executor=executor,
             folder=folder,
-            precision=precision,
             dims=dims,
             group=group,
         )

@@ -76,11 +76,13 @@ def nonzero_box(image: ImageVoxels) -> Box:
     start, stop = [0, 0, 0], list(image.shape)
     slowest = image.slowest_axis
     for axis in (slowest, *(other for other in range(3) if other != slowest)):
-        first = _first_nonzero(image, axis, start, stop, backward=False)
-        if first is None:
+        first, last = (
+            _first_nonzero(image, axis, start, stop, backward=backward)
+            for backward in (False, True)
+        )
+        if first is None or last is None:  # there is neither of them
             return whole_box(image.shape)
-        last = _first_nonzero(image, axis, start, stop, backward=True)
-        start[axis], stop[axis] = first, (first if last is None else last) + 1
+        start[axis], stop[axis] = first, last + 1
     (x, y, z), (x_stop, y_stop, z_stop) = start, stop
     return Box(start=(x, y, z), stop=(x_stop, y_stop, z_stop))
 

@@ -141,29 +141,12 @@ class ImageVoxels:
         """
         return ImageVoxels([replace(one, voxels=view(one.voxels)) for one in self._files])
 
-    def planes(self, axis: int, planes: slice) -> npt.NDArray[np.float32]:
-        """Return some planes of all channels.
-
-        Args:
-            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
-            planes: Which.
-
-        Returns:
-            Shape (C, X, Y, Z), in the order of memory in which they are stored; a copy.
-        """
-        index = (slice(None),) * (1 + axis) + (planes,)
-        parts = [file.values(index) for file in self._files]
-        if len(parts) > 1:
-            return np.concatenate(parts)
-        is_view = np.may_share_memory(parts[0], self._files[0].voxels)
-        return parts[0].copy("K") if is_view else parts[0]
-
     def on_device(self, axis: int, planes: slice, device: torch.device) -> torch.Tensor:
         """Return some planes of all channels in float32 on a device, to be changed there.
 
         Args:
-            axis: As in :meth:`planes`.
-            planes: As there.
+            axis: Of X, Y, Z, counted from 0, the one that the planes follow each other along.
+            planes: Which.
             device: It is sent what takes least.
 
         Returns:

@@ -23,7 +23,35 @@ BAND_ROWS = 64
 """Rows of a matrix that are multiplied together: few enough to leave out most of its zeros."""
 
 
-@functools.lru_cache(maxsize=64)
+KEPT_NUMBERS = 2**20
+"""Of the largest matrix that is kept for other images: of 1024 voxels for as many, 4 MiB. One of
+5000 voxels for 10000 takes 200 MB, which a process would hold until it ends."""
+
+KEPT_MATRICES = 32
+"""Those that are kept, 128 MiB at most: a folder has scans of few sizes."""
+
+
+def centres(size: int, new_size: int) -> Tensor:
+    """Return where the voxels of a line have their centres among those of another, (new_size,).
+
+    Args:
+        size: Voxels of the other one; its centres are 0, 1, 2, ...
+        new_size: Voxels of the line.
+    """
+    # The order of operations decides about what lies just between two of them.
+    return size / new_size * (torch.arange(new_size, dtype=torch.float64) + 0.5) - 0.5
+
+
+def nearest_voxels(size: int, new_size: int) -> Tensor:
+    """Return the voxel next to each one of another line: of two that are as near, the second.
+
+    Args:
+        size: As in :func:`centres`.
+        new_size: As there.
+    """
+    return (centres(size, new_size) + 0.5).floor().long().clamp(0, size - 1)
+
+
 def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
     """Return the weights of the voxels of a line in those of another, shape (new_size, size).
 
@@ -35,13 +63,15 @@ def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
         new_size: Voxels of the new one.
         order: Of the splines.
     """
+    is_kept = size * new_size <= KEPT_NUMBERS
+    return (_kept_matrix if is_kept else _line_matrix)(size, new_size, order)
+
+
+def _line_matrix(size: int, new_size: int, order: Order) -> Tensor:
     if size == new_size:
         return torch.eye(size)
     if order == 0:
-        # Halves are rounded up, and the order of operations decides about them.
-        places = torch.from_numpy(size / new_size * (np.arange(new_size) + 0.5) - 0.5)
-        nearest = (places + 0.5).floor().long().clamp(0, size - 1)
-        return torch.nn.functional.one_hot(nearest, size).float()
+        return torch.nn.functional.one_hot(nearest_voxels(size, new_size), size).float()
     from scipy import ndimage  # takes a third of a second, and images at their own spacing do not
 
     rows = [
@@ -53,6 +83,9 @@ def line_matrix(size: int, new_size: int, order: Order) -> Tensor:
     # which slow every multiplication tenfold and which no float32 result can show.
     matrix[np.abs(matrix) < NEGLIGIBLE_WEIGHT] = 0
     return torch.from_numpy(matrix)
+
+
+_kept_matrix = functools.lru_cache(maxsize=KEPT_MATRICES)(_line_matrix)
 
 
 def reached(matrix: Tensor) -> slice:

@@ -6,6 +6,9 @@ from contextlib import contextmanager
 from unet3d.errors import VolumeError
 from unet3d.memory.host import available_bytes, is_out_of_memory, readable, shortage
 
+FLOAT32_BYTES = 4
+"""Of a voxel, a weight or a logit that is computed with."""
+
 
 def refuse_beyond_memory(needed_bytes: int, what: str, remedy: str) -> None:
     """Refuse what takes more memory than the host has available, before any of it is taken.

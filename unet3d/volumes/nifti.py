@@ -22,13 +22,11 @@ from unet3d.volumes.grids import axes_between
 from unet3d.volumes.header import RAS, VolumeHeader, header_of, same_grid
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
 from unet3d.volumes.intensities import refuse_non_finite, refuse_unusable
-from unet3d.volumes.memory_limits import explaining_memory, refuse_beyond_memory
+from unet3d.volumes.memory_limits import FLOAT32_BYTES, explaining_memory, refuse_beyond_memory
 from unet3d.volumes.scratch import Scratch
 from unet3d.volumes.stored import StoredVolume, raw_voxels, scaled_voxels
 
 MAX_INTEGER_IN_FLOAT64 = 2.0**53
-
-FLOAT32_BYTES = 4
 
 LABEL_ROUNDING = 1e-3
 """How far a label may lie from an integer, for label maps that were saved as floats."""

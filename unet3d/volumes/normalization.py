@@ -27,9 +27,6 @@ Mask = npt.NDArray[np.bool_]
 CONSTANT_DEVIATION = 1e-8
 """A channel counts as constant below this deviation, as a part of its largest intensity."""
 
-LEAST_DEVIATION = 1e-8
-"""What nnU-Net divides by at least."""
-
 MOST_COLOUR = 255.0
 """The largest intensity of an image of colours."""
 
@@ -64,6 +61,9 @@ class ChannelNormalization:
     high: Intensity = 0.0
     mean: Intensity = 0.0
     std: Annotated[float, Field(gt=0, le=MAX_INTENSITY, strict=True)] = 1.0
+    least_std: Annotated[float, Field(ge=0, le=MAX_INTENSITY, strict=True)] = 0.0
+    """What the deviation of a z-score, or the range of ``rescale``, is taken for at least, in
+    intensities of the image. 0: the result does not depend on their unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class ChannelScaling:
         if how.kind == "ct":
             return cls(limits=(how.low, how.high), mean=how.mean, std=how.std)
         if how.kind == "rescale":
-            return cls._of_range(*extremes(image, channel))
+            return cls._of_range(*extremes(image, channel), how.least_std)
         if how.kind == "rgb":
             lowest, highest = extremes(image, channel)
             if lowest < 0 or highest > MOST_COLOUR:
@@ -110,19 +110,18 @@ class ChannelScaling:
                     "colours are expected, from 0 to 255; choose images like those of the training"
                 )
             return cls(std=MOST_COLOUR)
-        if how.kind == "z-score":
-            return cls._of_mean(image, channel, inside, counts_zero=inside is not None)
-        counted = inside if how.kind == "z-score-inside" else None
-        return cls._of_mean(image, channel, counted, counts_zero=True, least=LEAST_DEVIATION)
+        counted = None if how.kind == "z-score-all" else inside
+        counts_zero = how.kind != "z-score" or inside is not None
+        return cls._of_mean(image, channel, counted, how.least_std, counts_zero=counts_zero)
 
     @classmethod
-    def _of_range(cls, lowest: float, highest: float) -> "ChannelScaling":
+    def _of_range(cls, lowest: float, highest: float, least: float) -> "ChannelScaling":
         if lowest == highest:
             return cls(mean=lowest)
         exponent = _safe_exponent(max(-lowest, highest))
         lowest, highest = math.ldexp(lowest, exponent), math.ldexp(highest, exponent)
-        least = math.ldexp(LEAST_DEVIATION, exponent)
-        return cls(exponent=exponent, mean=lowest, std=max(highest - lowest, least))
+        std = max(highest - lowest, math.ldexp(least, exponent))
+        return cls(exponent=exponent, mean=lowest, std=std)
 
     @classmethod
     def _of_mean(
@@ -130,9 +129,9 @@ class ChannelScaling:
         image: ImageVoxels,
         channel: int,
         inside: Mask | None,
+        least: float,
         *,
         counts_zero: bool,
-        least: float = 0.0,
     ) -> "ChannelScaling":
         """Look for mean and deviation, which is taken for ``least`` if it is less."""
         extents = image.measure(channel, partial(_extent, counts_zero=counts_zero), inside)
@@ -162,17 +161,14 @@ class ChannelScaling:
         std = max(std, math.ldexp(least, exponent))
         return cls(exponent=exponent, mean=mean, std=std, masks=inside is not None)
 
-    def apply(self, array: Array, inside: Mask | None = None) -> Array:
-        """Return a normalised part of the channel.
+    def apply(self, array: Array) -> Array:
+        """Return normalised intensities, none of them outside.
 
         Args:
-            array: The part, which is not changed.
-            inside: Which of its voxels are inside.
+            array: Intensities of the channel, which are not changed.
         """
         normal = array.copy("K")
-        self.apply_(
-            torch.from_numpy(normal), None if inside is None else torch.from_numpy(inside.copy())
-        )
+        self.apply_(torch.from_numpy(normal))
         return normal
 
     def apply_(self, values: Tensor, inside: Tensor | None = None) -> None:

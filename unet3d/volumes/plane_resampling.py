@@ -48,6 +48,7 @@ class Resampling:
         self._new_shape = new_shape
         self._orders = orders
         self._limits = limits
+        self._matrices: dict[int, Tensor] = {}
 
     @property
     def best_axis(self) -> int:
@@ -147,7 +148,12 @@ class Resampling:
         return interpolated(result, across)
 
     def _matrix(self, axis: int) -> Tensor:
-        return line_matrix(self._shape[axis], self._new_shape[axis], self._orders[axis])
+        """Return the weights along an axis, which take seconds to make where there are many."""
+        if axis not in self._matrices:
+            self._matrices[axis] = line_matrix(
+                self._shape[axis], self._new_shape[axis], self._orders[axis]
+            )
+        return self._matrices[axis]
 
 
 def _taken(matrices: dict[int, Tensor], dim: int) -> dict[int, Tensor]:

@@ -1,6 +1,6 @@
 """An image at the target spacing, of which planes are made when they are asked for."""
 
-from contextlib import suppress
+import logging
 from functools import cache
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 
 from unet3d.config import Spacing
 from unet3d.errors import VolumeError
+from unet3d.memory.host import is_out_of_gpu_memory
 from unet3d.volumes.cropping import inside_mask
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.intensity_limits import limits_of
@@ -17,6 +18,8 @@ from unet3d.volumes.normalization import ChannelNormalization, ChannelScaling, e
 from unet3d.volumes.plane_resampling import Resampling
 from unet3d.volumes.resample import affordable_shape, visible_shape
 from unet3d.volumes.transform import Preprocessing
+
+logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
 
@@ -51,6 +54,7 @@ class PreparedImage:
         self.shape = visible_shape(image.shape, spacing_mm, target_mm)
         """Voxels along X, Y, Z at the target spacing."""
         self._image = image
+        self._has_told = False
         with explaining_memory("the image cannot be prepared"):
             is_masked = any(_masks(how, preprocessing) for how in preprocessing.channels)
             self._inside = inside_mask(image) if is_masked else None
@@ -107,14 +111,14 @@ class PreparedImage:
         Raises:
             VolumeError: They do not fit in memory, or are not finite.
         """
-        if device.type == "cuda":
-            with (
-                suppress(torch.OutOfMemoryError),
-                torch.cuda.device(device),
-                torch.cuda.stream(_stream(device)),
-            ):
-                return self._made(axis, begin, end, device)
         with explaining_memory("the image cannot be prepared"):
+            if device.type == "cuda":
+                try:
+                    return self._made_on_gpu(axis, begin, end, device)
+                except RuntimeError as error:
+                    if not is_out_of_gpu_memory(error):
+                        raise
+                    self._tell_of(device)
             self._resampling.refuse_beyond_memory(axis, begin, end, self.num_channels)
             return self._made(axis, begin, end, CPU)
 
@@ -122,6 +126,16 @@ class PreparedImage:
         """Return all planes, as :meth:`planes` does."""
         axis = self._resampling.best_axis
         return self.planes(axis, 0, self.shape[axis])
+
+    def _tell_of(self, device: torch.device) -> None:
+        """Say once that a GPU is too full."""
+        if not self._has_told:
+            logger.info("%s has too little memory to prepare the image; the CPU does", device)
+        self._has_told = True
+
+    def _made_on_gpu(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
+        with torch.cuda.device(device), torch.cuda.stream(_stream(device)):
+            return self._made(axis, begin, end, device)
 
     def _made(self, axis: int, begin: int, end: int, device: torch.device) -> torch.Tensor:
         sources = self._resampling.pieces(axis, begin, end, self.num_channels)

@@ -16,7 +16,7 @@ from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import PLAIN
 from unet3d.volumes.files import times
 from unet3d.volumes.interpolation import Order
-from unet3d.volumes.memory_limits import refuse_beyond_memory
+from unet3d.volumes.memory_limits import FLOAT32_BYTES, refuse_beyond_memory
 
 THICK_SLICE_RATIO = 3.0
 """An axis is thick when its spacing exceeds the finest by this factor (the value of nnU-Net)."""
@@ -29,7 +29,6 @@ MAX_LOST_VOXELS = 8
 
 REMEDY = "fix the spacing or its unit in the header, or train with another data.spacing_mm"
 
-FLOAT32_BYTES = 4
 WEIGHT_BYTES = 16
 """An interpolation's weight while it is made: twice in float64."""
 

@@ -14,9 +14,10 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from unet3d.config import Shape
+from unet3d.volumes.interpolation import centres, nearest_voxels
 
 PIECE_NUMBERS = 2**24
-"""Numbers of the finer grid that are made at a time, unless a single plane has more."""
+"""Numbers that are made at a time, of the finer planes, unless a single one has more."""
 
 
 def restored_slabs(
@@ -53,7 +54,8 @@ def restored_slabs(
     for slab in slabs:
         kept = slab if kept is None else torch.cat([kept, slab], dim)
         known = int(torch.searchsorted(above, first + kept.shape[dim]))
-        voxels = math.prod(shape) // shape[axis]
+        # A plane is made of the network's voxels first, and of these the image's.
+        voxels = max(math.prod(one) // one[axis] for one in (grid, shape))
         num_planes = max(1, PIECE_NUMBERS // (len(kept) * voxels))
         for begin in range(done, known, num_planes):
             part = slice(begin, min(begin + num_planes, known))
@@ -67,13 +69,12 @@ def restored_slabs(
 
 def _neighbours(size: int, new_size: int, is_nearest: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the planes around each new one, and how much of the way it is to the second."""
-    centres = (torch.arange(new_size, dtype=torch.float64) + 0.5) * (size / new_size) - 0.5
-    if is_nearest:  # of two that are as near, the second
-        nearest = (centres + 0.5).floor().clamp(0, size - 1).long()
-        return nearest, nearest, torch.zeros_like(centres)
-    centres = centres.clamp(0, size - 1)
-    below = centres.floor().long()
-    return below, (below + 1).clamp_max(size - 1), centres - below
+    if is_nearest:
+        nearest = nearest_voxels(size, new_size)
+        return nearest, nearest, torch.zeros(new_size, dtype=torch.float64)
+    places = centres(size, new_size).clamp(0, size - 1)
+    below = places.floor().long()
+    return below, (below + 1).clamp_max(size - 1), places - below
 
 
 def _between(logits: Tensor, dim: int, below: Tensor, above: Tensor, share: Tensor) -> Tensor:

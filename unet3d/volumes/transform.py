@@ -4,7 +4,7 @@ A :class:`Preprocessing` says how. Training keeps it with the network, so that p
 an image exactly as training did.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -75,6 +75,15 @@ class Preprocessing:
             "orientation": self.orientation,
             "interpolation": asdict(self.interpolation),
         }
+
+    def without_least_std(self) -> Self:
+        """Return the plan with no least deviation: two that differ in nothing else go together.
+
+        No image has so small a deviation but one of nearly one intensity, or of a unit that is far
+        too large.
+        """
+        channels = tuple(replace(channel, least_std=0.0) for channel in self.channels)
+        return replace(self, channels=channels)
 
     def spacing_of(self, header: VolumeHeader) -> Spacing:
         """Return the spacing that an image is taken to have, along X, Y, Z.

@@ -198,11 +198,12 @@ class SpatialExecutor:
         return divided.pipeline.captured_step(image, target, loss, make_pool)
 
     @torch.no_grad()
-    def predict(self, image: Tensor) -> Tensor:
+    def predict(self, image: Tensor, precision: str | None = None) -> Tensor:
         """Return the logits of a whole image, the same in all ranks of a replica.
 
         Args:
             image: (N, C, X, Y, Z), the same in all of them.
+            precision: As in the protocol, the same in all of them.
 
         Raises:
             DeviceError: It has too few planes.
@@ -217,7 +218,7 @@ class SpatialExecutor:
         slab = division.slab(shard.index)
         own = image.narrow(2, slab.start, len(slab))
         with self._errors(), self._watching():
-            return shard.gather_map(self._predicting.pipeline.predict(own), 0)
+            return shard.gather_map(self._predicting.pipeline.predict(own, precision), 0)
 
     @property
     def exchanged_bytes(self) -> int:

@@ -10,8 +10,7 @@ from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.errors import DeviceError
 from unet3d.volumes.augment.draw import free_axes, largest_angle
 from unet3d.volumes.augment.filters import farthest_reach
-
-FLOAT32_BYTES = 4
+from unet3d.volumes.memory_limits import FLOAT32_BYTES
 
 WORK_ARRAYS = 2
 """Channels in float32 that a filter keeps beside the one that it changes."""

@@ -1,0 +1,109 @@
+"""Which mode a prediction takes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.networks import random_checkpoint
+from tests.rank_threads import place
+from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.distributed.ranks import Ranks
+from unet3d.errors import ConfigError, DeviceError
+from unet3d.inference import mode_choice
+from unet3d.inference.mode_choice import choose_mode
+from unet3d.inference.networks import Networks
+from unet3d.runs.checkpoint import Checkpoint
+
+CHECKPOINT = random_checkpoint(patch_size=(4, 16, 16))
+"""Of windows with four planes, and a stride of two."""
+
+BATCH_NORM = replace(CHECKPOINT, topology=replace(CHECKPOINT.topology, norm="batch"))
+"""Which has no slabs."""
+
+
+def mode_of(
+    *devices: str,
+    checkpoint: Checkpoint = CHECKPOINT,
+    window: Any = "auto",
+    tta: bool = False,
+    ranks: Ranks | None = None,
+    **settings: Any,
+) -> str:
+    parallel = ParallelSettings(devices=devices or None, **settings)
+    networks = Networks.of(checkpoint)
+    inference = InferenceSettings(window=window, tta=tta)
+    chosen = choose_mode(parallel, networks, [inference], ranks or Ranks())
+    assert chosen == parallel.model_copy(update={"mode": chosen.mode})
+    return chosen.mode
+
+
+def test_devices_of_one_kind_take_replicas_where_windows_fit() -> None:
+    assert mode_of("cpu") == "none"
+    assert mode_of(*["cpu"] * 4) == "data"
+    assert mode_of(*["cpu"] * 4, checkpoint=BATCH_NORM) == "data"
+    whole = replace(CHECKPOINT, patch_size=None)
+    assert mode_of(*["cpu"] * 7, checkpoint=whole, window=(6, 6, 6)) == "data"
+    assert mode_of(*["cpu"] * 7, window="whole") == "spatial"  # whose planes nobody knows yet
+    assert mode_of(*["cpu"] * 7, checkpoint=whole) == "spatial"
+    assert mode_of("cpu", "cpu", checkpoint=replace(BATCH_NORM, patch_size=None)) == "model"
+
+
+def test_windows_too_large_for_a_device_are_cut_into_slabs_where_they_have_planes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 4 channels: three maps in bfloat16, and of each class logits of two replicas in bfloat16, as
+    # they come and joined, and those of one in float32.
+    voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4)
+    memory = 4 * (4 * 16 * 16 * voxel_bytes)  # of which a quarter is for windows
+    monkeypatch.setattr(mode_choice, "device_bytes", lambda device: memory)
+    assert mode_of("cpu", "cpu") == "data"
+    assert mode_of("cpu", "cpu", window=(4, 16, 18)) == "spatial"
+    monkeypatch.setattr(mode_choice, "device_bytes", lambda device: memory - 4)
+    assert mode_of("cpu", "cpu") == "spatial"
+    assert mode_of(*["cpu"] * 4) == "spatial"
+    assert mode_of(*["cpu"] * 5) == "model"
+    assert mode_of(*["cpu"] * 5, window=(5, 16, 16)) == "spatial"  # of which six are computed
+    assert mode_of("cpu", "cpu", checkpoint=BATCH_NORM) == "model"
+
+
+def test_mirror_images_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Beside what was counted above: the sum in float32, and an image's logits turned back.
+    voxel_bytes = 3 * 4 * 2 + 3 * (4 * 2 + 4) + 3 * (4 + 2)
+    memory = 4 * (4 * 16 * 16 * voxel_bytes)
+    mirrored, never = (
+        replace(
+            CHECKPOINT,
+            config=CHECKPOINT.config.with_values({"patches.augmentation.mirror_axes": axes}),
+        )
+        for axes in ("x", ())
+    )
+    assert mirrored.mirrored_axes(InferenceSettings(tta=True)) == (0,)
+    assert mirrored.mirrored_axes(InferenceSettings()) == ()
+    for less, modes in ((0, ["data"] * 3), (4, ["spatial", "data", "data"])):
+        monkeypatch.setattr(mode_choice, "device_bytes", lambda device, less=less: memory - less)
+        found = [
+            mode_of("cpu", "cpu", checkpoint=mirrored, tta=True),
+            mode_of("cpu", "cpu", checkpoint=mirrored),
+            mode_of("cpu", "cpu", checkpoint=never, tta=True),
+        ]
+        assert found == modes
+
+
+@pytest.mark.parametrize("mode", ["none", "data", "model", "spatial"])
+def test_a_mode_that_is_named_stays(mode: Any) -> None:
+    assert mode_of("cpu", "cpu", mode=mode) == mode
+
+
+def test_several_ranks_have_a_slab_each() -> None:
+    assert mode_of("cpu", "cpu", ranks=place(1, 2)) == "spatial"
+    assert mode_of(ranks=place(0, 2), mode="spatial") == "spatial"
+    assert mode_of(ranks=place(0, 2), mode="data") == "data"  # or scans of its own
+    for mode in ("none", "model"):
+        with pytest.raises(ConfigError, match=f"2 ranks were started, but --parallel {mode} pred"):
+            mode_of(ranks=place(0, 2), mode=mode)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceError, match="99"):
+        mode_of("99", "cpu")
