@@ -12,8 +12,14 @@ def main() -> None:
     stop_on_signals(is_rank=is_launched() or is_one_of_several())
 
     from unet3d.cli.app import main as run
+    from unet3d.distributed.ranks import leave
 
-    run()
+    try:
+        run()
+    except SystemExit as ending:
+        # A rank that is done, too: a thread of gloo that lets go of the last message after the
+        # interpreter is gone would abort it.
+        leave(int(ending.code or 0))
 
 
 if __name__ == "__main__":

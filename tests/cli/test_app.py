@@ -76,8 +76,8 @@ def test_wrong_usage_exits_with_2(
 def test_a_rank_that_is_done_takes_nothing_down(world_size: str) -> None:
     """What it shares with other ranks may be in use by threads of libraries."""
     code = (
-        "import atexit; atexit.register(print, 'taken down')\n"
-        "from unet3d.cli.app import main; main(['--version'])"
+        "import atexit, sys; atexit.register(print, 'taken down')\n"
+        "from unet3d.__main__ import main; sys.argv[1:] = ['--version']; main()"
     )
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
     done = subprocess.run(

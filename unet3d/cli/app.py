@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             die_with_launcher()
             use_expandable_segments()
             keep_host_memory()
-            status = commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0
-        # Threads of gloo that still hold a message abort a process whose interpreter is gone.
-        leave(status)
+            sys.exit(commands.main(arguments, prog_name="unet3d", standalone_mode=False) or 0)
     except click.exceptions.Exit as ending:
         sys.exit(ending.exit_code)
     except click.ClickException as error:
