@@ -253,6 +253,7 @@ def predict(
         if is_dealt:
             scans = group.from_first(found, to_plain=to_plain, from_plain=from_plain)
             job = Segmentation(scans, known, wanted, Scratch(scratch), group)
+            _say_all_of("unet3d.volumes")  # which begin to be read
         elif group.is_first:
             scans = found()
             if 1 < dims.num_replicas <= len(scans.to_segment):
@@ -293,11 +294,15 @@ def _segment_share(
     if job.has_work:
         alone = ParallelSettings(mode="none", devices=tuple(map(str, dims.devices)))
         predictor = Predictor(networks, alone, inference, skips_empty=skips_empty)
-        # What it has to say of its scans, no other rank says.
-        ours = logging.getLogger("unet3d")
-        ours.setLevel(min(ours.level, logging.INFO))
+        _say_all_of("unet3d")
         job.segment(predictor)
     job.gather()
+
+
+def _say_all_of(name: str) -> None:
+    """Let this rank log there, too, because of its own scans no other rank says anything."""
+    level = logging.getLogger("unet3d").level
+    logging.getLogger(name).setLevel(min(level, logging.INFO))
 
 
 def _start_ranks(request: _Request, checkpoints: tuple[Path, ...], dims: "ParallelDims") -> None:
