@@ -1,7 +1,6 @@
 """``unet3d convert``."""
 
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +17,6 @@ logger = logging.getLogger(__name__)
 
 FILES = {".pt", ".pth", ".ckpt", ".pkl", ".bin", ".safetensors", ".onnx", ".zip", ".json"}
 """Ends the names of files; that of a folder may have a dot, too: ``models.v2``."""
-
-FOLD = re.compile("fold_?([0-9]{1,4}|all)")
-"""What folds are called: ``fold0`` in a run, ``fold_0`` in a model."""
 
 
 def _networks_of(
@@ -108,11 +104,15 @@ def _folds(checkpoints: tuple[Path, ...]) -> list[int | str]:
 
     Where a name does not say it, or two are of one, they are counted.
     """
+    from unet3d.nnunet.layout import fold_named
+
     found: dict[int | str, None] = {}
     for path in checkpoints:
-        match = FOLD.fullmatch(path.stem) or FOLD.fullmatch(path.absolute().parent.name)
-        if match:
-            found[match[1] if match[1] == "all" else int(match[1])] = None
+        for name in (path.stem, path.absolute().parent.name):
+            fold = fold_named(name)
+            if fold is not None:
+                found[fold] = None
+                break
     return list(found if len(found) == len(checkpoints) else range(len(checkpoints)))
 
 

@@ -110,7 +110,7 @@ class _Request:
 @click.option(
     "--precision",
     type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
-    help="What is computed in; auto: bfloat16 where the device has it (default).",
+    help="What is computed in; auto, the default: what suits the training and the device.",
 )
 @click.option(
     "--tta/--no-tta",

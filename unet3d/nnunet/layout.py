@@ -11,6 +11,7 @@ ranks that are started with the path of the file.
 """
 
 import os
+import re
 from pathlib import Path
 
 PLANS = "plans.json"
@@ -42,6 +43,18 @@ def fold_folder(fold: int | str) -> str:
         fold: Its number, or :data:`ALL`.
     """
     return f"fold_{fold}"
+
+
+def fold_named(name: str) -> int | str | None:
+    """Return the fold that a name is of: a number, or :data:`ALL`; None: it is of none.
+
+    Args:
+        name: Such as ``fold_0``; also ``fold0``, as folds of our runs are called.
+    """
+    match = re.fullmatch(f"fold_?([0-9]{{1,4}}|{ALL})", name)
+    if match is None:
+        return None
+    return ALL if match[1] == ALL else int(match[1])
 
 
 def known_as(path: Path) -> Path:

@@ -9,7 +9,6 @@ A model of nnU-Net is a folder of its results::
 or the archive of such folders that ``nnUNetv2_export_model_to_zip`` writes.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePath, PurePosixPath
@@ -17,10 +16,8 @@ from typing import TypeVar
 
 from unet3d.errors import CheckpointError, some
 from unet3d.nnunet.archives import Archive, archive_of, open_archive
-from unet3d.nnunet.layout import ALL, DATASET, FINAL, PLANS, SUFFIX, fold_folder
+from unet3d.nnunet.layout import DATASET, FINAL, PLANS, SUFFIX, fold_folder, fold_named
 from unet3d.runs.finding import checkpoints_in, folds_in
-
-FOLD = re.compile(fold_folder(f"([0-9]{{1,4}}|{ALL})"))
 
 Fold = int | str
 """Number of a fold, or ``all``."""
@@ -54,7 +51,7 @@ def networks_in(
         if model is not None:
             files = [file.relative_to(model) for file in model.glob(f"fold_*/*{SUFFIX}")]
             return tuple(model / file for file in _of_model(files, folds, model))
-        if FOLD.fullmatch(path.name) and (files := list(path.glob(f"*{SUFFIX}"))):
+        if fold_named(path.name) is not None and (files := list(path.glob(f"*{SUFFIX}"))):
             _refuse_folds(path, folds)
             return (_final(files, path),)
         if folds is not None:
@@ -112,10 +109,9 @@ def _of_model(files: Iterable[AnyPath], folds: Sequence[Fold] | None, model: Pat
     found: dict[Fold, AnyPath] = {}
     others: dict[Fold, list[Path]] = {}
     for file in sorted(files):
-        match = FOLD.fullmatch(file.parent.name)
-        if match is None:
+        fold = fold_named(file.parent.name)
+        if fold is None:
             continue
-        fold = match[1] if match[1] == ALL else int(match[1])
         if file.name == FINAL:
             found[fold] = file
         else:
