@@ -2,12 +2,8 @@ import gc
 import logging
 import os
 import resource
-import subprocess
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -16,16 +12,6 @@ from unet3d.memory.allocator import use_expandable_segments
 use_expandable_segments()  # as the command line does
 
 ROOT = Path(__file__).resolve().parent.parent
-TRAINING_WORDS = {
-    "train",
-    "torch.distributed.run",
-    "tests.distributed.rank_training",
-    "tests.parallel.rank_gradients",
-    "tests.parallel.spatial.slab_gradients",
-    "tests.training.shard_training",
-    "training_script.py",
-}
-"""Words of a command that starts a training."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,36 +26,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(skip)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let no test train, itself or in its fixtures, that is not marked with ``trains``."""
-    if item.get_closest_marker("trains") is not None:
-        return (yield)
-    with trainings_refused():
-        return (yield)
-
-
-@contextmanager
-def trainings_refused() -> Iterator[None]:
-    from unet3d.training.loop import TrainingLoop
-
-    def refuse(*_: object, **__: object) -> None:
-        pytest.fail("this test trains: mark it with pytest.mark.trains")
-
-    start = subprocess.Popen.__init__
-
-    def start_other(self: Any, args: str | Sequence[object], *rest: Any, **options: Any) -> None:
-        if not isinstance(args, str) and TRAINING_WORDS & set(map(str, args)):
-            refuse()
-        start(self, args, *rest, **options)
-
-    with (
-        mock.patch.object(TrainingLoop, "run", refuse),
-        mock.patch.object(subprocess.Popen, "__init__", start_other),
-    ):
-        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

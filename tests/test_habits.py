@@ -1,22 +1,9 @@
 """Rules that the tests themselves keep."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from unet3d.training.loop import TrainingLoop
-
 TESTS = Path(__file__).resolve().parent
-
-
-def test_a_test_without_the_mark_cannot_train() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"pytest\.mark\.trains"):
-        TrainingLoop.run(None, None, True)  # type: ignore[arg-type]
-    with pytest.raises(pytest.fail.Exception, match=r"pytest\.mark\.trains"):
-        subprocess.run([sys.executable, "-m", "unet3d", "train"], check=False)
 
 
 def test_no_test_module_imports_another() -> None:

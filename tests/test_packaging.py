@@ -359,7 +359,6 @@ def test_the_layers_of_the_design_are_those_that_imports_are_checked_by():
     assert shown == layers
 
 
-@pytest.mark.trains
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

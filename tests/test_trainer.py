@@ -57,7 +57,6 @@ def undisturbed(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.trains
 def test_a_run_is_that_of_the_command(folder: Path) -> None:
     write_msd(folder / "first")
     write_msd(folder / "data", num_cases=5)
@@ -114,7 +113,6 @@ def test_a_run_is_that_of_the_command(folder: Path) -> None:
     assert np.array_equal(np.asarray(labels.dataobj), np.asarray(expected.dataobj))
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("has_log", [True, False])
 def test_a_program_stays_as_it_was(
     folder: Path,
@@ -178,7 +176,6 @@ class Raising(logging.Handler):
             signal.raise_signal(self._number)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_goes_on(
     number: int, cache: Path, undisturbed: Path, caplog: pytest.LogCaptureFixture
@@ -209,7 +206,6 @@ def test_a_run_that_is_stopped_goes_on(
     assert again == found and found.mean_dice is not None
 
 
-@pytest.mark.trains
 def test_threads_train_one_after_another(
     cache: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,8 +226,7 @@ def test_threads_train_one_after_another(
         assert_same_weights(found.folder, undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 def test_ranks_are_started_and_heard_but_not_seen(
     cache: Path,
     undisturbed: Path,
@@ -255,8 +250,7 @@ def test_ranks_are_started_and_heard_but_not_seen(
     }
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 def test_a_script_need_not_ask_for_its_name(folder: Path, cache: Path, undisturbed: Path) -> None:
     """Processes that prepare cases and cut patches must not run it again."""
     settings = {key: str(value) for key, value in small(folder / "new cache").items()}
@@ -278,7 +272,6 @@ def test_a_script_need_not_ask_for_its_name(folder: Path, cache: Path, undisturb
     assert_same_weights(folder / "run", undisturbed)
 
 
-@pytest.mark.trains
 def test_without_a_folder_runs_are_put_where_the_command_does(folder: Path, cache: Path) -> None:
     settings = small(cache, training__epochs=1)
     found = unet3d.train(settings=settings, devices="cpu")

@@ -118,8 +118,7 @@ def test_a_traceback_only_with_debug() -> None:
         assert "unet3d.errors.DatasetError: there is no data set at nowhere" in done.stderr
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
     """Before 0.15 s Python itself may still be starting; that is not ours to handle."""
     write_msd(folder / "data")
@@ -241,7 +240,6 @@ def write_nnunet(root: Path, num_cases: int = 4) -> Path:
     return root
 
 
-@pytest.mark.trains
 def test_train_predict_and_evaluate_two_channels(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

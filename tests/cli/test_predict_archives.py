@@ -63,7 +63,7 @@ def test_messages_name_the_place_in_the_archive(
     assert str(temporary) not in said and not list(temporary.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_call_it_so_too(archive: Path, temporary: Path) -> None:
     done = in_a_process("predict", "scans", *OPTIONS, "--devices", "cpu,cpu")
     assert done.returncode == 0, done.stderr

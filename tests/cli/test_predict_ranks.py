@@ -17,7 +17,7 @@ from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.volumes.samples import noise, write_volume
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 SPATIAL = ("--parallel", "spatial", "--devices", "cpu,cpu")
 DEALT = ("--devices", "cpu,cpu")
@@ -262,7 +262,6 @@ def test_killing_the_command_leaves_no_rank(folder: Path, checkpoint: Path) -> N
     assert_all_end(family, 10)
 
 
-@pytest.mark.trains  # the mark of everything that torchrun starts
 def test_torchrun_starts_the_ranks_as_well(folder: Path, scans: Path, checkpoint: Path) -> None:
     arguments = ("predict", "scans", "--checkpoint", str(checkpoint), "-o")
     assert run(*arguments, "alone", "--devices", "cpu") == 1

@@ -31,7 +31,6 @@ def segmentation(folder: Path, scan: Path) -> Path:
     return write_volume(folder / "a scan_seg.nii.gz", labels)
 
 
-@pytest.mark.trains
 def test_a_training_and_its_prediction_have_pages(
     folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

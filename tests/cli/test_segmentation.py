@@ -239,7 +239,7 @@ IN_A_SMALL_DISK = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_disk_has_all_results_or_none(folder: Path, checkpoint: Path) -> None:
     small = ["unshare", "--map-root-user", "--mount", "bash", "-c", IN_A_SMALL_DISK, "bash"]
     (folder / "out").mkdir()

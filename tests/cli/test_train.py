@@ -59,7 +59,6 @@ def test_a_configuration_that_cannot_be_read_is_named(
     assert "epohcs" in line and "batch_size" in line  # every fault at once
 
 
-@pytest.mark.trains
 def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     write_msd(folder / "data set", num_cases=5)
     status = run(
@@ -78,7 +77,6 @@ def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     assert settings["data"]["dataset"] == str(folder / "data set")
 
 
-@pytest.mark.trains
 def test_train_on_the_folds_of_a_datalist(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = write_msd(folder / "data")
     tree = json.loads((root / "dataset.json").read_text())
@@ -95,7 +93,6 @@ def test_train_on_the_folds_of_a_datalist(folder: Path, capsys: pytest.CaptureFi
     assert load_checkpoint(Path("run/checkpoint-latest.pt")).preprocessing.label_values == (0, 1, 2)
 
 
-@pytest.mark.trains
 def test_the_seed_decides_the_weights(folder: Path) -> None:
     write_msd(folder / "data")
     weights = []
@@ -108,7 +105,6 @@ def test_the_seed_decides_the_weights(folder: Path) -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.trains
 def test_quiet_prints_nothing(folder: Path) -> None:
     write_msd(folder / "data set", num_cases=5)
     done = in_a_process("train", "data set", *SMALL, "--quiet", "--output", "my run")
@@ -116,7 +112,6 @@ def test_quiet_prints_nothing(folder: Path) -> None:
     assert Path("my run/summary.json").is_file()
 
 
-@pytest.mark.trains
 def test_without_a_terminal_there_is_a_line_for_each_epoch(folder: Path) -> None:
     write_msd(folder / "data")
     done = in_a_process("train", "data", *SMALL, "--epochs", 3, "--output", "run")
@@ -127,7 +122,6 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch(folder: Path) -> None
     assert done.stdout.splitlines()[-1].endswith("Checkpoints, metrics and pictures: run")
 
 
-@pytest.mark.trains
 def test_resume_continues_the_newest_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run to resume in runs" in refusal(capsys, "train", "--resume")
     assert "no run to resume in x" in refusal(capsys, "train", "--resume", "--output", "x")
@@ -141,7 +135,6 @@ def test_resume_continues_the_newest_run(folder: Path, capsys: pytest.CaptureFix
     assert list(Path("runs").iterdir()) == [run_folder]
 
 
-@pytest.mark.trains
 def test_two_runs_of_one_second_have_two_folders(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,7 +149,6 @@ def test_two_runs_of_one_second_have_two_folders(
     assert sorted(path.name for path in Path("runs").iterdir()) == names
 
 
-@pytest.mark.trains
 def test_resume_takes_the_run_of_the_data_set_that_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,7 +177,6 @@ def test_resume_takes_the_run_of_the_data_set_that_is_named(
     assert "Mean Dice" in shown.out and str(made["b"]) in shown.out
 
 
-@pytest.mark.trains
 def test_a_damaged_configuration_of_a_run_does_not_stop_it(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,7 +219,6 @@ def test_an_output_folder_that_takes_no_files_is_refused_at_once(
     assert not Path(os.environ["XDG_CACHE_HOME"]).exists()  # before the data are prepared
 
 
-@pytest.mark.trains
 def test_a_disk_that_fills_up_is_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,7 +234,6 @@ def test_a_disk_that_fills_up_is_one_line(
         run("--debug", *arguments)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "memory.png", "progress.png", "events.out.tfevents"]
 )
@@ -268,8 +257,7 @@ def test_a_file_of_a_run_that_cannot_be_written_is_named(
     assert (folder / "run" / "checkpoint-latest.pt").exists() == (name == "progress.png")
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("number", "num_workers"), [(signal.SIGINT, 2), (signal.SIGTERM, 0), (signal.SIGKILL, 2)]
 )
@@ -331,7 +319,6 @@ def test_what_is_wrong_with_the_data_is_said_once_on_each_machine(
     assert levels == [getattr(logging, level)]
 
 
-@pytest.mark.trains
 def test_a_run_begins_with_the_network_of_another_one(
     folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,8 +36,7 @@ def summary_of(path: Path) -> dict:
     return json.loads((path / "summary.json").read_text())
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 def test_folds_one_after_another_are_runs_of_their_own(
     folder: Path,
     scan: Path,
@@ -83,8 +82,7 @@ def test_folds_one_after_another_are_runs_of_their_own(
     assert capfd.readouterr().out.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 def test_folds_on_several_devices_train_at_the_same_time(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,8 +106,7 @@ def test_folds_on_several_devices_train_at_the_same_time(
     assert [one["epochs"] for one in summary_of(folder / "folds")["folds"].values()] == [2, 2]
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
 def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> None:
     words = (

@@ -76,7 +76,6 @@ def test_commands_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_cores() == 1
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_a_signal_ends_all_and_nothing_new_begins(tmp_path: Path, num_slots: int) -> None:
     long = [(*LONG, str(tmp_path / str(index)), *SMALL) for index in range(3)]
@@ -109,7 +108,6 @@ SMALL = (
 )
 
 
-@pytest.mark.trains
 def test_killing_the_first_process_leaves_no_other(tmp_path: Path) -> None:
     code = (
         "import sys; from unet3d.distributed.commands import *; "

@@ -367,8 +367,7 @@ def assert_ends(process: subprocess.Popen[str], family: list[int], advice: str) 
     assert_all_end(family, 10)
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", SPREAD)
 def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
     mode: str, cache: Path, tmp_path: Path
@@ -395,7 +394,7 @@ def predict_many(folder: Path, own: dict[str, str], devices: str) -> subprocess.
     return process
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_predict_names_a_rank_that_a_device_of_another_waits_for(tmp_path: Path) -> None:
     process = predict_many(tmp_path, variables(tmp_path, "2"), "cpu,cpu")
     family, ranks = family_of(process.pid), children_of(process.pid)
@@ -403,7 +402,7 @@ def test_predict_names_a_rank_that_a_device_of_another_waits_for(tmp_path: Path)
     assert_ends(process, family, "give the same command again")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", ["cpu,cpu", pytest.param("0,1", marks=pytest.mark.multigpu)])
 def test_a_frozen_rank_of_a_prediction_is_named(devices: str, tmp_path: Path) -> None:
     limit = "4" if devices == "cpu,cpu" else "20"  # GPUs compile kernels, one longer than another
@@ -413,8 +412,7 @@ def test_a_frozen_rank_of_a_prediction_is_named(devices: str, tmp_path: Path) ->
     assert_ends(process, family, "give the same command again")
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.multigpu
 def test_a_frozen_replica_on_a_gpu_is_named(cache: Path, tmp_path: Path) -> None:
     """Shards are in ``tests/faults/test_shards.py``."""
@@ -428,8 +426,7 @@ def test_a_frozen_replica_on_a_gpu_is_named(cache: Path, tmp_path: Path) -> None
     assert_ends(process, family, "--resume")
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_of_torchrun_says_it_once_itself(cache: Path, tmp_path: Path) -> None:
     folder, port, own = tmp_path / "run", free_port(), variables(tmp_path)
     arguments = words(folder, cache, *SPREAD["spatial"], *SHORT, *LATER)

@@ -158,8 +158,7 @@ def test_a_rank_that_is_asked_to_stop_is_not_started_again(
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,8 +181,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     assert actual["best_dice"] == pytest.approx(expected["best_dice"], abs=0.02)
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) -> None:
     long = (
         "training.epochs=1000",
@@ -245,8 +243,7 @@ def test_a_signal_stops_all_ranks_which_save_first(cache: Path, tmp_path: Path) 
     assert_all_end(family, 10)
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_reason_of_a_failing_rank_is_one_line(
     cache: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +256,6 @@ def test_the_reason_of_a_failing_rank_is_one_line(
     assert not [line for line in printed.splitlines() if "rror" in line or "Traceback" in line]
 
 
-@pytest.mark.trains
 @pytest.mark.multigpu
 def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -280,7 +276,6 @@ def test_two_gpus_train_one_network(cache: Path, tmp_path: Path) -> None:
     assert [loss < 10 for _, loss in losses(folder)] == [True, True]
 
 
-@pytest.mark.trains
 @pytest.mark.multigpu
 def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) -> None:
     more = ("training.epochs=2", "training.precision=bfloat16", "training.batch_size=3")
@@ -305,7 +300,6 @@ def test_two_gpus_have_the_same_weights_to_the_bit(cache: Path, tmp_path: Path) 
         assert torch.equal(second[key], value), key
 
 
-@pytest.mark.trains
 @pytest.mark.multigpu
 def test_nn_data_parallel_trains_in_one_process(cache: Path, tmp_path: Path) -> None:
     threads = (
@@ -331,8 +325,7 @@ def can_make_networks() -> bool:
     return bool(tools) and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["auto", "spatial"])
 def test_two_machines_train_one_network(mode: str, cache: Path, tmp_path: Path) -> None:
     names = [f"unet3d-{os.getpid()}-{node}" for node in range(2)]

@@ -15,8 +15,6 @@ from tests.trainings import assert_same_validation, losses, run, settings, weigh
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture(scope="module")
 def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

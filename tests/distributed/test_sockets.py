@@ -30,12 +30,11 @@ sys.addaudithook(note)
 """
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     "where",
     [
         HYBRID,
-        pytest.param(SPATIAL, marks=pytest.mark.slow),
+        pytest.param(SPATIAL, marks=pytest.mark.nightly),
         pytest.param(("parallel.mode=data", "parallel.devices=0,1"), marks=pytest.mark.multigpu),
     ],
     ids=("hybrid", "spatial", "nccl"),

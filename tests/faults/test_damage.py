@@ -12,7 +12,7 @@ from tests.command_line import SMALL, run
 from tests.faults.amounts import chance, seeds
 from tests.volumes.samples import noise, write_msd, write_volume
 
-pytestmark = [pytest.mark.slow, pytest.mark.trains]
+pytestmark = pytest.mark.nightly
 
 TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache")
 COMMANDS = (

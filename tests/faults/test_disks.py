@@ -18,7 +18,7 @@ from tests.trainings import SMALL
 from tests.volumes.samples import noise, write_msd, write_volume
 from unet3d.runs.checkpoint import load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.trains]
+pytestmark = pytest.mark.nightly
 
 IN_A_SMALL_DISK = """
 set -e

@@ -25,7 +25,7 @@ from tests.trainings import SMALL, assert_same_weights, losses
 from tests.volumes.samples import noise, write_msd, write_volume
 from unet3d.runs.checkpoint import load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.trains]
+pytestmark = pytest.mark.nightly
 
 MAX_KILLS = 2
 """How often one command is killed before it may end."""

@@ -13,7 +13,7 @@ from tests.process_trees import assert_all_end, family_of, ranks_of
 from tests.trainings import losses, start, wait_for
 from unet3d.runs.checkpoint import load_checkpoint
 
-pytestmark = [pytest.mark.slow, pytest.mark.trains]
+pytestmark = pytest.mark.nightly
 
 SPREAD = ("parallel.mode=spatial", "parallel.devices=cpu,cpu", "parallel.timeout_seconds=4")
 on_cpu_and_gpus = pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(
         assert 2 * sums_and_image < three - one
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])
 def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing: float) -> None:

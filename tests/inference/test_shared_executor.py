@@ -11,7 +11,7 @@ from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inference.shared_executor import SharedExecutor
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def errors_of_ranks(folder: Path, *more: str) -> dict[str, str]:

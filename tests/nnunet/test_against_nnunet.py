@@ -28,7 +28,7 @@ MAX_SECONDS = 600
 """Of nnU-Net's command, on a busy machine."""
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(MAX_SECONDS + 300),
     pytest.mark.usefixtures("float32"),
 ]

@@ -36,7 +36,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
@@ -54,7 +53,6 @@ def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> N
         assert_same_in_ranks(by_rank, expected_loss, expected)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 @pytest.mark.parametrize("num_ranks", WORLD_SIZES)
 def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: int) -> None:

@@ -271,8 +271,7 @@ BRIEF = (
 )
 
 
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, test_data / "sarcoma_mr", *BRIEF, "patches.memory_gib=1.1")
     experiment = plan_experiment(config, 0)
@@ -289,7 +288,6 @@ def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path
     assert 0 <= summary["best_dice"] <= 1
 
 
-@pytest.mark.trains
 def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
     root = tmp_path / "few"
     tree = json.loads((test_data / "hippocampus" / "dataset.json").read_text())

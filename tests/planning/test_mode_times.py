@@ -140,8 +140,7 @@ def test_the_command_shows_draws_and_remembers(
     assert "every setting ran out of memory" in err.splitlines()[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.trains
+@pytest.mark.nightly
 def test_ranks_take_the_steps(tmp_path: Path) -> None:
     found = timed(settings(tmp_path, "parallel.replicas=1"))
     assert [row.option.dims.mode for row in found.rows] == ["none", "data", "spatial"]

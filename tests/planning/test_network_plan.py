@@ -87,7 +87,6 @@ def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path: Path) -
         assert ("spatial" in modes) == (count == 16)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(
     batch_size: int, tmp_path: Path

@@ -36,7 +36,7 @@ def planned(name: str, *changes: str) -> NetworkPlan:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", DATA_SETS)
 def test_a_plan_takes_the_memory_that_there_is_in_the_shape_that_nnunet_gives_it(name: str) -> None:
     data, network = DATA_SETS[name], planned(name)

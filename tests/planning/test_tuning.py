@@ -444,7 +444,6 @@ def test_a_picture_that_cannot_be_written_is_named(
     assert f"cannot write {picture}" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("balance", ["memory", "time"])
 def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     balance: str,

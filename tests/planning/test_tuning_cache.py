@@ -234,7 +234,6 @@ def train_here(config: Config, folder: Path, resume: bool = False) -> list[list[
     return [slot["blocks"] for slot in record["slots"]]
 
 
-@pytest.mark.trains
 def test_training_takes_the_choice_and_records_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,7 +253,6 @@ def test_training_takes_the_choice_and_records_it(
     assert [len(blocks) for blocks in train_here(here.config, tmp_path / "new")][0] == 1
 
 
-@pytest.mark.trains
 def test_a_resumed_run_may_be_placed_in_another_way(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

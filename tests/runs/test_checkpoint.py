@@ -166,7 +166,6 @@ def test_whole_volumes_and_native_spacing_have_no_numbers(tmp_path: Path) -> Non
     assert loaded.preprocessing.spacing_mm is None
 
 
-@pytest.mark.trains
 def test_the_file_is_safe_to_load_and_free_of_devices(saved: Path) -> None:
     # Where it is put is decided by the reader: no tensor remembers a device but the CPU.
     content = torch.load(saved, weights_only=True)

@@ -95,7 +95,6 @@ def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:
     monkeypatch.setattr(TrainingLoop, "_step", spoiled)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(("after", "what", "seconds"), [(3, "momentum", 0), (4, "weights", 1000)])
 def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
     cache: Path,
@@ -120,7 +119,6 @@ def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
     assert [epoch for epoch, _ in losses(folder)] == [1, 2]
 
 
-@pytest.mark.trains
 def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(settings(cache, *QUICK, "training.epochs=1"), folder)
@@ -134,7 +132,6 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, tmp_pa
     assert contents(folder) == before
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("value", [1e38])
 def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
@@ -158,7 +155,6 @@ def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
     run(settings(cache, *QUICK), folder, resume=True)
 
 
-@pytest.mark.trains
 def test_a_bad_image_in_validation_is_blamed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,6 @@ def label_maps(folder: Path) -> dict[str, np.ndarray]:
     return {path.name: read_label(path).array for path in folder.rglob("*_seg.nii.gz")}
 
 
-@pytest.mark.trains
 def test_the_cases_are_segmented_as_predict_does(
     finished: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +84,6 @@ def test_the_cases_are_segmented_as_predict_does(
         assert np.array_equal(ours.affine, nib.load(tmp_path / name).affine)
 
 
-@pytest.mark.trains
 def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
     finished: Path, cache: Path
 ) -> None:
@@ -117,7 +115,6 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
     assert summary["dice"] == {mean["name"]: mean["dice"] for mean in record["mean"].values()}
 
 
-@pytest.mark.trains
 def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
     finished: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -141,7 +138,6 @@ def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
     assert record_of(folder)["cases"] != before["cases"]
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("when", ["_predict", "_score"])
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     finished: Path, cache: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
@@ -167,7 +163,6 @@ def test_an_interruption_leaves_nothing_and_the_run_goes_on(
     assert (folder / "summary.json").is_file()
 
 
-@pytest.mark.trains
 def test_a_file_in_place_of_the_folder_is_refused(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(of_two_folds(cache), folder)
@@ -379,7 +374,6 @@ def test_small_components_are_removed_where_that_helps(tmp_path: Path, num_ranks
         assert np.array_equal(array, wanted[name])
 
 
-@pytest.mark.trains
 def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -300,7 +300,6 @@ def fine_tuning(cache: Path, init: Path, *changes: str) -> Config:
     )
 
 
-@pytest.mark.trains
 def test_a_training_begins_with_the_weights(
     cache: Path, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,7 +312,6 @@ def test_a_training_begins_with_the_weights(
     assert f"begins with the weights of {init}; nothing is new" in caplog.messages
 
 
-@pytest.mark.trains
 def test_it_goes_on_without_the_file(
     cache: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,8 +27,6 @@ from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.patches import Batch
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -258,7 +256,7 @@ def test_divergence_stops_with_a_reason(cache: Path, tmp_path: Path) -> None:
         run(config, tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_process_leaves_a_good_checkpoint(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -297,7 +295,7 @@ def test_a_second_training_leaves_the_folder_to_the_first(
     run(settings(cache, "training.epochs=1"), folder, resume=True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_saves_first(
     cache: Path, tmp_path: Path, number: signal.Signals, status: int

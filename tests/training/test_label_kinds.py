@@ -14,8 +14,6 @@ from unet3d.inference.predictor import Predictor
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.volumes.scans import Scan, read_scan
 
-pytestmark = pytest.mark.trains
-
 SHAPE = (24, 24, 24)
 
 

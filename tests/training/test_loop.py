@@ -12,7 +12,6 @@ from unet3d.reports.progress import ProgressLine
 from unet3d.training.loop import TrainingLoop
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("save_every_seconds", [0, 1000])
 def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_behind(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every_seconds: int
@@ -39,7 +38,6 @@ def test_the_live_line_shows_the_loss_of_the_step_before_which_the_gpu_has_left_
     assert len(set(taken)) == 8
 
 
-@pytest.mark.trains
 def test_an_unexpected_error_leaves_no_loading_process(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,8 +19,6 @@ from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.loop import TrainingLoop
 
-pytestmark = pytest.mark.trains
-
 TINY = (
     "patches.size=8,8,8",
     "training.steps_per_epoch=2",

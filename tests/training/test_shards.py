@@ -14,7 +14,7 @@ from tests.trainings import assert_same_validation, losses, start
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
-pytestmark = [pytest.mark.trains, pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 
 NUM_STEPS = 40
 TOLERANCE = 1e-8

@@ -233,7 +233,6 @@ def late_batches(monkeypatch: pytest.MonkeyPatch, seconds: float = LATE_SECONDS)
     monkeypatch.setattr(PatchLoader, "epoch", late)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
@@ -265,7 +264,6 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     assert summary["waited_seconds"] < summary["training_seconds"]
 
 
-@pytest.mark.trains
 def test_a_run_of_a_version_that_did_not_measure_it_goes_on(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(settings(cache, "training.epochs=2"), folder)
@@ -281,7 +279,6 @@ def test_a_run_of_a_version_that_did_not_measure_it_goes_on(cache: Path, tmp_pat
     assert summary["waited_seconds"] == last["waited_seconds"] > 0
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_training_whose_batches_are_there_does_not_wait(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
@@ -306,7 +303,6 @@ def test_a_training_whose_batches_are_there_does_not_wait(
         assert 0 <= line["waited_seconds"] < 0.05 * line["seconds"], line
 
 
-@pytest.mark.trains
 def test_the_log_of_a_training_says_what_helps(
     cache: Path,
     tmp_path: Path,

@@ -39,7 +39,6 @@ def gpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return computed(tmp_path_factory.mktemp("slabs"), "cuda")
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
     num_replicas, num_shards, num_samples, _, joins_samples, own = CASES[case]
@@ -55,8 +54,7 @@ def test_replicas_of_slabs_are_transparent(answers: Path, case: int) -> None:
 
 
 @pytest.mark.multigpu
-@pytest.mark.trains
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", range(len(GPU_CASES)), ids=lambda case: str(GPU_CASES[case]))
 def test_two_gpus_share_a_volume(gpu_answers: Path, case: int) -> None:
     """Launched and replayed, with Triton's kernels, folded maps and levels that are whole."""

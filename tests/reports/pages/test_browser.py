@@ -26,7 +26,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(CHROMIUM is None, reason=f"there is none of {', '.join(NAMES)}"),
 ]
 

@@ -1,0 +1,46 @@
+"""Products of parameters: every pair of values by day, every combination at night."""
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+
+def pairwise(**axes: Any) -> pytest.MarkDecorator:
+    """Return the parameters of a test: all combinations, most of them marked ``nightly``.
+
+    Those that are not are a few in which every two values of two axes meet, chosen greedily as in
+    Cohen et al., "The AETG system" (IEEE TSE 1997), but without a random choice.
+
+    Args:
+        axes: The values of each argument; what they are called in the names of tests is their text.
+    """
+    rows = list(product(*(range(len(values)) for values in axes.values())))
+    by_day = set(_covering(rows))
+    parameters = [
+        pytest.param(
+            *(values[index] for values, index in zip(axes.values(), row, strict=True)),
+            id="-".join(_name(v[i]) for v, i in zip(axes.values(), row, strict=True)),
+            marks=() if row in by_day else pytest.mark.nightly,
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize(tuple(axes), parameters)
+
+
+def _covering(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Yield rows until every pair of places has had every pair of values."""
+    left = {pair for row in rows for pair in _pairs(row)}
+    while left:
+        best = max(rows, key=lambda row: len(left & _pairs(row)))
+        left -= _pairs(best)
+        yield best
+
+
+def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
+    return set(combinations(enumerate(row), 2)) if len(row) > 1 else {((0, row[0]),)}
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", None) or str(value)
