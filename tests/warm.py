@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from unet3d import interruption
 from unet3d.__main__ import main
-from unet3d.distributed import launcher
+from unet3d.distributed import commands, launcher
 from unet3d.distributed.launcher import import_variables
 
 _PID_BYTES = 32
@@ -54,6 +54,10 @@ class Warm:
         self.returncode: int | None = None
         self._channel = channel
         self._files = files
+
+    def __del__(self) -> None:
+        for one in (self._channel, *self._files):
+            one.close()
 
     def poll(self) -> int | None:
         return self._status(0)
@@ -111,10 +115,10 @@ def run(
 
 
 def run_call(
-    work: Callable[..., object], *arguments: object, timeout: float = 120
+    work: Callable[..., object], *arguments: object, timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a function of a module in a process of its own, to its end."""
-    return _completed(call(work, *arguments), timeout)
+    """Call a function of a module in a process of its own, to its end; see :func:`call`."""
+    return _completed(call(work, *arguments, **variables), timeout)
 
 
 def _completed(process: Warm, timeout: float) -> subprocess.CompletedProcess[str]:
@@ -236,10 +240,11 @@ def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> N
 
 
 def run_command(words: list[str]) -> None:
-    """Do what ``unet3d WORDS`` does; ranks that it starts are forks."""
-    vars(launcher)["subprocess"] = SimpleNamespace(
-        Popen=_Rank, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
-    )
+    """Do what ``unet3d WORDS`` does; ranks and the trainings of folds that it starts are forks."""
+    for module in (launcher, commands):
+        vars(module)["subprocess"] = SimpleNamespace(
+            Popen=_Rank, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE
+        )
     sys.argv = ["unet3d", *words]
     main()
 
