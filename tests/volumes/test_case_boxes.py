@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from unet3d.volumes import case_boxes
 from unet3d.volumes.case_boxes import boxes_of
 from unet3d.volumes.cropping import Box
 from unet3d.volumes.dataset import Case, load_dataset
+from unet3d.volumes.entries import json_checksum
 
 SHAPE = (12, 14, 10)
 BOXES = [
@@ -95,46 +97,38 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_records_are_made_anew(
-    damage: str, cases: tuple[Case, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: tuple[Case, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found(cases, tmp_path)
     records = sorted((tmp_path / "cache" / "boxes").iterdir())
     assert len(records) == len(cases)
-    for record in records:
-        DAMAGES[damage](record)
-    assert found(cases, tmp_path) == BOXES
-    forbid_reading(monkeypatch)
-    assert found(cases, tmp_path) == BOXES
+    for name, damage in DAMAGES.items():
+        for record in records:
+            damage(record)
+        assert found(cases, tmp_path) == BOXES, name
+        with monkeypatch.context() as patched:
+            forbid_reading(patched)
+            assert found(cases, tmp_path) == BOXES, name
 
 
-def test_a_box_beyond_the_image_is_not_believed(cases: tuple[Case, ...], tmp_path: Path) -> None:
-    found(cases, tmp_path)
-    image = np.ones((4, 4, 4), np.float32)
-    write_volume(tmp_path / "small.nii", image)
-    small = Case(name="small", images=(tmp_path / "small.nii",), label=tmp_path / "unused.nii")
-    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == [
-        Box(start=(0, 0, 0), stop=(4, 4, 4))
-    ]
-    record = max((tmp_path / "cache" / "boxes").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+def test_a_box_beyond_the_image_is_not_believed(tmp_path: Path) -> None:
+    path = write_volume(tmp_path / "small.nii", np.ones((4, 4, 4), np.float32))
+    small = Case(name="small", images=(path,), label=tmp_path / "unused.nii")
+    whole = [Box(start=(0, 0, 0), stop=(4, 4, 4))]
+    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == whole
+    (record,) = (tmp_path / "cache" / "boxes").iterdir()
     content = {"start": [0, 0, 0], "stop": [9, 4, 4]}
-    change(record, **content, checksum=case_boxes.json_checksum(content))
-    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == [
-        Box(start=(0, 0, 0), stop=(4, 4, 4))
-    ]
+    change(record, **content, checksum=json_checksum(content))
+    assert boxes_of([small], [(4, 4, 4)], tmp_path / "cache") == whole
 
 
-def test_an_image_that_cannot_be_read_is_named(cases: tuple[Case, ...], tmp_path: Path) -> None:
+def test_what_cannot_be_read_or_written_is_named(cases: tuple[Case, ...], tmp_path: Path) -> None:
     path = cases[1].images[0]
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(VolumeError, match=path.name):
         found(cases, tmp_path)
-
-
-def test_a_cache_that_cannot_be_written_is_an_error(
-    cases: tuple[Case, ...], tmp_path: Path
-) -> None:
+    shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CacheError, match="set data.cache"):
         found(cases, tmp_path)

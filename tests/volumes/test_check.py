@@ -27,17 +27,8 @@ def root(tmp_path: Path) -> Path:
     return write_msd(tmp_path, shape=SHAPE)
 
 
-def test_a_sound_data_set_has_no_findings(root: Path) -> None:
-    assert check_dataset(load_dataset(root)) == []
-
-
-def test_names_a_missing_file(root: Path) -> None:
-    (root / "labelsTr/case_1.nii.gz").unlink()
-    said = messages(check_headers(load_dataset(root)))
-    assert said.startswith("error: ") and "labelsTr/case_1.nii.gz is missing" in said
-
-
 def test_names_files_that_no_case_uses(root: Path) -> None:
+    assert check_dataset(load_dataset(root)) == []
     write_volume(root / "imagesTr/extra.nii.gz", np.ones((4, 4, 4)))
     (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
     (root / "imagesTr/notes.txt").write_text("not a volume")
@@ -64,8 +55,8 @@ def test_names_four_axes_where_three_are_expected(root: Path) -> None:
     )
     write_msd(root, shape=SHAPE)
     write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((*SHAPE, 2), np.uint8))
-    said = messages(check_headers(load_dataset(root)))
-    assert "error" in said and "a label map is 3-D" in said
+    said = messages(check_dataset(load_dataset(root)))
+    assert said.count("error: ") == 1 and "a label map is 3-D" in said
 
 
 @pytest.mark.parametrize(
@@ -74,8 +65,7 @@ def test_names_four_axes_where_three_are_expected(root: Path) -> None:
 def test_names_label_values_that_dataset_json_lacks(
     root: Path, values: tuple[int, ...], unknown: str
 ) -> None:
-    label = np.resize(np.array(values, np.int16), SHAPE)
-    write_volume(root / "labelsTr/case_1.nii.gz", label)
+    write_volume(root / "labelsTr/case_1.nii.gz", np.resize(np.array(values, np.int16), SHAPE))
     dataset = load_dataset(root)
     assert check_headers(dataset) == []
     said = messages(check_dataset(dataset))
@@ -90,13 +80,22 @@ def test_rounds_labels_that_were_saved_as_floats(root: Path) -> None:
     assert "no integer labels" in messages(check_dataset(load_dataset(root)))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_names_nan_and_infinity(root: Path, value: float) -> None:
-    image = np.ones(SHAPE, np.float32)
-    image[0, 0, :3] = value
-    write_volume(root / "imagesTr/case_1.nii.gz", image)
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        (np.nan, "has 1 voxels of 1680 that are NaN or infinite"),
+        (np.inf, "has 1 voxels of 1680 that are NaN or infinite"),
+        (1e10, "has 1 voxels of 1680 with values up to"),
+        (-3.4e38, "has 1 voxels of 1680 with values up to"),
+    ],
+)
+def test_names_intensities_that_are_none(root: Path, value: float, fault: str) -> None:
+    path = root / "imagesTr/case_1.nii.gz"
+    array = np.asarray(nib.load(path).dataobj).copy()
+    array[2, 3, 4] = value
+    write_volume(path, array)
     said = messages(check_dataset(load_dataset(root)))
-    assert said.startswith("error: ") and "3 voxels" in said
+    assert said.startswith("error: ") and fault in said
 
 
 def test_warns_of_empty_labels_and_constant_images(root: Path) -> None:
@@ -117,14 +116,6 @@ def test_ignored_voxels_are_known_but_no_label(tmp_path: Path) -> None:
     (finding,) = check_dataset(load_dataset(root))
     assert (finding.case, finding.severity) == ("case_1", "warning")
     assert finding.message.endswith("is empty: every voxel is background or ignored")
-
-
-def test_names_unreadable_files(root: Path) -> None:
-    damaged = root / "imagesTr/case_1.nii.gz"
-    damaged.write_bytes(damaged.read_bytes()[:-200])
-    assert str(damaged) in messages(check_dataset(load_dataset(root)))
-    damaged.write_bytes(b"")
-    assert "is empty (0 bytes)" in messages(check_headers(load_dataset(root)))
 
 
 def test_a_fault_of_the_grid_hides_no_fault_of_the_voxels(root: Path) -> None:
@@ -148,7 +139,7 @@ def test_a_file_that_cannot_be_read_hides_no_fault_of_the_others(root: Path) -> 
     write_volume(root / "labelsTr/case_1.nii.gz", np.full(SHAPE, 7, np.uint8))
     said = messages(check_dataset(load_dataset(root)))
     assert said.count("error: ") == 2
-    assert "case_1.nii.gz is missing" in said and "value(s) 7, but" in said
+    assert "imagesTr/case_1.nii.gz is missing" in said and "value(s) 7, but" in said
 
     write_msd(root, shape=SHAPE)
     (root / "labelsTr/case_1.nii.gz").write_bytes(b"")
@@ -156,11 +147,6 @@ def test_a_file_that_cannot_be_read_hides_no_fault_of_the_others(root: Path) -> 
     said = messages(check_dataset(load_dataset(root)))
     assert said.count("error: ") == 2
     assert "is empty (0 bytes)" in said and "NaN" in said
-
-
-def test_a_label_map_of_four_axes_is_one_fault(root: Path) -> None:
-    write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((*SHAPE, 2), np.uint8))
-    assert messages(check_dataset(load_dataset(root))).count("error: ") == 1
 
 
 def test_names_what_is_wrong_with_the_awkward_files(test_data: Path, tmp_path: Path) -> None:
@@ -205,10 +191,8 @@ def test_names_what_is_wrong_with_the_awkward_files(test_data: Path, tmp_path: P
     assert "NaN" in found["nan"]
 
 
-@pytest.mark.parametrize(
-    ("header", "voxels"), [(".HDR", ".IMG"), (".hdr", ".IMG"), (".Hdr", ".img")]
-)
-def test_the_other_file_of_a_pair_is_not_unnamed(root: Path, header: str, voxels: str) -> None:
+def test_the_other_file_of_a_pair_is_not_unnamed(root: Path) -> None:
+    header, voxels = ".Hdr", ".IMG"
     image = nib.load(root / "imagesTr/case_1.nii.gz")
     nib.save(nib.Nifti1Pair(image.dataobj, image.affine), root / "imagesTr/new.hdr")
     (root / "imagesTr/new.hdr").rename(root / f"imagesTr/case_1{header}")
@@ -221,7 +205,7 @@ def test_the_other_file_of_a_pair_is_not_unnamed(root: Path, header: str, voxels
         assert check_dataset(load_dataset(root)) == []
 
 
-@pytest.mark.parametrize("spacing_mm", [(1000, 1000, 1000), (100, 100, 100), (1, 1, 1e8)])
+@pytest.mark.parametrize("spacing_mm", [(100, 100, 100), (1, 1, 1e8)])
 def test_names_a_case_that_would_not_fit_in_memory(
     root: Path, spacing_mm: Spacing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,12 +225,10 @@ def test_names_a_case_that_would_not_fit_in_memory(
     assert "memory" not in " ".join(finding.message for finding in coarse)
 
 
-def test_names_a_spacing_that_no_scan_has(root: Path) -> None:
+def test_names_a_spacing_that_no_scan_has_or_that_is_in_another_unit(root: Path) -> None:
     write_volume(root / "imagesTr/case_1.nii.gz", np.ones(SHAPE, np.float32), (1e30, 1, 1))
     assert "spacing 1e+30x1x1 mm, which no scan has" in messages(check_headers(load_dataset(root)))
-
-
-def test_warns_of_a_spacing_in_another_unit(root: Path) -> None:
+    write_msd(root, shape=SHAPE)
     for folder in ("imagesTr", "labelsTr"):
         path = root / folder / "case_1.nii.gz"
         array = np.asarray(nib.load(path).dataobj)
@@ -255,8 +237,8 @@ def test_warns_of_a_spacing_in_another_unit(root: Path) -> None:
     assert said.startswith("warning: ") and "0.02x0.02x0.02 mm, but the median" in said
 
 
-@pytest.mark.parametrize("degrees", [15, 25, 30])
-def test_warns_of_a_tilted_gantry(root: Path, degrees: float) -> None:
+def test_warns_of_a_tilted_gantry(root: Path) -> None:
+    degrees = 15
     affine = np.eye(4)
     affine[1:3, 1] = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
     for folder in ("imagesTr", "labelsTr"):
@@ -265,16 +247,6 @@ def test_warns_of_a_tilted_gantry(root: Path, degrees: float) -> None:
     said = messages(check_dataset(load_dataset(root)))
     assert said.startswith("warning: ") and said.count("warning") == 1
     assert f"miss a right angle by {degrees} degrees" in said
-
-
-@pytest.mark.parametrize("value", [1e10, -3.4e38])
-def test_names_huge_values(root: Path, value: float) -> None:
-    path = root / "imagesTr/case_1.nii.gz"
-    array = np.asarray(nib.load(path).dataobj).copy()
-    array[2, 3, 4] = value
-    write_volume(path, array)
-    said = messages(check_dataset(load_dataset(root)))
-    assert said.startswith("error: ") and "has 1 voxels of 1680 with values up to" in said
 
 
 def test_pipes_and_loops_are_findings_like_any_other(root: Path) -> None:

@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from unet3d.config import AugmentationSettings, Shape
@@ -26,25 +25,26 @@ def test_a_patch_that_does_not_turn_is_a_box() -> None:
     box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 9))
     assert box == Region(start=(5, 0, 7), stop=(9, 4, 9))
     assert placement.moved(box.start).offset == (0.0, -2.0, 0.0)
-
-
-def test_mirroring_keeps_the_box() -> None:
-    placement = Placement.centred(np.diag([-1.0, 1.0, -1.0]), (5, 6, 7), (4, 6, 5))
+    outside = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
+    box = outside.box(Region(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
+    assert box == Region(start=(0, 0, 5), stop=(1, 4, 6))  # at least one voxel
+    mirrored = np.diag([-1.0, 1.0, -1.0])
+    placement = Placement.centred(mirrored, (5, 6, 7), (4, 6, 5))
     box = placement.box(Region(start=ZERO, stop=(4, 6, 5)), (20, 20, 20))
     assert box == Region(start=(5, 6, 7), stop=(9, 12, 12))
     assert placement.moved(box.start).offset == (3.0, 0.0, 4.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_box_holds_every_sampled_point_and_little_more(seed: int) -> None:
+def test_the_box_holds_every_sampled_point_and_little_more() -> None:
     size = (16, 24, 8)
-    matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
-    placement = Placement.centred(matrix, (100, 110, 120), size)
-    for region in (
+    regions = (
         Region(start=ZERO, stop=size),
         Region(start=(4, 0, 0), stop=(8, 24, 8)),
         Region(start=(15, 23, 7), stop=size),
-    ):
+    )
+    for seed, region in itertools.product(range(20), regions):
+        matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
+        placement = Placement.centred(matrix, (100, 110, 120), size)
         box = placement.box(region, (400, 400, 400))
         points = np.array(placement.matrix) @ np.array(corners(region)).T
         points += np.array(placement.offset)[:, None]
@@ -52,12 +52,6 @@ def test_the_box_holds_every_sampled_point_and_little_more(seed: int) -> None:
         assert (points.max(axis=1) <= np.array(box.stop) - 1 + 1e-5).all()
         assert (points.min(axis=1) < np.array(box.start) + 1).all()
         assert (points.max(axis=1) > np.array(box.stop) - 2).all()
-
-
-def test_a_region_outside_the_case_has_a_voxel() -> None:
-    placement = Placement.centred(None, (-10, 0, 30), (4, 4, 4))
-    box = placement.box(Region(start=ZERO, stop=(4, 4, 4)), (6, 6, 6))
-    assert box == Region(start=(0, 0, 5), stop=(1, 4, 6))
 
 
 def test_margins_hold_what_blur_and_coarsening_reach() -> None:

@@ -44,14 +44,17 @@ def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape: Shape) -> None:
     np.testing.assert_allclose(blur(channel, (1, 1, 1), ZERO, shape), inner, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(7, 8, 9), (2, 3, 1), (1, 1, 5)])
-def test_a_constant_stays_that_constant(shape: Shape) -> None:
-    three = torch.full(shape, 3.0)
-    for result in (
-        blur(three, (1.0, 0.7, 0.5), ZERO, shape),
-        coarsen(three, (0.5, 0.63, 0.9), ZERO, shape),
-    ):
-        torch.testing.assert_close(result, three, rtol=1e-6, atol=0)
+def test_a_constant_stays_that_constant() -> None:
+    shapes: list[Shape] = [(7, 8, 9), (2, 3, 1), (1, 1, 5)]
+    for shape in shapes:
+        three = torch.full(shape, 3.0)
+        for result in (
+            blur(three, (1.0, 0.7, 0.5), ZERO, shape),
+            coarsen(three, (0.5, 0.63, 0.9), ZERO, shape),
+        ):
+            torch.testing.assert_close(result, three, rtol=1e-6, atol=0)
+    channel = noise(5, 6, 7)
+    assert coarsen(channel, (1.0, 1.0, 0.99), ZERO, (5, 6, 7)) is channel
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.25])
@@ -64,10 +67,14 @@ def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor: float) -> 
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("factor", [0.5, 0.55, 0.61, 0.7, 0.77, 0.83, 0.94])
 @pytest.mark.parametrize("voxels", [21, 64, 101])
-def test_coarsening_moves_nothing(factor: float, voxels: int) -> None:
+def test_coarsening_moves_nothing(voxels: int) -> None:
     """MONAI's takes the nearest voxel, which moved the image 0.64 voxels on average."""
+    for factor in (0.5, 0.55, 0.61, 0.7, 0.77, 0.83, 0.94):
+        assert_moves_nothing(factor, voxels)
+
+
+def assert_moves_nothing(factor: float, voxels: int) -> None:
     place = torch.arange(voxels).float()
     ramp = place[:, None, None].expand(voxels, 3, 3).contiguous()
     moved = coarsen(ramp, (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0] - place
@@ -77,11 +84,6 @@ def test_coarsening_moves_nothing(factor: float, voxels: int) -> None:
     after = coarsen(bump.contiguous(), (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0]
     centre = [(place * line).sum() / line.sum() for line in (bump[:, 0, 0], after)]
     assert abs(centre[0] - centre[1]) < 0.05
-
-
-def test_what_is_not_changed_is_left_alone() -> None:
-    channel = noise(5, 6, 7)
-    assert coarsen(channel, (1.0, 1.0, 0.99), ZERO, (5, 6, 7)) is channel
 
 
 @pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])

@@ -4,7 +4,8 @@ import torch
 from scipy import stats
 
 from unet3d.config import Shape
-from unet3d.volumes.augment.noise import gaussian_noise
+from unet3d.volumes.augment import noise
+from unet3d.volumes.augment.noise import add_noise, gaussian_noise
 
 CPU = torch.device("cpu")
 SIZE: Shape = (40, 50, 60)
@@ -23,11 +24,11 @@ def test_it_is_normally_distributed(seed: tuple[int, int]) -> None:
 
 
 def test_neighbours_along_every_axis_are_independent() -> None:
-    noise = whole((3, 4))
+    values = whole((3, 4))
     for axis in range(3):
         for distance in (1, 2, 8, 16):
             pair = [
-                noise.narrow(axis, begin, noise.shape[axis] - distance).flatten().numpy()
+                values.narrow(axis, begin, values.shape[axis] - distance).flatten().numpy()
                 for begin in (0, distance)
             ]
             assert abs(np.corrcoef(*pair)[0, 1]) < 0.015
@@ -47,6 +48,11 @@ def test_the_spectrum_is_flat() -> None:
         np.testing.assert_allclose(power.mean(axis=others), 1, atol=0.12)
 
 
-def test_a_part_has_the_noise_of_the_whole() -> None:
-    part = gaussian_noise((3, 10, 20), (7, 5, 30), SIZE, (8, 9), CPU)
-    assert torch.equal(part, whole((8, 9))[3:10, 10:15, 20:50])
+def test_a_part_has_the_noise_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many planes of it are made at a time."""
+    expected = whole((8, 9))[3:10, 10:15, 20:50]
+    assert torch.equal(gaussian_noise((3, 10, 20), (7, 5, 30), SIZE, (8, 9), CPU), expected)
+    monkeypatch.setattr(noise, "CHUNK_VOXELS", 3 * 5 * 30)
+    channel = torch.ones(7, 5, 30)
+    add_noise(channel, 0.5, (3, 10, 20), SIZE, (8, 9))
+    torch.testing.assert_close(channel, 1 + 0.5 * expected)
