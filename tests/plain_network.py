@@ -3,12 +3,14 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unet3d.config import ModelSettings
 from unet3d.model import SegmentationLoss, Topology, UNet3d, plan_topology
+from unet3d.parallel import Executor, Layout, parallelize
 
 TOLERANCE = 1e-10
 PER_SAMPLE = SegmentationLoss()
@@ -29,15 +31,8 @@ TRAINED_ELSEWHERE: dict[str, object] = {
 def make_topology(**options: object) -> Topology:
     """Return a network of three levels; options are settings, or fields of a topology."""
     fields = {name: options.pop(name) for name in TRAINED_ELSEWHERE if name in options}
-    settings = ModelSettings(
-        **{
-            "deep_supervision": False,
-            "base_channels": 4,
-            "max_channels": 16,
-            "num_levels": 3,
-            **options,
-        }
-    )
+    small = {"deep_supervision": False, "base_channels": 4, "max_channels": 16, "num_levels": 3}
+    settings = ModelSettings(**small | options)
     return replace(plan_topology(settings, (16, 16, 8), (1.0, 1.0, 2.5), 2, 3), **fields)
 
 
@@ -112,17 +107,49 @@ def assert_same_in_ranks(
     """
     for own_loss, gradients in by_rank:
         assert abs(own_loss - loss.item()) <= TOLERANCE * loss.item()
-        assert list(gradients) == list(expected)
+        assert_gradients(gradients, expected)
         for name, value in gradients.items():
             assert torch.equal(value, by_rank[0][1][name]), name
-            if expected[name].norm() > 1e-12:
-                assert_close(value, expected[name], name)
 
 
-def assert_gradients(model: UNet3d, expected: dict[str, Tensor]) -> None:
-    """See that a network has the gradients that :func:`plain_gradients` returned."""
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
+def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """See that gradients are those that :func:`plain_gradients` returned."""
+    assert list(found) == list(expected)
+    for name, value in found.items():
         # A bias before a normalisation has no effect: its gradient is rounding error around 0.
         if expected[name].norm() > 1e-12:
-            assert_close(parameter.grad, expected[name], name)
+            assert_close(value, expected[name], name)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradient of each parameter that has one."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_step(
+    topology: Topology,
+    num_samples: int,
+    loss_fn: SegmentationLoss = PER_SAMPLE,
+    ignores: bool = False,
+    **layout: Any,
+) -> Executor:
+    """Take a step in a layout on CPUs, and see that it is the plain network's.
+
+    Args:
+        topology: The network.
+        num_samples: Samples of the batch.
+        loss_fn: The loss.
+        ignores: As for :func:`make_batch`.
+        layout: Fields of a layout, but for the devices ``num_devices``.
+
+    Returns:
+        What has taken the step.
+    """
+    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores)
+    image, target = make_batch(num_samples, ignores=ignores)
+    devices = (torch.device("cpu"),) * layout.pop("num_devices", 1)
+    executor = parallelize(make_network(topology), Layout(devices=devices, **layout))
+    terms = executor.forward_backward(image, target, loss_fn)
+    assert_close(terms.total, loss, "loss")
+    assert_gradients(gradients_of(executor.module), gradients)
+    return executor

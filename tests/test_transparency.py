@@ -1,6 +1,5 @@
 """Every way of spreading the network gives the plain network's loss and gradients."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,85 +13,58 @@ from tests.plain_network import (
     TOLERANCE,
     TRAINED_ELSEWHERE,
     assert_close,
-    assert_gradients,
+    check_step,
+    gradients_of,
     make_batch,
     make_network,
     make_topology,
     plain_gradients,
     plain_logits,
 )
+from tests.products import pairwise
 from unet3d.config import Balance, ModelSettings, Recompute
 from unet3d.kernels import recompute as remake
 from unet3d.model import Regions, SegmentationLoss, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, choose_cuts, parallelize
 
+RESIDUAL = {"encoder": "residual", "deep_supervision": True}
+FLAT = {"kernels": "anisotropic"}
+NETWORKS: list[dict[str, object]] = [{}, RESIDUAL, {"norm": "group"}, FLAT, TRAINED_ELSEWHERE]
+MORE_NETWORKS: list[dict[str, object]] = [
+    {"norm": "batch"},
+    FLAT | {"encoder": "residual"},
+    FLAT | {"encoder": "residual", **TRAINED_ELSEWHERE},
+]
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"encoder": "residual", "deep_supervision": True},
-        {"norm": "group"},
-        {"kernels": "anisotropic"},
-        TRAINED_ELSEWHERE,
-    ],
-    ids=str,
+
+@pairwise(
+    options=NETWORKS,
+    stages=[(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))],
+    batch=[(1, 1), (3, 2), (5, 3), (5, 5)],
+    schedule=["1f1b", "all-forward"],
+    loss_fn=[PER_SAMPLE, BATCH_DICE],
 )
-@pytest.mark.parametrize(
-    ("num_devices", "cuts"), [(1, None), (2, None), (3, None), (2, (9,)), (4, (1, 5, 7))]
-)
-@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(1, 1), (3, 2), (5, 3), (5, 5)])
-@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
 def test_spreading_is_transparent(
     options: dict[str, object],
-    num_devices: int,
-    cuts: tuple[int, ...] | None,
-    num_samples: int,
-    num_micro_batches: int,
+    stages: tuple[int, tuple[int, ...] | None],
+    batch: tuple[int, int],
     schedule: Literal["1f1b", "all-forward"],
     loss_fn: SegmentationLoss,
 ) -> None:
     topology = make_topology(**options)
-    image, target = make_batch(num_samples)
-    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn)
-    model = make_network(topology)
-    devices = (torch.device("cpu"),) * num_devices
-    executor = parallelize(
-        model,
-        Layout(
-            devices=devices,
-            cuts=cuts,
-            num_micro_batches=num_micro_batches,
-            autocast=None,
-            schedule=schedule,
-        ),
-    )
-
-    terms = executor.forward_backward(image, target, loss_fn)
-
-    assert_close(terms.total, loss, "loss")
-    assert_gradients(model, gradients)
+    (num_devices, cuts), (num_samples, num_micro_batches) = stages, batch
+    layout = {"num_devices": num_devices, "cuts": cuts, "num_micro_batches": num_micro_batches}
+    executor = check_step(topology, num_samples, loss_fn, schedule=schedule, **layout)
+    image, _ = make_batch(num_samples)
     assert_close(executor.predict(image), plain_logits(topology, num_samples), "logits")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"encoder": "residual", "deep_supervision": True},
-        {"norm": "group"},
-        {"norm": "batch"},
-        {"kernels": "anisotropic"},
-        {"kernels": "anisotropic", "encoder": "residual"},
-        TRAINED_ELSEWHERE,
-        {"kernels": "anisotropic", "encoder": "residual", **TRAINED_ELSEWHERE},
-    ],
-    ids=str,
+@pairwise(
+    options=[*NETWORKS, *MORE_NETWORKS],
+    recompute=["norm", "level", "off"],
+    cuts=[(), (9,), (3, 8)],
+    loss_fn=[PER_SAMPLE, BATCH_DICE],
 )
-@pytest.mark.parametrize("recompute", ["norm", "level", "off"])
-@pytest.mark.parametrize("cuts", [(), (9,), (3, 8)], ids=str)
-@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
 def test_what_is_made_again_is_transparent(
     options: dict[str, object],
     recompute: Recompute,
@@ -102,26 +74,22 @@ def test_what_is_made_again_is_transparent(
 ) -> None:
     monkeypatch.setattr(remake, "MIN_ELEMENTS", 0)
     topology = make_topology(**options)
-    image, target = make_batch(3)
-    loss, gradients, plain = plain_gradients(topology, 3, loss_fn)
-    model = make_network(topology)
+    layout = {"num_devices": len(cuts) + 1, "cuts": cuts, "recompute": recompute}
     num_micro_batches = 1 if topology.norm == "batch" else 2
-    devices = (torch.device("cpu"),) * (len(cuts) + 1)
-    layout = Layout(
-        devices=devices, cuts=cuts, num_micro_batches=num_micro_batches, recompute=recompute
-    )
-    terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
-    assert_close(terms.total, loss, "loss")
-    assert_gradients(model, gradients)
-    for (name, buffer), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
+    executor = check_step(topology, 3, loss_fn, num_micro_batches=num_micro_batches, **layout)
+    _, _, plain = plain_gradients(topology, 3, loss_fn)
+    buffers = executor.module.named_buffers()
+    for (name, buffer), expected in zip(buffers, plain.buffers(), strict=True):
         assert torch.equal(buffer, expected), name  # a batch counts once, even if it runs twice
 
 
-@pytest.mark.parametrize("num_samples", [1, 4])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("deep_supervision", [False, True])
-@pytest.mark.parametrize("regions", [(), NESTED], ids=["classes", "regions"])
-@pytest.mark.parametrize("joins_samples", [False, True])
+@pairwise(
+    joins_samples=[False, True],
+    regions=[(), NESTED],
+    deep_supervision=[False, True],
+    num_micro_batches=[1, 3],
+    num_samples=[1, 4],
+)
 def test_ignored_voxels_and_regions_are_transparent(
     joins_samples: bool,
     regions: Regions,
@@ -132,27 +100,18 @@ def test_ignored_voxels_and_regions_are_transparent(
     """Micro-batches in which unequal shares are labelled, and nothing at all."""
     loss_fn = SegmentationLoss(joins_samples=joins_samples, regions=regions)
     topology = make_topology(deep_supervision=deep_supervision)
-    image, target = make_batch(num_samples, ignores=True)
-    loss, gradients, _ = plain_gradients(topology, num_samples, loss_fn, ignores=True)
-    model = make_network(topology)
-    layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
-    terms = parallelize(model, layout).forward_backward(image, target, loss_fn)
-    assert_close(terms.total, loss, "loss")
-    assert_gradients(model, gradients)
+    layout = {"num_devices": 2, "num_micro_batches": num_micro_batches}
+    check_step(topology, num_samples, loss_fn, ignores=True, **layout)
 
 
-@pytest.mark.parametrize("balance", ["encoder-decoder", "time", "memory"])
-@pytest.mark.parametrize("num_devices", [2, 3, 4])
+@pairwise(balance=["encoder-decoder", "time", "memory"], num_devices=[2, 4])
 def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
     balance: Balance, num_devices: int, tmp_path: Path
 ) -> None:
     topology = make_topology()
-    image, target = make_batch(5)
-    loss, gradients, plain = plain_gradients(topology, 5)
-    model = make_network(topology)
     layout = Layout(devices=(torch.device("cpu"),) * num_devices, cuts=None, num_micro_batches=3)
     cuts = choose_cuts(
-        model,
+        make_network(topology),
         layout=layout,
         balance=balance,
         size=(16, 16, 8),
@@ -160,40 +119,25 @@ def test_every_balance_is_transparent_and_leaves_the_same_checkpoint(
         num_states=1,
         folder=tmp_path,
     )
-    executor = parallelize(model, replace(layout, cuts=cuts))
-    terms = executor.forward_backward(image, target, dice_cross_entropy)
-    assert_close(terms.total, loss, "loss")
-    assert_gradients(model, gradients)
-    expected = plain.state_dict()
-    assert list(model.state_dict()) == list(expected)
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    executor = check_step(topology, 5, num_devices=num_devices, cuts=cuts, num_micro_batches=3)
+    _, _, plain = plain_gradients(topology, 5)
+    expected, found = plain.state_dict(), executor.module.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-def test_batch_norm_is_transparent_on_two_devices() -> None:
-    topology = make_topology(norm="batch")
-    image, target = make_batch(3)
-    loss, gradients, _ = plain_gradients(topology, 3)
-    model = make_network(topology)
-    executor = parallelize(model, Layout(devices=(torch.device("cpu"),) * 2))
-    assert_close(executor.forward_backward(image, target, dice_cross_entropy).total, loss, "loss")
-    assert_gradients(model, gradients)
-
-
-@pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("loss_fn", [PER_SAMPLE, BATCH_DICE], ids=["sample", "batch"])
+@pairwise(loss_fn=[PER_SAMPLE, BATCH_DICE], num_micro_batches=[1, 2])
 def test_a_scale_changes_gradients_but_not_the_reported_loss(
     loss_fn: SegmentationLoss, num_micro_batches: int
 ) -> None:
     image, target = make_batch(3)
     loss, gradients, _ = plain_gradients(make_topology(), 3, loss_fn)
-    torch.manual_seed(1)
-    model = UNet3d(make_topology()).double()
+    model = make_network(make_topology())
     layout = Layout(devices=(torch.device("cpu"),) * 2, num_micro_batches=num_micro_batches)
-    executor = parallelize(model, layout)
-    terms = executor.forward_backward(image, target, loss_fn, scale=1024.0)
+    terms = parallelize(model, layout).forward_backward(image, target, loss_fn, scale=1024.0)
     assert_close(terms.total, loss, "loss")
-    weight = model.encoder.levels[0][0].conv.weight
-    assert_close(weight.grad, 1024 * gradients["encoder.levels.0.0.conv.weight"], "weight")
+    name = "encoder.levels.0.0.conv.weight"
+    assert_close(gradients_of(model)[name], 1024 * gradients[name], name)
 
 
 def _on_gpus(
@@ -214,7 +158,7 @@ def _on_gpus(
     )
     assert terms.total.device == executor.output_device
     assert abs(terms.total.item() - loss.item()) <= tolerance * loss.item()
-    actual = torch.cat([p.grad.cpu().double().flatten() for p in model.parameters()])
+    actual = torch.cat([g.cpu().double().flatten() for g in gradients_of(model).values()])
     expected = torch.cat([value.flatten() for value in gradients.values()])
     similarity = torch.nn.functional.cosine_similarity(actual, expected, dim=0)
     # In lower precision each gradient is noisy; all of them must point the same way.
@@ -223,37 +167,35 @@ def _on_gpus(
         assert_close(actual, expected, "gradients")
 
 
+LOWERED = [(None, TOLERANCE), (torch.bfloat16, 5e-2)]
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
 @pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
-def test_one_gpu_is_transparent(devices: tuple[str, ...]) -> None:
-    _on_gpus(devices, None, TOLERANCE)
+def test_one_gpu_is_transparent_or_close(
+    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float
+) -> None:
+    _on_gpus(devices, autocast, tolerance)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("autocast", "tolerance"), [(None, TOLERANCE), (torch.bfloat16, 5e-2)])
+@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
 def test_networks_trained_elsewhere_are_transparent_on_a_gpu(
     autocast: torch.dtype | None, tolerance: float
 ) -> None:
     _on_gpus(("cuda:0",), autocast, tolerance, **TRAINED_ELSEWHERE)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("devices", [("cuda:0",), ("cpu", "cuda:0"), ("cuda:0", "cpu")], ids=str)
-def test_one_gpu_in_bfloat16_is_close(devices: tuple[str, ...]) -> None:
-    _on_gpus(devices, torch.bfloat16, 5e-2)
-
-
 @pytest.mark.multigpu
+@pytest.mark.parametrize(("autocast", "tolerance"), LOWERED)
 @pytest.mark.parametrize(
     "devices", [("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:1", "cuda:0")], ids=str
 )
-def test_two_gpus_are_transparent(devices: tuple[str, ...]) -> None:
-    _on_gpus(devices, None, TOLERANCE)
-
-
-@pytest.mark.multigpu
-def test_two_gpus_in_bfloat16_are_close() -> None:
-    _on_gpus(("cuda:0", "cuda:1"), torch.bfloat16, 5e-2)
+def test_two_gpus_are_transparent_or_close(
+    devices: tuple[str, ...], autocast: torch.dtype | None, tolerance: float
+) -> None:
+    _on_gpus(devices, autocast, tolerance)
 
 
 @pytest.mark.gpu

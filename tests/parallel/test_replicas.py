@@ -1,13 +1,13 @@
 """Replicas give the gradients of the whole batch on one device, in every rank the same."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parallel.rank_gradients import CASES, STEPS, WORLD_SIZES
+from tests import warm
+from tests.parallel import rank_gradients
+from tests.parallel.rank_gradients import CASES
 from tests.plain_network import (
     assert_close,
     assert_same_in_ranks,
@@ -15,7 +15,6 @@ from tests.plain_network import (
     make_topology,
     plain_gradients,
 )
-from tests.ranks import environment
 from unet3d.errors import ConfigError
 from unet3d.model import SegmentationLoss, UNet3d
 from unet3d.parallel import DataParallelExecutor, Executor, Layout, parallelize
@@ -28,37 +27,24 @@ GPUS = tuple(torch.device("cuda", index) for index in range(2))
 def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of what all ranks have computed."""
     folder = tmp_path_factory.mktemp("gradients")
-    command = [sys.executable, "-W", "error", "-m", "tests.parallel.rank_gradients", str(folder)]
-    done = subprocess.run(
-        command, env=environment(), timeout=120, check=False, capture_output=True, text=True
-    )
+    done = warm.run_call(rank_gradients.main, str(folder))
     assert done.returncode == 0, done.stderr
     return folder
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
-def test_replicas_are_transparent(answers: Path, num_ranks: int, case: int) -> None:
-    num_samples, _, _, joins_samples, own = CASES[case]
+def test_replicas_are_transparent_and_average_what_is_replayed(answers: Path, case: int) -> None:
+    num_ranks, num_samples, _, _, joins_samples, own = CASES[case]
     options = {**own}
-    regions = options.pop("regions", ())
-    loss = SegmentationLoss(joins_samples=joins_samples, regions=regions)
+    loss = SegmentationLoss(joins_samples=joins_samples, regions=options.pop("regions", ()))
     topology = make_topology(**options)
     expected_loss, expected, _ = plain_gradients(topology, num_samples, loss, joins_samples)
-    for step in range(STEPS):
-        by_rank = [
-            torch.load(answers / f"{num_ranks}-{case}-{step}-{rank}.pt")
-            for rank in range(num_ranks)
-        ]
+    found = [torch.load(answers / f"{case}-{rank}.pt") for rank in range(num_ranks)]
+    for by_rank in zip(*(steps for steps, _ in found), strict=True):
         assert_same_in_ranks(by_rank, expected_loss, expected)
-
-
-@pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
-def test_what_is_replayed_is_averaged_too(answers: Path, num_ranks: int, case: int) -> None:
     mean = sum(range(num_ranks)) / num_ranks
-    for gradient in torch.load(answers / f"{num_ranks}-{case}.pt"):
-        assert torch.equal(gradient, torch.full_like(gradient, mean))
+    for _, replayed in found:
+        assert all(torch.equal(value, torch.full_like(value, mean)) for value in replayed)
 
 
 def two_steps(executor: Executor, dtype: torch.dtype, loss: SegmentationLoss) -> list[torch.Tensor]:
@@ -109,24 +95,18 @@ def test_nn_data_parallel_gives_the_gradients_of_one_gpu(
     assert (logits.cpu() - expected_logits.cpu()).norm() <= 5e-2 * expected_logits.cpu().norm()
 
 
-def test_kernels_of_one_voxel_have_the_strides_of_their_gradients() -> None:
-    head = torch.nn.Conv3d(32, 3, 1).to(memory_format=torch.channels_last_3d)
-    before = head.weight.detach().clone()
-    head(torch.ones(1, 32, 4, 4, 4)).sum().backward()
-    assert head.weight.stride() != head.weight.grad.stride() == (32, 1, 1, 1, 1)
-    memory = head.weight.data_ptr()
-    use_plain_strides(head)
-    assert head.weight.stride() == (32, 1, 1, 1, 1)
-    assert head.weight.data_ptr() == memory and torch.equal(head.weight, before)
-
-
-def test_kernels_of_one_channel_have_plain_strides() -> None:
-    """As the gradient has that the first convolution's own kernel computes."""
-    stem = torch.nn.Conv3d(1, 32, 3).to(memory_format=torch.channels_last_3d)
-    before = stem.weight.detach().clone()
-    use_plain_strides(stem)
-    assert stem.weight.stride() == (27, 27, 9, 3, 1)
-    assert torch.equal(stem.weight, before)
+def test_kernels_of_one_voxel_or_channel_have_the_strides_of_their_gradients() -> None:
+    """For one channel those that the first convolution's own kernel gives its gradient."""
+    for own, strides in (((32, 3, 1), (32, 1, 1, 1, 1)), ((1, 32, 3), (27, 27, 9, 3, 1))):
+        conv = torch.nn.Conv3d(*own).to(memory_format=torch.channels_last_3d)
+        before, memory = conv.weight.detach().clone(), conv.weight.data_ptr()
+        use_plain_strides(conv)
+        assert conv.weight.stride() == strides
+        assert torch.equal(conv.weight, before)
+        if own[-1] == 1:
+            assert conv.weight.data_ptr() == memory
+            conv(torch.ones(1, 32, 4, 4, 4)).sum().backward()
+            assert conv.weight.grad.stride() == strides
 
 
 def test_nn_data_parallel_refuses_batch_norm() -> None:

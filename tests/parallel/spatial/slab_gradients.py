@@ -1,9 +1,5 @@
-"""What the ranks of test_ranks.py do: gradients of slabs of their shares of batches.
+"""What the ranks of test_ranks.py do: gradients of slabs of their shares of batches."""
 
-Usage: python -m tests.parallel.spatial.slab_gradients FOLDER cpu|cuda
-"""
-
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +12,7 @@ from torch import Tensor
 from tests.plain_network import (
     NESTED,
     TRAINED_ELSEWHERE,
+    gradients_of,
     make_batch,
     make_network,
     make_topology,
@@ -86,7 +83,7 @@ def gpu_batch() -> tuple[Tensor, Tensor]:
 def on_cpus(folder: Path, group: Group, number: int) -> None:
     num_replicas, num_shards, num_samples, num_micro_batches, joins, own = CASES[number]
     options: dict[str, Any] = {**own}
-    regions = options.pop("regions", ())
+    loss_fn = SegmentationLoss(joins_samples=joins, regions=options.pop("regions", ()))
     rank = group.ranks.rank
     replica, shard = divmod(rank, num_shards)
     model = make_network(make_topology(**options))
@@ -112,14 +109,13 @@ def on_cpus(folder: Path, group: Group, number: int) -> None:
         terms = executor.forward_backward(
             image[rows][:, :, slab.start : slab.stop],
             target[rows][:, slab.start : slab.stop],
-            SegmentationLoss(joins_samples=joins, regions=regions),
+            loss_fn,
             weight=weight,
             planes=16,
         )
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     share = len(mine) / num_samples / num_shards
     (loss,) = group.sum([terms.total.item() * share])
-    torch.save((loss, gradients), folder / f"{number}-{rank}.pt")
+    torch.save((loss, gradients_of(model)), folder / f"{number}-{rank}.pt")
 
 
 def on_gpus(folder: Path, group: Group, number: int) -> None:
@@ -136,25 +132,22 @@ def on_gpus(folder: Path, group: Group, number: int) -> None:
     for _ in range(GPU_STEPS):
         model.zero_grad(set_to_none=False)
         terms = executor.forward_backward(image, target, dice_cross_entropy, planes=GPU_SIZE[0])
-    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: value.cpu() for name, value in gradients_of(model).items()}
     torch.save((terms.total.item(), gradients), folder / f"{number}-{rank}.pt")
 
 
-def take_part(folder: Path, number: int, work: Callable[[Path, Group, int], None]) -> None:
+def take_part(folder: Path, numbers: list[int], work: Callable[[Path, Group, int], None]) -> None:
     division.MIN_DIVIDED_ELEMENTS = 0 if work is on_cpus else 2**17
     with joined(Ranks.from_environment()) as group:
         group.open(60)
-        work(folder, group, number)
+        for number in numbers:
+            work(folder, group, number)
 
 
-def main() -> None:
-    folder, is_cuda = Path(sys.argv[1]), sys.argv[2] == "cuda"
+def main(folder: str, kind: str) -> None:
+    is_cuda = kind == "cuda"
     sizes = [2] * len(GPU_CASES) if is_cuda else [case[0] * case[1] for case in CASES]
     work = on_gpus if is_cuda else on_cpus
-    for number, size in enumerate(sizes):
-        if any(in_ranks(size, partial(take_part, folder, number, work))):
-            sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    for size in set(sizes):
+        numbers = [number for number, own in enumerate(sizes) if own == size]
+        assert not any(in_ranks(size, partial(take_part, Path(folder), numbers, work)))

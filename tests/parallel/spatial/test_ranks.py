@@ -1,30 +1,21 @@
 """Ranks that share volumes have the gradients of the whole batch on one device, all the same."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import warm
+from tests.parallel.spatial import slab_gradients
 from tests.parallel.spatial.slab_gradients import CASES, GPU_CASES, gpu_batch, gpu_topology
 from tests.plain_network import assert_same_in_ranks, make_topology, plain_gradients
-from tests.ranks import environment
 from unet3d.model import SegmentationLoss, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize
 
 
-def computed(folder: Path, kind: str) -> Path:
+def computed(folder: Path, kind: str, **variables: str) -> Path:
     """Run the ranks, and return the folder of what they have computed."""
-    words = [sys.executable, "-W", "error", "-m", "tests.parallel.spatial.slab_gradients"]
-    done = subprocess.run(
-        [*words, str(folder), kind],
-        env=environment(),
-        timeout=240,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
+    done = warm.run_call(slab_gradients.main, str(folder), kind, timeout=240, **variables)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -36,7 +27,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return computed(tmp_path_factory.mktemp("slabs"), "cuda")
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    return computed(tmp_path_factory.mktemp("slabs"), "cuda", CUDA_VISIBLE_DEVICES=gpus)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
