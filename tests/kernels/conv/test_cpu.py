@@ -9,18 +9,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
-from tests.kernels.conv.maps import tensor
+from tests.kernels.comparison import LAYOUTS, Size, assert_near, results, tensor
+from tests.products import pairwise
 from unet3d.kernels import conv1x1x1
 from unet3d.kernels.conv import cpu, slabs
 from unet3d.memory.saved_tensors import handling
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
-needs_onednn = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="needs a PyTorch with oneDNN"
 )
-pytestmark = needs_onednn
-
-Shape = tuple[int, int, int]
 
 
 def assert_as_in_float64(
@@ -30,28 +28,24 @@ def assert_as_in_float64(
     weight: Tensor,
 ) -> Tensor:
     """Compare value and gradients, and what is kept for them; return the value."""
-    exact = [value.detach().double().requires_grad_() for value in (x, weight)]
-    expected = plain(*exact)
-    dy = tensor(*expected.shape, seed=9)
-    leaves = [value.detach().float().requires_grad_() for value in (x, weight)]
+    low = [value.float() for value in (x, weight)]
     kept: list[Tensor] = []
     with handling(kept.append):
-        y = function(*leaves)
-    assert {value.data_ptr() for value in kept} == {value.data_ptr() for value in leaves}
-    actual = (y, *torch.autograd.grad(y, leaves, dy.float()))
-    wanted = (expected, *torch.autograd.grad(expected, exact, dy))
-    for name, a, b in zip(("y", "x", "weight"), actual, wanted, strict=True):
-        assert a.dtype == torch.float32
-        assert (a.double() - b).norm() <= 2e-6 * b.norm(), name
-    return y
+        actual = results(function, low)
+    assert {value.data_ptr() for value in kept} == {value.data_ptr() for value in low}
+    assert {value.dtype for value in actual} == {torch.float32}
+    assert_near(actual, results(plain, [x, weight]), 2e-6)
+    return actual[0]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 1)], ids=str)
-@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
-@pytest.mark.parametrize("planes", [2, 3, 7, 8])
+@pairwise(
+    planes=[2, 3, 7, 8],
+    stride=[(1, 1, 1), (2, 2, 2), (1, 2, 2), (3, 1, 2)],
+    sides=[(1, 1), (1, 0), (0, 1)],
+    layout=LAYOUTS,
+)
 def test_convolutions(
-    planes: int, stride: Shape, sides: tuple[int, int], layout: torch.memory_format
+    planes: int, stride: Size, sides: tuple[int, int], layout: torch.memory_format
 ) -> None:
     x = tensor(1, 3, planes, 5, 4).contiguous(memory_format=layout)
     weight = tensor(4, 3, 3, 3, 3, seed=1).contiguous(memory_format=layout)
@@ -67,43 +61,26 @@ def test_convolutions(
 
 @pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("planes", [1, 2, 3, 6])
-def test_transposed_convolutions(planes: int, stride: Shape) -> None:
-    x, weight = tensor(1, 4, planes, 3, 2), tensor(4, 3, *stride, seed=1)
+def test_transposed_convolutions(planes: int, stride: Size) -> None:
     assert_as_in_float64(
         lambda x, w: slabs.upsample(x, w, stride),
         lambda x, w: F.conv_transpose3d(x, w, stride=stride),
-        x,
-        weight,
+        tensor(1, 4, planes, 3, 2),
+        tensor(4, 3, *stride, seed=1),
     )
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("samples", [1, 2])
 def test_points(samples: int, layout: torch.memory_format) -> None:
+    """Of a head; and transposed, between two levels of one resolution."""
     x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
-    weight, bias = tensor(3, 5, 1, 1, 1, seed=1), tensor(3, seed=2)
-    y = assert_as_in_float64(
-        lambda x, w: conv1x1x1(x, w, bias.float()),
-        lambda x, w: F.conv3d(x, w, bias),
-        x,
-        weight,
-    )
-    assert y.is_contiguous(memory_format=layout)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-@pytest.mark.parametrize("samples", [1, 2])
-def test_transposed_points(samples: int, layout: torch.memory_format) -> None:
-    """Between two levels of one resolution."""
-    x = tensor(samples, 5, 4, 3, 2).contiguous(memory_format=layout)
-    weight = tensor(5, 3, 1, 1, 1, seed=1)
-    y = assert_as_in_float64(
-        lambda x, w: slabs.upsample(x, w, (1, 1, 1)),
-        lambda x, w: F.conv_transpose3d(x, w),
-        x,
-        weight,
-    )
-    assert y.is_contiguous(memory_format=layout)
+    bias = tensor(3, seed=2)
+    head = (lambda x, w: conv1x1x1(x, w, bias.to(x)), lambda x, w: F.conv3d(x, w, bias))
+    up = (lambda x, w: slabs.upsample(x, w, (1, 1, 1)), F.conv_transpose3d)
+    for functions, channels in ((head, (3, 5)), (up, (5, 3))):
+        y = assert_as_in_float64(*functions, x, tensor(*channels, 1, 1, 1, seed=1))
+        assert y.is_contiguous(memory_format=layout)
 
 
 @pytest.mark.parametrize("wanted", [0, 1])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.conv.maps import tensor
+from tests.kernels.comparison import assert_near, assert_same, results, tensor
 from unet3d.config import Shape
 from unet3d.kernels import flat_conv, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
@@ -55,30 +55,20 @@ def test_values_and_gradients(kernel: Shape, limit: int, monkeypatch: pytest.Mon
     """As a whole, and in slabs, which read the planes beside them only where the kernel does."""
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     for stride, samples in product(strides_of(kernel), (1, 2)):
-        x = tensor(samples, 3, 8, 5, 6).requires_grad_()
-        weight = tensor(4, 3, *kernel, seed=1).requires_grad_()
-        y, expected = flat_conv(x, weight, stride), plain(x, weight, stride)
-        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-        dy = tensor(*y.shape, seed=2)
-        actual = torch.autograd.grad(y, (x, weight), dy)
-        wanted = torch.autograd.grad(expected, (x, weight), dy)
-        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+        values = [tensor(samples, 3, 8, 5, 6), tensor(4, 3, *kernel, seed=1)]
+        expected = results(lambda x, w, s=stride: plain(x, w, s), values)
+        assert_same(results(lambda x, w, s=stride: flat_conv(x, w, s), values), expected, 1e-12)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_small_float32_maps_on_a_cpu(kernel: Shape) -> None:
     for stride in strides_of(kernel):
-        x, weight = tensor(1, 3, 8, 5, 6), tensor(4, 3, *kernel, seed=1)
-        low = [value.float().requires_grad_() for value in (x, weight)]
-        exact = [value.requires_grad_() for value in (x, weight)]
-        assert cpu.is_slow(low[0], low[1], stride)
-        y, expected = flat_conv(*low, stride), plain(*exact, stride)
-        dy = tensor(*y.shape, seed=2)
-        actual = (y, *torch.autograd.grad(y, low, dy.float()))
-        wanted = (expected, *torch.autograd.grad(expected, exact, dy))
-        for a, b in zip(actual, wanted, strict=True):
-            assert (a.double() - b).norm() <= 2e-6 * b.norm()
+        values = [tensor(1, 3, 8, 5, 6), tensor(4, 3, *kernel, seed=1)]
+        low = [value.float() for value in values]
+        assert cpu.is_slow(*low, stride)
+        expected = results(lambda x, w, s=stride: plain(x, w, s), values)
+        assert_near(results(lambda x, w, s=stride: flat_conv(x, w, s), low), expected, 2e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
@@ -89,7 +79,7 @@ def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel: Shape) -> N
         with sharded(Between()):
             made = flat_conv(whole[:, :, 3:9], weight, stride)  # planes 4 to 7 and those beside
         expected = plain(whole, weight, stride)[:, :, 4 // step : 8 // step]
-        torch.testing.assert_close(made, expected, rtol=1e-12, atol=1e-12)
+        assert_same([made], [expected], 1e-12)
 
 
 def test_what_is_recomputed_is_not_kept_for_a_slab(monkeypatch: pytest.MonkeyPatch) -> None:

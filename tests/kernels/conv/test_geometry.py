@@ -54,13 +54,13 @@ def test_planes_are_those_that_are_counted(kernel: int, stride: int) -> None:
         for first, stop in runs(axis.result):
             read = axis.read_by(range(first, stop))
             counted = {x for x, _, y in all_of_them if first <= y < stop}
-            assert counted == {x for x in counted if x in read}
+            assert counted <= set(read)
             assert read.start == first * axis.stride - axis.before
             assert len(read) == (stop - 1 - first) * axis.stride + axis.kernel
         for first, stop in runs(axis.size):
             counted = {y for x, _, y in all_of_them if first <= x < stop}
             readers = axis.readers_of(range(first, stop))
-            assert counted == {y for y in counted if y in readers}
+            assert counted <= set(readers)
             # With strides above the kernel some planes have no readers.
             assert axis.stride > axis.kernel or set(readers) == counted
         inside = axis.inside()
@@ -99,12 +99,6 @@ def test_a_padding_is_symmetric_where_it_gives_the_same(kernel: int, stride: int
         else:
             assert axis.symmetric == axis.before
             assert products(same) == products(axis)
-
-
-def test_a_shard_with_strides_is_a_plain_call() -> None:
-    """Even slabs at stride 2 need a halo before, none behind: the call's own zeros go unread."""
-    assert Axis(8, 3, 2, 1, 0).symmetric == 1
-    assert Axis(8, 3, 1, 1, 0).symmetric is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,23 +12,22 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from unet3d.kernels import (
-    conv1x1x1,
-    conv3x3x3,
-    padding,
-    recomputed_in_backward,
-    strided_conv3x3x3,
-    upsampled_conv3x3x3,
+from tests.kernels.comparison import (
+    LAYOUTS,
+    SIDES,
+    Size,
+    assert_near,
+    assert_same,
+    channels_last,
+    results,
+    tensor,
 )
+from tests.products import pairwise
+from unet3d.kernels import conv1x1x1, conv3x3x3, recomputed_in_backward, upsampled_conv3x3x3
 from unet3d.kernels import recompute as recomputing
-from unet3d.kernels.conv import api as convolution
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import upsample
-from unet3d.kernels.conv.folded import FoldedConvolution
-from unet3d.kernels.pad import padded_copy
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
-
-Shape = tuple[int, int, int]
 
 
 class ConvolutionCalls(TorchDispatchMode):
@@ -48,59 +49,32 @@ class ConvolutionCalls(TorchDispatchMode):
         name = func.overloadpacket.__name__  # type: ignore[attr-defined]
         if name in ("convolution", "convolution_backward"):
             self.count[name] += 1
-            results = result if isinstance(result, tuple) else (result,)
-            tensors = [value for value in (*args, *results) if isinstance(value, Tensor)]
+            made = result if isinstance(result, tuple) else (result,)
+            tensors = [value for value in (*args, *made) if isinstance(value, Tensor)]
             self.largest = max(self.largest, *(value.numel() for value in tensors))
         return result
-
-
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last_3d)
-
-
-def value_and_gradients(
-    function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor
-) -> list[Tensor]:
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = function(x, weight)
-    y.backward(channels_last(tensor(*y.shape, seed=9)))
-    return [y.detach(), x.grad, weight.grad]
-
-
-def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for name, a, b in zip(("y", "x", "weight"), actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
 SIZES = [(1, 12, 4, 5), (1, 13, 4, 5), (2, 12, 4, 5), (2, 9, 6, 4), (1, 2, 9, 9), (1, 1, 9, 9)]
 STRIDES = [(1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1)]
 
 
-@pytest.mark.parametrize("layout", [torch.channels_last_3d, torch.contiguous_format], ids=str)
-@pytest.mark.parametrize("stride", STRIDES, ids=str)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pairwise(layout=LAYOUTS, stride=STRIDES, size=SIZES)
 def test_convolutions_in_slabs_are_the_whole_ones(
     size: tuple[int, int, int, int],
-    stride: Shape,
+    stride: Size,
     layout: torch.memory_format,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n, *space = size
     x = tensor(n, 3, *space).contiguous(memory_format=layout)
     weight = tensor(4, 3, 3, 3, 3, seed=1)
-    expected = value_and_gradients(lambda x, w: F.conv3d(x, w, None, stride, 1), x, weight)
+    expected = results(lambda x, w: F.conv3d(x, w, None, stride, 1), [x, weight])
     for limit in (60, 150, 300, 420):
         monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
         with ConvolutionCalls() as calls:
-            actual = value_and_gradients(
-                lambda x, w: slabs.convolve(x, w, stride, (1, 1, 1)), x, weight
-            )
-        assert_equal(actual, expected)
+            actual = results(lambda x, w: slabs.convolve(x, w, stride, (1, 1, 1)), [x, weight])
+        assert_same(actual, expected, 1e-12)
         assert actual[0].is_contiguous(memory_format=torch.channels_last_3d) or calls.count == {
             "convolution": 1,
             "convolution_backward": 1,
@@ -110,75 +84,110 @@ def test_convolutions_in_slabs_are_the_whole_ones(
         assert calls.largest <= max(limit, 5 * plane)
 
 
-@pytest.mark.parametrize("kernel", [1, 2, 3])
-@pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize("size", [3, 4, 7, 8, 11])
-def test_other_kernels_and_strides(
-    kernel: int, stride: int, size: int, monkeypatch: pytest.MonkeyPatch
+@pairwise(
+    kernel_and_sides=[(1, (0, 0)), *((k, s) for k in (2, 3) for s in SIDES if max(s) < k)],
+    stride=[(1, 1, 1), (2, 2, 2), (3, 3, 3), (3, 1, 2)],
+    limit=[60, 200, 10**6],
+)
+def test_each_side_has_its_padding(
+    kernel_and_sides: tuple[int, tuple[int, int]],
+    stride: Size,
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pad = (kernel - 1) // 2
-    x, weight = tensor(1, 2, size, 3, 4), tensor(3, 2, kernel, kernel, kernel, seed=1)
-    steps, pads = (stride,) * 3, (pad,) * 3
-    expected = value_and_gradients(lambda x, w: F.conv3d(x, w, None, steps, pads), x, weight)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 50)
-    assert_equal(
-        value_and_gradients(lambda x, w: slabs.convolve(x, w, steps, pads), x, weight), expected
-    )
+    """Padding differs before and behind along X in a shard of a volume."""
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    kernel, sides = kernel_and_sides
+    padding = (sides, min(1, kernel - 1), 0)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, *padding[1:]))
+
+    for samples, size in product((1, 2), (2, 3, 5, 8)):
+        if size + sum(sides) < kernel:
+            continue
+        x, weight = tensor(samples, 2, size, 4, 3), tensor(3, 2, *(kernel,) * 3, seed=1)
+        expected = results(plain, [x, weight])
+        given = results(lambda x, w: slabs.convolve(x, w, stride, padding), [x, weight])
+        assert_same(given, expected)
+        dy = tensor(*expected[0].shape, seed=9)
+        with torch.no_grad():
+            direct = [
+                slabs.input_gradient(dy, x, weight, stride, padding),
+                slabs.weight_gradient(dy, x, weight, stride, padding),
+            ]
+        assert_same(direct, expected[1:])
 
 
-@pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2), (3, 1, 2)], ids=str)
-@pytest.mark.parametrize("size", [(1, 6, 3, 2), (1, 7, 3, 2), (2, 6, 3, 2), (1, 1, 4, 4)], ids=str)
-@pytest.mark.parametrize("limit", [60, 100, 250])
+@pairwise(
+    stride=[(2, 2, 2), (1, 2, 2), (3, 1, 2)],
+    size=[(1, 6, 3, 2), (1, 7, 3, 2), (2, 6, 3, 2), (1, 1, 4, 4)],
+    limit=[60, 100, 250],
+)
 def test_transposed_convolutions_in_slabs_are_the_whole_ones(
-    size: tuple[int, int, int, int], stride: Shape, limit: int, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int, int, int], stride: Size, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n, *space = size
-    x = channels_last(tensor(n, 4, *space))
-    weight = tensor(4, 3, *stride, seed=1)
-    expected = value_and_gradients(lambda x, w: F.conv_transpose3d(x, w, stride=stride), x, weight)
+    values = [tensor(n, 4, *space), tensor(4, 3, *stride, seed=1)]
+    expected = results(lambda x, w: F.conv_transpose3d(x, w, stride=stride), values)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
-    assert_equal(
-        value_and_gradients(lambda x, w: slabs.upsample(x, w, stride), x, weight), expected
-    )
+    assert_same(results(lambda x, w: slabs.upsample(x, w, stride), values), expected, 1e-12)
+
+
+@pairwise(
+    size=[(1, 4, 3, 2), (2, 7, 2, 3)],
+    sides=[1, (1, 1), (3, 1), (1, 3), (3, 3)],
+    limit=[60, 200, 500],
+)
+def test_transposed_convolutions_leave_planes_out(
+    size: tuple[int, int, int, int],
+    sides: int | tuple[int, int],
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n, *space = size
+    x, weight = tensor(n, 4, *space), tensor(4, 3, 4, 4, 2, seed=1)
+    before, after = (sides, sides) if isinstance(sides, int) else sides
+    whole = F.conv_transpose3d(x, weight, stride=(2, 2, 1), padding=(0, 1, 0))
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    actual = slabs.transposed(x, weight, (2, 2, 1), (sides, 1, 0))
+    assert_same([actual], [whole[:, :, before : whole.shape[2] - after]], 1e-12)
 
 
 def test_slabs_are_few_equal_and_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = channels_last(tensor(1, 2, 40, 5, 5)), tensor(2, 2, 3, 3, 3)  # 50 in a plane
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1050)  # 21 planes: half of it and one neighbour
-    with ConvolutionCalls() as calls:
-        y = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
-    assert calls.count == {"convolution": 2}
-    assert calls.largest == 1050
-    with ConvolutionCalls() as calls:
-        slabs.input_gradient(y, x, weight, (1, 1, 1), (1, 1, 1))
-    assert calls.count == {"convolution_backward": 2}
-    assert calls.largest == 1050
-    with ConvolutionCalls() as calls:
-        slabs.weight_gradient(y, x, weight, (1, 1, 1), (1, 1, 1))
-    assert calls.count == {"convolution_backward": 2 + 2}  # and the planes at both ends
-    assert calls.largest == 1050
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1049)
-    with ConvolutionCalls() as calls:
-        slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
-    assert calls.count == {"convolution": 3}
-    assert calls.largest == 50 * 15  # 13 planes between two neighbours, 14 beside one
+    x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)  # 50 in a plane
+    given = (x, weight, (1, 1, 1), (1, 1, 1))
+    y = slabs.convolve(*given)
+    # At 1050, 21 planes: half of them and one neighbour. Weights also have the planes at both ends.
+    # At 1049, 13 planes between two neighbours, 14 beside one.
+    for limit, function, values, name, count, largest in [
+        (1050, slabs.convolve, given, "convolution", 2, 1050),
+        (1050, slabs.input_gradient, (y, *given), "convolution_backward", 2, 1050),
+        (1050, slabs.weight_gradient, (y, *given), "convolution_backward", 2 + 2, 1050),
+        (1049, slabs.convolve, given, "convolution", 3, 50 * 15),
+    ]:
+        monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+        with ConvolutionCalls() as calls:
+            function(*values)
+        assert calls.count == {name: count}
+        assert calls.largest == largest
 
 
 def test_below_the_limit_each_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = tensor(2, 2, 6, 4, 4), tensor(2, 2, 3, 3, 3)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", x.numel())
-    with ConvolutionCalls() as calls:
-        value_and_gradients(lambda x, w: slabs.convolve(x, w, (1, 1, 1), (1, 1, 1)), x, weight)
-    assert calls.count == {"convolution": 1, "convolution_backward": 1}
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", x.numel() // 2)
-    with ConvolutionCalls() as calls:
-        value_and_gradients(lambda x, w: slabs.convolve(x, w, (1, 1, 1), (1, 1, 1)), x, weight)
-    # A call for each of two samples, forward and for either gradient.
-    assert calls.count == {"convolution": 2, "convolution_backward": 4}
+    # Else a call for each of two samples, forward and for either gradient.
+    for limit, count in [
+        (x.numel(), {"convolution": 1, "convolution_backward": 1}),
+        (x.numel() // 2, {"convolution": 2, "convolution_backward": 4}),
+    ]:
+        monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+        with ConvolutionCalls() as calls:
+            results(lambda x, w: slabs.convolve(x, w, (1, 1, 1), (1, 1, 1)), [x, weight])
+        assert calls.count == count
 
 
 def test_the_input_of_a_slab_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = channels_last(tensor(1, 2, 40, 5, 5)), tensor(2, 2, 3, 3, 3)
+    x, weight = tensor(1, 2, 40, 5, 5), tensor(2, 2, 3, 3, 3)
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 500)
     seen = []
     convolution = F.conv3d
@@ -217,81 +226,19 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch: pytest.Mon
     assert total.item() == 3
 
 
-def padded(x: Tensor) -> Tensor:
-    """Return a map that is stored with zeros around Z."""
-    return padding.mark_padded(padded_copy(x))
-
-
-@pytest.mark.parametrize("is_padded", [False, True])
-@pytest.mark.parametrize(("channels", "outputs"), [(8, 8), (8, 40), (40, 8)])
-def test_folded_convolutions_in_slabs_are_the_whole_ones(
-    channels: int, outputs: int, is_padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x = channels_last(tensor(1, channels, 11, 3, 4))
-    weight = tensor(outputs, channels, 3, 3, 3, seed=1)
-    expected = value_and_gradients(lambda x, w: F.conv3d(x, w, padding=1), x, weight)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1000)
-    x, weight = padded(x) if is_padded else x, weight.requires_grad_()
-    folded = x.requires_grad_()
-    y = FoldedConvolution.apply(folded, weight)
-    y.backward(channels_last(tensor(*y.shape, seed=9)))
-    assert_equal([y.detach(), folded.grad, weight.grad], expected)
-
-
-@pytest.mark.parametrize("limit", [60, 200, 500])
-@pytest.mark.parametrize("sides", [1, (1, 1), (3, 1), (1, 3), (3, 3)], ids=str)
-@pytest.mark.parametrize("size", [(1, 4, 3, 2), (2, 7, 2, 3)], ids=str)
-def test_transposed_convolutions_leave_planes_out(
-    size: tuple[int, int, int, int],
-    sides: int | tuple[int, int],
-    limit: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    n, *space = size
-    x, weight = channels_last(tensor(n, 4, *space)), tensor(4, 3, 4, 4, 2, seed=1)
-    before, after = (sides, sides) if isinstance(sides, int) else sides
-    whole = F.conv_transpose3d(x, weight, stride=(2, 2, 1), padding=(0, 1, 0))
-    expected = whole[:, :, before : whole.shape[2] - after]
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
-    actual = slabs.transposed(x, weight, (2, 2, 1), (sides, 1, 0))
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("stride", [(2, 2, 2), (1, 2, 2)], ids=str)
-def test_padded_strided_convolutions_in_slabs_are_the_whole_ones(
-    stride: Shape, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, weight = channels_last(tensor(1, 3, 11, 4, 4)), tensor(5, 3, 3, 3, 3, seed=1)
-    expected = value_and_gradients(lambda x, w: F.conv3d(x, w, None, stride, 1), x, weight)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 200)
-    x, weight = padded(x).requires_grad_(), weight.requires_grad_()
-    y = strided_conv3x3x3(x, weight, stride)
-    y.backward(channels_last(tensor(*y.shape, seed=9)))
-    assert_equal([y.detach(), x.grad, weight.grad], expected)
-
-
-@pytest.mark.parametrize("folds", [False, True])
-def test_a_head_in_slabs_is_the_whole_one(folds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight = channels_last(tensor(1, 8, 9, 3, 8)), tensor(3, 8, 1, 1, 1, seed=1)
-    expected = value_and_gradients(lambda x, w: F.conv3d(x, w, tensor(3)), x, weight)
-    monkeypatch.setattr(convolution, "can_fold", lambda *_: folds)
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 600)
-    with ConvolutionCalls() as calls:
-        actual = value_and_gradients(lambda x, w: conv1x1x1(x, w, tensor(3)), x, weight)
-    assert_equal(actual, expected)
-    assert calls.count["convolution"] == 3
-    bias = tensor(3).requires_grad_()
-    conv1x1x1(x, weight, bias).sum().backward()
-    assert bias.grad is not None and bias.grad.tolist() == [9 * 3 * 8] * 3
-
-
 @pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_a_network_in_slabs_has_the_plain_gradients(
-    recomputes: bool, monkeypatch: pytest.MonkeyPatch
+    encoder: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     topology = Topology(
-        in_channels=1, num_classes=3, channels=(4, 8, 8), strides=((1, 1, 1), (2, 2, 2), (1, 2, 2))
+        in_channels=1,
+        num_classes=3,
+        channels=(4, 8, 8),
+        strides=((1, 1, 1), (2, 2, 2), (1, 2, 2)),
+        encoder=encoder,
+        units=(2, 2, 2),
     )
     model = UNet3d(topology).double()
     image, target = tensor(2, 1, 12, 8, 8), torch.randint(0, 3, (2, 12, 8, 8))
@@ -299,59 +246,30 @@ def test_a_network_in_slabs_has_the_plain_gradients(
 
     def gradients() -> list[Tensor]:
         model.zero_grad()
-        if recomputes:
-            with recomputed_in_backward():
-                loss = dice_cross_entropy(model(image), target).total
-        else:
+        with recomputed_in_backward() if recomputes else nullcontext():
             loss = dice_cross_entropy(model(image), target).total
         loss.backward()
         return [loss.detach(), *(value.grad.clone() for value in model.parameters())]
 
-    expected = gradients()
+    with ConvolutionCalls() as whole:
+        expected = gradients()
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 700)
     with ConvolutionCalls() as calls:
         actual = gradients()
-    # Of twelve layers, the nine that are above the limit run more than once.
-    assert calls.count["convolution"] > 2 * 12
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert calls.count["convolution"] > 2 * whole.count["convolution"]
+    assert_same(actual, expected, 1e-10)
 
 
-def test_a_residual_network_in_slabs_has_the_plain_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    torch.manual_seed(0)
-    topology = Topology(
-        in_channels=1,
-        num_classes=2,
-        channels=(4, 8),
-        strides=((1, 1, 1), (2, 2, 2)),
-        encoder="residual",
-    )
-    model = UNet3d(topology).double()
-    image = tensor(1, 1, 8, 8, 8)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        model(image).square().mean().backward()
-        return [value.grad.clone() for value in model.parameters()]
-
-    expected = gradients()
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 200)
-    for a, b in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+def require_memory() -> None:
+    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
+        pytest.skip("needs 30 GiB of free GPU memory")
 
 
 def large_volume() -> Tensor:
     """Return a volume of 2.3e9 elements, made in slabs: normal numbers take float32 meanwhile."""
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free GPU memory")
-    x = torch.empty(
-        (1, 32, 416, 416, 416),
-        dtype=torch.bfloat16,
-        device="cuda",
-        memory_format=torch.channels_last_3d,
-    )
+    require_memory()
+    x = channels_last(torch.empty((1, 32, 416, 416, 416), dtype=torch.bfloat16, device="meta"))
+    x = torch.empty_like(x, device="cuda")
     generator = torch.Generator("cuda").manual_seed(0)
     for planes in x.split(52, 2):
         planes.normal_(generator=generator)
@@ -359,12 +277,15 @@ def large_volume() -> Tensor:
     return x
 
 
-def blocks(size: int, num_blocks: int) -> list[tuple[int, ...]]:
-    """Return first voxels of blocks of 12 voxels: at both ends, around the middle, anywhere."""
+def blocks(num_blocks: int = 8, size: int = 416) -> list[tuple[int, ...]]:
+    """Return first voxels of blocks of 12 voxels: at both ends, around the middle, anywhere.
+
+    All are even, as what two voxels are upsampled to.
+    """
     generator = torch.Generator().manual_seed(1)
-    anywhere = torch.randint(0, size - 12, (num_blocks, 3), generator=generator).tolist()
+    anywhere = torch.randint(0, (size - 12) // 2, (num_blocks, 3), generator=generator) * 2
     ends = [(0, 0, 0), (size - 12,) * 3, (size // 2 - 6,) * 3, (size // 2 - 6, 0, size - 12)]
-    return [*ends, *(tuple(corner) for corner in anywhere)]
+    return [*ends, *(tuple(corner) for corner in anywhere.tolist())]
 
 
 def crop(x: Tensor, corner: Sequence[int], margin: int, size: int = 12) -> Tensor:
@@ -385,11 +306,10 @@ def test_a_volume_above_the_limit_on_a_gpu() -> None:
     with torch.no_grad():
         y = conv3x3x3(x, weight)
         plain = slabs.convolve(x, weight, (1, 1, 1), (1, 1, 1))
-    for corner in blocks(416, 8):
+    for corner in blocks():
         expected = F.conv3d(crop(x, corner, 1), weight.double())
         for result in (y, plain):
-            error = (crop(result, corner, 0) - expected).norm() / expected.norm()
-            assert error <= 4e-3, corner
+            assert_near([crop(result, corner, 0)], [expected], 4e-3)
     del y, plain
     # The gradient is zero but for a few blocks, so the expected sum is over these: at both ends,
     # where two slabs meet, and elsewhere.
@@ -400,83 +320,49 @@ def test_a_volume_above_the_limit_on_a_gpu() -> None:
         place = dy[(..., *(slice(first, first + 12) for first in corner))]
         place.normal_()
         expected += torch.nn.grad.conv3d_weight(crop(x, corner, 1), weight.shape, place.double())
-    results = [slabs.weight_gradient(dy, x, weight, (1, 1, 1), (1, 1, 1))]
+    alone = slabs.weight_gradient(dy, x, weight, (1, 1, 1), (1, 1, 1))
     conv3x3x3(x, weight).backward(dy)
-    results.append(weight.grad)
-    for result in results:
-        assert (result.double() - expected).norm() / expected.norm() <= 1e-2
+    assert_near([alone, weight.grad], [expected] * 2, 1e-2)
 
 
 @pytest.mark.gpu
 def test_a_head_above_the_limit_on_a_gpu() -> None:
     x = large_volume()
-    weight = tensor(3, 32, 1, 1, 1).to("cuda", torch.bfloat16).requires_grad_()
-    bias = tensor(3).to("cuda", torch.bfloat16).requires_grad_()
-    y = conv1x1x1(x, weight, bias)
-    for corner in blocks(416, 8):
+    weight, bias = (v.to("cuda", torch.bfloat16) for v in (tensor(3, 32, 1, 1, 1), tensor(3)))
+    y = conv1x1x1(x, weight.requires_grad_(), bias.requires_grad_())
+    for corner in blocks():
         expected = F.conv3d(crop(x, corner, 0), weight.double(), bias.double())
-        error = (crop(y, corner, 0) - expected).norm() / expected.norm()
-        assert error <= 8e-3, corner
+        assert_near([crop(y, corner, 0)], [expected], 8e-3)
 
 
 @pytest.mark.gpu
 def test_upsampling_above_the_limit_on_a_gpu() -> None:
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free GPU memory")
-    x = torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16)
-    x = channels_last(x)
+    require_memory()
+    x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
     weight = tensor(64, 32, 2, 2, 2).to("cuda", torch.bfloat16)
     y = upsample(x, weight, (2, 2, 2))
-    for corner in blocks(416, 8):
-        corner = tuple(first // 2 * 2 for first in corner)
-        coarse = x[(..., *(slice(first // 2, first // 2 + 6) for first in corner))]
-        expected = F.conv_transpose3d(coarse.double(), weight.double(), stride=2)
-        error = (crop(y, corner, 0) - expected).norm() / expected.norm()
-        assert error <= 4e-3, corner
+    for corner in blocks():
+        coarse = crop(x, [first // 2 for first in corner], 0, 6)
+        expected = F.conv_transpose3d(coarse, weight.double(), stride=2)
+        assert_near([crop(y, corner, 0)], [expected], 4e-3)
 
 
-def composed_blocks(x: Tensor, up: Tensor, weight: Tensor, edge: int) -> list[tuple[Tensor, ...]]:
-    """Return blocks of the upsampled convolution and of its gradient by x, each with its float64.
-
-    Args:
-        x: (1, I, edge / 2, ...), a leaf.
-        up: Upsamples by two.
-        weight: Of the convolution behind it.
-        edge: Voxels of the result along each axis.
-    """
-    y = upsampled_conv3x3x3(x, up, weight, (2, 2, 2))
+@pytest.mark.gpu
+def test_an_upsampled_convolution_above_the_limit_on_a_gpu() -> None:
+    require_memory()
+    x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
+    up = (tensor(64, 32, 2, 2, 2) * 0.1).float().cuda()
+    weight = (tensor(32, 32, 3, 3, 3, seed=1) * 0.03).float().cuda()
+    assert 32 * 416**3 > slabs.MAX_ELEMENTS
+    y = upsampled_conv3x3x3(x.requires_grad_(), up, weight, (2, 2, 2))
     dy = torch.empty_like(y, memory_format=torch.channels_last_3d)
     for planes in dy.split(52, 2):
         planes.normal_()
     (dx,) = torch.autograd.grad(y, x, dy)
     kernel = F.conv3d(up.double(), weight.double(), padding=2)
-    found = []
-    for corner in blocks(edge, 8):
-        corner = tuple(first // 2 * 2 for first in corner)
+    for corner in blocks():
         coarse = [first // 2 for first in corner]
         full = F.conv_transpose3d(crop(x, coarse, 1, 6), up.double(), stride=2)
         wanted = F.conv3d(full, weight.double())[..., 1:-1, 1:-1, 1:-1]
-        found.append((crop(y, corner, 0), wanted))
-        found.append((crop(dx, coarse, 0, 6), F.conv3d(crop(dy, corner, 1), kernel, stride=2)))
-    return found
-
-
-def test_blocks_of_an_upsampled_convolution_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convolution, "_composes", lambda *_: True)
-    x = channels_last(tensor(1, 6, 12, 12, 12)).requires_grad_()
-    weights = tensor(6, 8, 2, 2, 2, seed=1), tensor(8, 8, 3, 3, 3, seed=2)
-    for actual, expected in composed_blocks(x, *weights, 24):
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.gpu
-def test_an_upsampled_convolution_above_the_limit_on_a_gpu() -> None:
-    if torch.cuda.mem_get_info()[0] < 30 * 2**30:
-        pytest.skip("needs 30 GiB of free GPU memory")
-    x = torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16)
-    x = channels_last(x).requires_grad_()
-    up = (tensor(64, 32, 2, 2, 2) * 0.1).float().cuda()
-    weight = (tensor(32, 32, 3, 3, 3, seed=1) * 0.03).float().cuda()
-    assert 32 * 416**3 > slabs.MAX_ELEMENTS
-    for actual, expected in composed_blocks(x, up, weight, 416):
-        assert (actual - expected).norm() <= 1e-2 * expected.norm()
+        wanted_dx = F.conv3d(crop(dy, corner, 1), kernel, stride=2)
+        assert_near([crop(y, corner, 0), crop(dx, coarse, 0, 6)], [wanted, wanted_dx], 1e-2)

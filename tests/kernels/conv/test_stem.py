@@ -6,11 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.conv.maps import tensor
+from tests.kernels.comparison import LAYOUTS, assert_near, results, tensor
+from tests.products import pairwise
 from unet3d.kernels import conv3x3x3
 from unet3d.kernels.conv.api import MAX_STEM_CHANNELS, MAX_STEM_ROWS
 
-SHAPES = [
+Shape = tuple[int, int, int, tuple[int, int, int]]
+
+SHAPES: list[Shape] = [
     # samples, channels of the image and of the result, size
     (1, 1, 32, (40, 48, 56)),
     (2, 1, 8, (5, 7, 9)),
@@ -27,43 +30,39 @@ def arguments(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-@pytest.mark.parametrize("sides", [(1, 1), (1, 0), (0, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(
+    shape=SHAPES,
+    sides=[(1, 1), (1, 0), (0, 1), (2, 2)],
+    dtype=[torch.bfloat16, torch.float16],
+)
 def test_low_precision_on_a_gpu_against_float64(
-    shape: tuple[int, int, int, tuple[int, int, int]],
-    sides: tuple[int, int],
-    dtype: torch.dtype,
-    tolerance: float,
+    shape: Shape, sides: tuple[int, int], dtype: torch.dtype
 ) -> None:
     image, weight = (value.cuda().to(dtype) for value in arguments(*shape))
     if image.shape[2] + sum(sides) < 3:
         sides = (1, 1)
-    exact = weight.double().requires_grad_()
-    padded = F.pad(image.double(), (0, 0, 0, 0, *sides))
-    expected = F.conv3d(padded, exact, None, 1, (0, 1, 1))
-    weight.requires_grad_()
-    y = conv3x3x3(image, weight, x_padding=sides)
-    assert y.grad_fn is not None and "stem" in y.grad_fn.name()
-    assert y.dtype == dtype
-    assert y.is_contiguous(memory_format=torch.channels_last_3d)
-    dy = tensor(*y.shape, seed=9).cuda().to(dtype)
-    (dweight,) = torch.autograd.grad(y, weight, dy)
-    (wanted,) = torch.autograd.grad(expected, exact, dy.double())
-    for name, a, b in (("y", y, expected), ("weight", dweight, wanted)):
-        assert (a.double() - b).norm() <= tolerance * b.norm(), name
-    (again,) = torch.autograd.grad(conv3x3x3(image, weight, x_padding=sides), weight, dy)
-    assert torch.equal(again, dweight)
+
+    def convolved(weight: Tensor) -> Tensor:
+        y = conv3x3x3(image, weight, x_padding=sides)
+        assert y.grad_fn is not None and "stem" in y.grad_fn.name()
+        assert y.is_contiguous(memory_format=torch.channels_last_3d)
+        return y
+
+    def plain(weight: Tensor) -> Tensor:
+        return F.conv3d(F.pad(image.double(), (0, 0, 0, 0, *sides)), weight, None, 1, (0, 1, 1))
+
+    actual = results(convolved, [weight])
+    assert {value.dtype for value in actual} == {dtype}
+    dy = tensor(*actual[0].shape, seed=9).to(actual[0])
+    expected = results(plain, [weight.double()], dy.double())
+    assert_near(actual, expected, {torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype])
+    assert torch.equal(results(convolved, [weight])[1], actual[1])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-@pytest.mark.parametrize("sides", [(1, 1), (0, 1)], ids=str)
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pairwise(shape=SHAPES[:4], sides=[(1, 1), (0, 1)], layout=LAYOUTS)
 def test_fakes_are_laid_out_as_on_a_gpu(
-    shape: tuple[int, int, int, tuple[int, int, int]],
-    sides: tuple[int, int],
-    layout: torch.memory_format,
+    shape: Shape, sides: tuple[int, int], layout: torch.memory_format
 ) -> None:
     image, weight = (
         value.cuda().bfloat16().contiguous(memory_format=layout) for value in arguments(*shape)

@@ -1,0 +1,92 @@
+"""Two neighbours along Z computed as one voxel: the same as one by one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.kernels.comparison import SIDES, Size, assert_same, padded, results, tensor
+from tests.products import pairwise
+from unet3d.kernels import strided_conv3x3x3
+from unet3d.kernels.conv import slabs
+from unet3d.kernels.conv.folded import FoldedConvolution
+from unet3d.kernels.padding import with_padding
+
+Sides = tuple[int, int]
+
+
+def plain(x: Tensor, weight: Tensor, stride: Size = (1, 1, 1), sides: Sides = (1, 1)) -> Tensor:
+    return F.conv3d(F.pad(x, (0, 0, 0, 0, *sides)), weight, None, stride, (0, 1, 1))
+
+
+def test_a_padded_map_shows_its_own_voxels_only() -> None:
+    x = tensor(2, 8, 5, 4, 6)
+    made = padded(x)
+    assert torch.equal(made, x)
+    assert torch.equal(with_padding(made), F.pad(x, (1, 1)))
+
+
+@pairwise(
+    sizes=[(1, 8, 8), (2, 32, 16), (1, 8, 40), (2, 40, 8), (2, 8, 8)],
+    sides=SIDES,
+    pads_x=[False, True],
+    pads_dy=[False, True],
+    limit=[1000, slabs.MAX_ELEMENTS],
+)
+def test_two_voxels_at_a_time_give_the_same(
+    sizes: tuple[int, int, int],
+    sides: Sides,
+    pads_x: bool,
+    pads_dy: bool,
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With zeros around or without, with neighbours' planes, whole or in slabs."""
+    num_samples, inputs, outputs = sizes
+    x, weight = tensor(num_samples, inputs, 7, 3, 4), tensor(outputs, inputs, 3, 3, 3, seed=1)
+    expected = results(lambda x, w: plain(x, w, sides=sides), [x, weight])
+    dy = tensor(*expected[0].shape, seed=9)
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    given = [padded(x) if pads_x else x, weight]
+    dy = padded(dy) if pads_dy else dy
+    assert_same(results(lambda x, w: FoldedConvolution.apply(x, w, sides), given, dy), expected)
+
+
+@pairwise(
+    stride=[(2, 2, 1), (2, 2, 2), (1, 2, 2)],
+    inputs=[8, 40],
+    sides=SIDES,
+    is_kept_padded=[False, True],
+    limit=[200, slabs.MAX_ELEMENTS],
+)
+def test_strides_over_a_padded_map(
+    stride: Size,
+    inputs: int,
+    sides: Sides,
+    is_kept_padded: bool,
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Backward may get the map as it was, or recomputed without zeros around."""
+    values = [tensor(2, inputs, 6, 3, 4), tensor(12, inputs, 3, 3, 3, seed=1)]
+    expected = results(lambda x, w: plain(x, w, stride, sides), values)
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda saved: saved, lambda saved: saved if is_kept_padded else saved.clone()
+    ):
+        given = [padded(values[0]), values[1]]
+        actual = results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), given)
+    assert_same(actual, expected)
+    # A map without zeros around takes another way.
+    assert_same(
+        results(lambda x, w: strided_conv3x3x3(x, w, stride, x_padding=sides), values), expected
+    )
+
+
+@pytest.mark.parametrize("needed", [0, 1])
+def test_only_gradients_that_are_wanted_are_computed(needed: int) -> None:
+    values = [tensor(1, 8, 5, 4, 6), tensor(8, 8, 3, 3, 3, seed=1)]
+    leaf = values[needed].requires_grad_()
+    y, expected = FoldedConvolution.apply(*values), plain(*values)
+    gradients = [torch.autograd.grad(value.sum(), leaf)[0] for value in (y, expected)]
+    assert_same(gradients[:1], gradients[1:])
