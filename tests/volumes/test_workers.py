@@ -2,27 +2,26 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.process_trees import assert_all_end, family_of
-from tests.ranks import environment
+from tests.volumes.unfinished_work import work_in_workers
 from unet3d.errors import DatasetError
 from unet3d.volumes.workers import map_items
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_results_are_in_the_order_of_the_items(num_workers: int) -> None:
+def test_results_are_in_the_order_of_the_items(num_workers: int, forked_workers: None) -> None:
     told: list[int] = []
     assert map_items(abs, [-3, 2, -1], num_workers, told.append) == [3, 2, 1]
     assert told == [1, 2, 3]
 
 
-def test_a_killed_worker_is_explained() -> None:
+def test_a_killed_worker_is_explained(forked_workers: None) -> None:
     with pytest.raises(DatasetError, match="killed.*data.num_workers"):
         map_items(os._exit, [9, 9], 2)
 
@@ -35,24 +34,21 @@ def test_a_killed_worker_is_explained() -> None:
         (signal.SIGHUP, True),  # as a terminal that is closed
     ],
 )
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
 def test_workers_end_with_their_parent(
-    number: signal.Signals, whole_group: bool, tmp_path: Path
+    number: signal.Signals, whole_group: bool, start: str, tmp_path: Path
 ) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-m", "tests.volumes.unfinished_work", str(tmp_path)],
-        env=environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    parent = warm.call(work_in_workers, tmp_path, start)
+    deadline = time.monotonic() + 120
     while len(list(tmp_path.iterdir())) < 2:
         assert parent.poll() is None, parent.communicate()[1]
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     family = family_of(parent.pid)
     assert len(family) >= 2
     (os.killpg if whole_group else os.kill)(parent.pid, number)
-    _, errors = parent.communicate(timeout=20)
-    assert_all_end(family, 5)
+    _, errors = parent.communicate(timeout=60)
+    assert_all_end(family, 60)
     assert errors == ""
     if number == signal.SIGKILL:
         assert parent.returncode == -number

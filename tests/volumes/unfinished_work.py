@@ -1,5 +1,6 @@
-"""What workers do that are interrupted: ``python -m tests.volumes.unfinished_work FOLDER``."""
+"""What workers do that are interrupted."""
 
+import multiprocessing
 import sys
 import time
 from pathlib import Path
@@ -15,12 +16,13 @@ def write_slowly(path: Path) -> None:
         time.sleep(60)
 
 
-if __name__ == "__main__":
-    from tests.volumes.unfinished_work import write_slowly as work  # workers know no __main__
-
+def work_in_workers(folder: Path, start: str) -> None:
+    """Write files slowly in two workers, which are started as ``multiprocessing`` calls it."""
+    context = multiprocessing.get_context(start)
+    vars(multiprocessing)["get_context"] = lambda kind: context
     stop_on_signals(is_rank=False)
     try:
         with interruptible():
-            map_items(work, [Path(sys.argv[1], str(number)) for number in range(6)], 2)
+            map_items(write_slowly, [folder / str(number) for number in range(6)], 2)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
