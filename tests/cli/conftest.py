@@ -25,7 +25,13 @@ def scan(folder: Path) -> Path:
     return write_volume(folder / "a scan.nii.gz", scan_array())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A network with random weights."""
     return write_checkpoint(tmp_path_factory.mktemp("network") / "random.pt", patch_size=(8, 8, 8))
+
+
+@pytest.fixture
+def predicting(checkpoint: Path) -> tuple[object, ...]:
+    """Arguments that segment what is named after them."""
+    return ("predict", "--checkpoint", checkpoint, "--devices", "cpu")
