@@ -2,63 +2,56 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, results
 from tests.kernels.norm.closed_form import (
+    EPS,
     arguments,
+    assert_as_in_float64,
     closed_form,
-    relative_error,
+    in_float64,
     value_and_gradients,
 )
+from tests.products import pairwise
 from unet3d.kernels import instance_norm, triton_support
 from unet3d.kernels.norm import api as norm
 from unet3d.kernels.padding import empty_padded, with_padding
 from unet3d.memory.saved_tensors import handling
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("slope", [0.01, 1.0])
-def test_the_reference_is_the_closed_form(slope: float) -> None:
-    inputs = [value.double() for value in arguments((2, 3, 4, 5, 6), 2.0, torch.float32, "cpu")]
-    actual = value_and_gradients(inputs, instance_norm, slope)
-    expected = value_and_gradients(inputs, closed_form, slope)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+def test_the_reference_is_the_closed_form(
+    slope: float, adds: bool, layout: torch.memory_format
+) -> None:
+    *values, dy = arguments((2, 3, 4, 5, 6), layout=layout)
+    values += [torch.randn_like(values[0])] * adds
+
+    def normed(x: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        options = {"added": added[0]} if adds else {}
+        return instance_norm(x.clone(), weight, bias, EPS, slope, **options)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor, *added: Tensor) -> Tensor:
+        return closed_form(sum(added, x), weight, bias, EPS, slope)
+
+    assert_same(results(normed, values, dy), results(plain, values, dy), 1e-10)
 
 
-def test_the_reference_has_right_derivatives() -> None:
-    inputs = [value.double() for value in arguments((2, 3, 2, 3, 2), 0.0, torch.float32, "cpu")]
-    x, weight, bias = (value.requires_grad_() for value in inputs[:3])
-    assert torch.autograd.gradcheck(instance_norm, (x, weight, bias, 1e-5, 0.01))
-
-
-@pytest.mark.parametrize("slope", [0.01, 1.0])
-def test_second_derivatives_are_refused(slope: float) -> None:
-    x, weight, bias, dy = arguments((2, 3, 2, 3, 2), 0.0, torch.float32, "cpu")
-    y = instance_norm(x.requires_grad_(), weight, bias, 1e-5, slope)
+def test_second_derivatives_are_refused() -> None:
+    x, weight, bias, dy = arguments((2, 3, 2, 3, 2))
+    y = instance_norm(x.requires_grad_(), weight, bias, EPS, 0.01)
     (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
 
 
 def test_only_the_input_and_numbers_of_each_channel_are_kept() -> None:
-    x, weight, bias, _ = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cpu")
+    x, weight, bias, _ = arguments((2, 3, 4, 5, 6))
     kept: list[Tensor] = []
     with handling(kept.append):
-        instance_norm(x.requires_grad_(), weight, bias, 1e-5, 0.01)
+        instance_norm(x.requires_grad_(), weight, bias, EPS, 0.01)
     assert [value.numel() for value in kept] == [x.numel(), 3, 3, 2 * 3, 2 * 3]
     assert kept[0].data_ptr() == x.data_ptr()
-
-
-def test_what_is_added_is_added_first() -> None:
-    x, weight, bias, dy = (
-        v.double() for v in arguments((2, 3, 4, 5, 6), 2.0, torch.float32, "cpu")
-    )
-    added = torch.randn(x.shape, dtype=torch.float64)
-    leaves = [value.requires_grad_() for value in (x, added, weight, bias)]
-    y = instance_norm(x.clone(), weight, bias, 1e-5, 0.01, added=added)
-    expected = closed_form(x + added, weight, bias, 1e-5, 0.01)
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-    wanted = torch.autograd.grad(expected, leaves, dy)
-    for a, b in zip(torch.autograd.grad(y, leaves, dy), wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.fixture
@@ -77,19 +70,13 @@ SHAPES = [
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-@pytest.mark.parametrize("slope", [0.01, 1.0])
-@pytest.mark.parametrize("mean", [0.0, 1e4])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pairwise(shape=SHAPES, mean=[0.0, 1e4], slope=[0.01, 1.0])
 def test_float32_on_a_gpu_against_float64(
     shape: tuple[int, ...], mean: float, slope: float
 ) -> None:
     inputs = arguments(shape, mean, torch.float32, "cuda")
-    expected = value_and_gradients([value.cpu().double() for value in inputs], closed_form, slope)
     actual = value_and_gradients(inputs, instance_norm, slope)
-    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
-        # A gradient of weight or bias is a sum that may cancel: judged by what was added up.
-        scale = max(b.norm().item(), inputs[3].norm().item()) if b.dim() == 1 else b.norm().item()
-        assert (a.cpu().double() - b).norm().item() <= 1e-6 * scale, name
+    assert_as_in_float64(actual, in_float64(inputs, slope), inputs[3], 1e-6)
     again = value_and_gradients(inputs, instance_norm, slope)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
@@ -97,17 +84,14 @@ def test_float32_on_a_gpu_against_float64(
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_low_precision_on_a_gpu(
     dtype: torch.dtype, tolerance: float, layout: torch.memory_format
 ) -> None:
-    inputs = arguments((2, 33, 16, 17, 18), 1.0, dtype, "cuda")
-    inputs[0] = inputs[0].contiguous(memory_format=layout)
-    expected = value_and_gradients([value.cpu().double() for value in inputs], closed_form, 0.01)
+    inputs = arguments((2, 33, 16, 17, 18), 1.0, dtype, "cuda", layout)
     actual = value_and_gradients(inputs, instance_norm, 0.01)
     assert actual[0].dtype == dtype
-    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
-        assert relative_error(a, b) <= tolerance, name
+    assert_near(actual, in_float64(inputs, 0.01), tolerance)
 
 
 @pytest.mark.gpu
@@ -124,20 +108,15 @@ def test_what_is_added_on_a_gpu_against_float64(
     added = arguments(shape, 3.0, dtype, "cuda")[3]
     # The sum is rounded as it is stored, and where that crosses zero the slope is another.
     total = (x.float() + added.float()).to(dtype)
-    exact = [value.cpu().double().requires_grad_() for value in (total, weight, bias)]
-    expected = closed_form(*exact, 1e-5, 0.01)
-    of_total, *others = torch.autograd.grad(expected, exact, dy.cpu().double())
-    wanted = [expected, of_total, of_total, *others]
+    expected, of_total, *others = in_float64([total, weight, bias, dy], 0.01)
     if has_room:  # and any values around
         made = empty_padded(x)
         with_padding(made).fill_(1e4)
         x = made.copy_(x)
     leaves = [value.requires_grad_() for value in (x, added, weight, bias)]
-    y = instance_norm(x, weight, bias, 1e-5, 0.01, added=added)
+    y = instance_norm(x, weight, bias, EPS, 0.01, added=added)
     actual = [y, *torch.autograd.grad(y, leaves, dy)]
-    for name, a, b in zip(("y", "x", "added", "weight", "bias"), actual, wanted, strict=True):
-        scale = max(b.norm().item(), dy.float().norm().item() if b.dim() == 1 else 0)
-        assert (a.detach().cpu().double() - b).norm().item() <= tolerance * scale, name
+    assert_as_in_float64(actual, [expected, of_total, of_total, *others], dy, tolerance)
 
 
 @pytest.mark.gpu
@@ -151,10 +130,9 @@ def test_more_than_two_to_the_31_elements() -> None:
     one, zero = torch.ones(32, device="cuda"), torch.zeros(32, device="cuda")
     with torch.no_grad():
         # The statistics of a volume and of its copies are the same.
-        y = instance_norm(large, one, zero, 1e-5, 0.01)
-        expected = closed_form(x.double(), one.double(), zero.double(), 1e-5, 0.01)
-    assert relative_error(y[..., -8:, -8:, -8:], expected.cpu()) <= 4e-3
-    assert relative_error(y[..., :8, :8, :8], expected.cpu()) <= 4e-3
+        y = instance_norm(large, one, zero, EPS, 0.01)
+        expected = closed_form(x.double(), one.double(), zero.double(), EPS, 0.01)
+    assert_near([y[..., -8:, -8:, -8:], y[..., :8, :8, :8]], [expected] * 2, 4e-3)
 
 
 @pytest.mark.gpu
@@ -163,7 +141,7 @@ def test_the_first_to_ask_may_be_a_prediction(caplog: pytest.LogCaptureFixture) 
     triton_support.works.cache_clear()
     x, weight, bias, _ = arguments((1, 2, 3, 4, 5), 0.0, torch.float32, "cuda")
     with torch.no_grad():
-        instance_norm(x, weight, bias, 1e-5, 0.01)
+        instance_norm(x, weight, bias, EPS, 0.01)
     assert not caplog.records
 
 

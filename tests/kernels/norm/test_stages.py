@@ -1,6 +1,7 @@
 """The stages of a normalisation: parts of a volume give what the whole gives."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -8,14 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.kernels.norm.closed_form import (
-    EPS,
-    arguments,
-    closed_form,
-    relative_error,
-    value_and_gradients,
-)
-from unet3d.kernels.norm import op, reference, rows
+from tests.kernels.comparison import assert_near, assert_same, channels_last
+from tests.kernels.norm.closed_form import EPS, arguments, in_float64
+from unet3d.kernels.norm import op, reference
 from unet3d.kernels.norm.grid import WANTED_PROGRAMS, grid_of
 from unet3d.kernels.norm.stages import Stages
 from unet3d.kernels.padding import with_padding
@@ -25,13 +21,17 @@ SLOPE = 0.01
 
 
 def in_parts(
-    stages: Stages, inputs: list[Tensor], sizes: tuple[int, ...], exchanges_runs: bool
+    stages: Stages,
+    inputs: list[Tensor],
+    sizes: tuple[int, ...],
+    exchanges_runs: bool,
+    slope: float = SLOPE,
 ) -> list[Tensor]:
     """Return value and gradients, computed as if each slab along X were on another device."""
     x, weight, bias, dy = inputs
     voxels = x[0, 0].numel()
-    slabs = [slab.contiguous(memory_format=torch.channels_last_3d) for slab in x.split(sizes, 2)]
-    gradients = [g.contiguous(memory_format=torch.channels_last_3d) for g in dy.split(sizes, 2)]
+    slabs = [channels_last(slab) for slab in x.split(sizes, 2)]
+    gradients = [channels_last(slab) for slab in dy.split(sizes, 2)]
     moments = [stages.moments(slab) for slab in slabs]
     if not exchanges_runs:  # but what they come to
         moments = [
@@ -40,53 +40,30 @@ def in_parts(
         ]
     mean, rstd, _ = stages.merge(torch.cat(moments), voxels, EPS)
     affine = (weight, bias, mean, rstd)
-    y = [stages.normalize(slab, *affine, slope=SLOPE, pads=False) for slab in slabs]
-    sums = [
-        stages.sums(g, slab, *affine, slope=SLOPE) for g, slab in zip(gradients, slabs, strict=True)
-    ]
-    total = stages.total(torch.cat(sums))
-    dx = [
-        stages.gradient(g, slab, *affine, total=total, voxels=voxels, slope=SLOPE, pads=False)
-        for g, slab in zip(gradients, slabs, strict=True)
-    ]
+    y = [stages.normalize(slab, *affine, slope=slope, pads=False) for slab in slabs]
+    pairs = list(zip(gradients, slabs, strict=True))
+    total = stages.total(torch.cat([stages.sums(*pair, *affine, slope=slope) for pair in pairs]))
+    options = {"total": total, "voxels": voxels, "slope": slope, "pads": False}
+    dx = [stages.gradient(*pair, *affine, **options) for pair in pairs]
     return [torch.cat(y, 2), torch.cat(dx, 2), total[1].sum(0), total[0].sum(0)]
 
 
+@pytest.mark.parametrize("slope", [SLOPE, 1.0])
 @pytest.mark.parametrize("exchanges_runs", [False, True])
 @pytest.mark.parametrize("sizes", [(7,), (4, 3), (1, 4, 2)], ids=str)
 def test_parts_of_a_volume_give_what_the_whole_gives(
-    sizes: tuple[int, ...], exchanges_runs: bool
+    sizes: tuple[int, ...], exchanges_runs: bool, slope: float
 ) -> None:
-    inputs = [value.double() for value in arguments(SHAPE, 2.0, torch.float32, "cpu")]
+    inputs = arguments(SHAPE)
     # Slabs that differ, so that none of their means is the volume's.
     inputs[0][:, :, :2] += 5
-    expected = value_and_gradients(inputs, closed_form, SLOPE)
-    actual = in_parts(reference, inputs, sizes, exchanges_runs)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("slope", [SLOPE, 1.0])
-def test_the_fused_operations_are_the_stages_of_one_part(slope: float) -> None:
-    x, *affine, dy = (v.double() for v in arguments(SHAPE, 2.0, torch.float32, "cpu"))
-    voxels = x[0, 0].numel()
-    y, mean, rstd = rows.forward(x, *affine, EPS, slope)
-    given = reference.merge(reference.moments(x), voxels, EPS)[:2]
-    for a, b in zip(given, (mean, rstd), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
-    affine += [mean, rstd]
-    torch.testing.assert_close(reference.normalize(x, *affine, slope=slope), y, rtol=0, atol=1e-13)
-    total = reference.total(reference.sums(dy, x, *affine, slope=slope))
-    dx = reference.gradient(dy, x, *affine, total=total, voxels=voxels, slope=slope)
-    expected = rows.backward(dy, x, *affine, slope=slope)
-    for a, b in zip((dx, total[1].sum(0), total[0].sum(0)), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    actual = in_parts(reference, inputs, sizes, exchanges_runs, slope)
+    assert_same(actual, in_float64(inputs, slope), 1e-10)
 
 
 def test_the_reference_stores_zeros_around_too() -> None:
-    x, *affine, dy = arguments((2, 8, 3, 4, 6), 0.0, torch.float32, "cpu")
-    mean, rstd, _ = reference.merge(reference.moments(x), 72, EPS)
-    affine += [mean, rstd]
+    x, *affine, dy = arguments((2, 8, 3, 4, 6))
+    affine += reference.merge(reference.moments(x), 72, EPS)[:2]
     total = reference.total(reference.sums(dy, x, *affine, slope=SLOPE))
     options = {"total": total, "voxels": 72, "slope": SLOPE}
     for stage, given in (
@@ -101,7 +78,7 @@ def test_the_reference_stores_zeros_around_too() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_statistics_have_32_bits_at_least(dtype: torch.dtype) -> None:
     exact = torch.promote_types(dtype, torch.float32)
-    x = arguments(SHAPE, 0.0, dtype, "cpu")[0]
+    x = arguments(SHAPE, 0.0, dtype)[0]
     moments = reference.moments(x)
     assert moments.dtype == exact
     assert {value.dtype for value in reference.merge(moments, 140, EPS)} == {exact}
@@ -117,19 +94,19 @@ def test_the_references_fake_statistics_take_no_memory(device: str) -> None:
     assert huge.shape == (1, 3, 1, 32)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 7])
-@pytest.mark.parametrize("channels", [1, 5, 32, 33, 64, 70, 320])
-@pytest.mark.parametrize("voxels", [1, 63, 64, 65, 4097, 96**3, 640**3])
-def test_a_grid_covers_every_voxel_and_channel(samples: int, channels: int, voxels: int) -> None:
-    grid = grid_of(samples, channels, voxels)
-    blocks, channel_blocks, _ = grid.over_blocks
-    assert grid.block_channels & (grid.block_channels - 1) == 0
-    assert channel_blocks * grid.block_channels >= channels
-    assert (channel_blocks - 1) * grid.block_channels < channels
-    assert blocks * grid.block_voxels >= voxels > (blocks - 1) * grid.block_voxels
-    assert grid.runs * grid.run >= voxels > (grid.runs - 1) * grid.run
-    assert grid.run % grid.block_voxels == 0
-    assert grid.runs * samples * channel_blocks <= WANTED_PROGRAMS + samples * channel_blocks
+def test_a_grid_covers_every_voxel_and_channel() -> None:
+    of_channels = (1, 5, 32, 33, 64, 70, 320)
+    of_voxels = (1, 63, 64, 65, 4097, 96**3, 640**3)
+    for samples, channels, voxels in product((1, 2, 7), of_channels, of_voxels):
+        grid = grid_of(samples, channels, voxels)
+        blocks, channel_blocks, _ = grid.over_blocks
+        assert grid.block_channels & (grid.block_channels - 1) == 0
+        assert channel_blocks * grid.block_channels >= channels
+        assert (channel_blocks - 1) * grid.block_channels < channels
+        assert blocks * grid.block_voxels >= voxels > (blocks - 1) * grid.block_voxels
+        assert grid.runs * grid.run >= voxels > (grid.runs - 1) * grid.run
+        assert grid.run % grid.block_voxels == 0
+        assert grid.runs * samples * channel_blocks <= WANTED_PROGRAMS + samples * channel_blocks
 
 
 FAKE_GPU = torch.device("cpu", 0)
@@ -157,11 +134,8 @@ def layouts(results: list[Tensor]) -> list[tuple[object, ...]]:
 def fakes(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    x, dy = (
-        torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last_3d)
-        for _ in range(2)
-    )
-    return x, dy, [torch.empty(shape[1], device=device) for _ in range(2)]
+    x = channels_last(torch.empty(shape, dtype=dtype, device=device))
+    return x, torch.empty_like(x), [torch.empty(shape[1], device=device) for _ in range(2)]
 
 
 def test_fake_stages_pass_on_what_the_next_one_takes() -> None:
@@ -187,8 +161,7 @@ SHAPES = [(1, 32, 40, 48, 56), (2, 5, 7, 9, 11), (3, 70, 3, 5, 7), (1, 320, 6, 6
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_fakes_are_laid_out_as_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, weight, bias, dy = arguments(shape, 0.0, dtype, "cuda")
-    x, dy = (v.contiguous(memory_format=torch.channels_last_3d) for v in (x, dy))
+    x, weight, bias, dy = arguments(shape, 0.0, dtype, "cuda", torch.channels_last_3d)
     real = layouts(all_stages(op, x, dy, [weight, bias]))
     with FakeTensorMode():
         assert layouts(all_stages(op, *fakes(shape, dtype, torch.device("cuda")))) == real
@@ -203,10 +176,8 @@ def test_parts_on_a_gpu_against_float64(
 ) -> None:
     inputs = arguments((1, 32, 40, 24, 28), mean, torch.float32, "cuda")
     inputs[0][:, :, :2] += 5
-    expected = value_and_gradients([v.cpu().double() for v in inputs], closed_form, SLOPE)
     actual = in_parts(op, inputs, sizes, exchanges_runs)
-    for name, a, b in zip(("y", "x", "weight", "bias"), actual, expected, strict=True):
-        assert relative_error(a, b) <= 2e-6, name
+    assert_near(actual, in_float64(inputs, SLOPE), 2e-6)
 
 
 def called(function: Callable[..., Tensor], *args: object, **named: object) -> None:
@@ -217,8 +188,8 @@ def called(function: Callable[..., Tensor], *args: object, **named: object) -> N
 
 @pytest.mark.gpu
 def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
-    x, weight, bias, dy = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda")
-    x, dy = (v.contiguous(memory_format=torch.channels_last_3d) for v in (x, dy))
+    given = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda", torch.channels_last_3d)
+    x, weight, bias, dy = given
     moments = op.moments(x)
     mean, rstd, _ = op.merge(moments, 120, EPS)
     affine = (weight, bias, mean, rstd)
