@@ -1,7 +1,7 @@
 """Small data sets, written with nibabel alone, and what is said of volumes that are refused."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,24 @@ def write_msd(
         "labels": {"0": "background", "1": "left", "2": "right"},
         "training": training,
         "test": [],
+    }
+    write_json(root / "dataset.json", {**tree, **changes})
+    return root
+
+
+def write_nnunet(
+    root: Path, names: Sequence[str] = ("a", "b", "c"), shape: Shape = (4, 4, 4), **changes: Any
+) -> Path:
+    """Write a raw data set of nnU-Net with two channels; ``changes`` go into dataset.json."""
+    for name in names:
+        for channel in ("0000", "0001"):
+            write_volume(root / f"imagesTr/{name}_{channel}.nii.gz", np.ones(shape, np.float32))
+        write_volume(root / f"labelsTr/{name}.nii.gz", blob_label(shape))
+    tree = {
+        "channel_names": {"0": "CT", "1": "PET"},
+        "labels": {"background": 0, "tumour": 2, "liver": 1},
+        "file_ending": ".nii.gz",
+        "numTraining": len(names),
     }
     write_json(root / "dataset.json", {**tree, **changes})
     return root

@@ -9,8 +9,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.volumes.itk_headers import meta_bytes, nrrd_bytes
-from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
+from tests.volumes.samples import blob_label, write_json, write_msd, write_nnunet, write_volume
 from unet3d.errors import DatasetError
 from unet3d.volumes.check import check_dataset, check_headers
 from unet3d.volumes.classes import Region
@@ -30,57 +29,28 @@ def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
         assert dataset.cases[1].images == (root / "imagesTr/case_1.nii.gz",)
         assert dataset.cases[1].label == root / "labelsTr/case_1.nii.gz"
         assert dataset.unlabelled == (root / "imagesTs/other.nii.gz",)
-
-
-def test_channels_keep_their_order_beyond_ten(tmp_path: Path) -> None:
+    # Channels keep their order beyond ten.
     names = {str(number): f"m{number}" for number in reversed(range(12))}
-    dataset = load_dataset(write_msd(tmp_path, channel_names=names))
+    dataset = load_dataset(write_msd(tmp_path / "Task00", channel_names=names))
     assert dataset.channel_names == tuple(f"m{number}" for number in range(12))
 
 
 def nnunet(root: Path, **changes: Any) -> Path:
-    for name in ("liver_2", "liver_10"):
-        for channel in ("0000", "0001"):
-            write_volume(root / f"imagesTr/{name}_{channel}.nii.gz", np.ones((4, 4, 4)))
-        write_volume(root / f"labelsTr/{name}.nii.gz", blob_label((4, 4, 4)))
+    write_nnunet(root, ("liver_2", "liver_10"), **changes)
     (root / "labelsTr/._liver_2.nii.gz").write_bytes(b"left by a Mac")
-    tree = {
-        "channel_names": {"0": "CT", "1": "PET"},
-        "labels": {"background": 0, "tumour": 2, "liver": 1},
-        "file_ending": ".nii.gz",
-        "numTraining": 2,
-    }
-    write_json(root / "dataset.json", {**tree, **changes})
     return root
 
 
 @pytest.mark.parametrize("ending", [".nrrd", ".mha", ".mhd"])
 def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path: Path, ending: str) -> None:
+    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
+    label = blob_label((4, 4, 4))
+    for folder in ("imagesTr", "labelsTr"):
+        (tmp_path / folder).mkdir()
     for name in ("a", "b"):
-        for path, dtype in (
-            (tmp_path / f"imagesTr/{name}_0000{ending}", np.int16),
-            (tmp_path / f"labelsTr/{name}{ending}", np.uint8),
-        ):
-            path.parent.mkdir(exist_ok=True)
-            array = blob_label((4, 4, 4)).astype(dtype)
-            if ending == ".nrrd":
-                path.write_bytes(
-                    nrrd_bytes(
-                        array.tobytes(),
-                        sizes="4 4 4",
-                        type="short" if dtype is np.int16 else "uchar",
-                    )
-                )
-                continue
-            content = meta_bytes(
-                array.tobytes() if ending == ".mha" else b"",
-                DimSize="4 4 4",
-                ElementType="MET_SHORT" if dtype is np.int16 else "MET_UCHAR",
-                ElementDataFile="LOCAL" if ending == ".mha" else f"{path.stem}.raw",
-            )
-            path.write_bytes(content)
-            if ending == ".mhd":
-                path.with_suffix(".raw").write_bytes(array.tobytes())
+        image = sitk.GetImageFromArray(label.astype(np.int16))
+        sitk.WriteImage(image, str(tmp_path / f"imagesTr/{name}_0000{ending}"))
+        sitk.WriteImage(sitk.GetImageFromArray(label), str(tmp_path / f"labelsTr/{name}{ending}"))
     labels = {"background": 0, "left": 1, "right": 2}
     tree = {"channel_names": {"0": "MR"}, "labels": labels, "file_ending": ending}
     write_json(tmp_path / "dataset.json", tree)
@@ -103,14 +73,11 @@ def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
         "liver_2_0000.nii.gz",
         "liver_2_0001.nii.gz",
     ]
-
-
-def test_reads_nnunet_with_an_explicit_list(tmp_path: Path) -> None:
     entry = {
         "images": ["imagesTr/liver_2_0000.nii.gz", "imagesTr/liver_2_0001.nii.gz"],
         "label": "labelsTr/liver_2.nii.gz",
     }
-    dataset = load_dataset(nnunet(tmp_path, dataset={"mine": entry}))
+    dataset = load_dataset(nnunet(tmp_path / "listed", dataset={"mine": entry}))
     assert [case.name for case in dataset.cases] == ["mine"]
     assert len(dataset.cases[0].images) == 2
 
@@ -152,25 +119,21 @@ def test_regions_are_read_as_nnunet_writes_them(tmp_path: Path) -> None:
     )
 
 
-def test_labels_that_are_not_consecutive_are_sorted_by_value(tmp_path: Path) -> None:
-    dataset = load_dataset(nnunet(tmp_path, labels={"vein": 9, "artery": 4}))
-    assert dataset.label_values == (0, 4, 9)
-    assert dataset.label_names == ("background", "artery", "vein")
-
-
 @pytest.mark.parametrize(
-    "labels",
+    ("labels", "values", "ignored"),
     [
-        {"background": 0, "a": 1, "ignore": 7, "b": 4},
-        {"0": "background", "1": "a", "4": "b", "7": "ignore"},
+        ({"b": 9, "a": 4}, (0, 4, 9), None),
+        ({"b": 2**32 - 1, "a": 614454277}, (0, 614454277, 2**32 - 1), None),
+        ({"background": 0, "a": 1, "ignore": 7, "b": 4}, (0, 1, 4), 7),
+        ({"0": "background", "1": "a", "4": "b", "7": "ignore"}, (0, 1, 4), 7),
     ],
 )
-def test_voxels_that_nobody_has_labelled_are_of_no_class(
-    tmp_path: Path, labels: dict[str, Any]
+def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
+    tmp_path: Path, labels: dict[str, Any], values: tuple[int, ...], ignored: int | None
 ) -> None:
     dataset = load_dataset(nnunet(tmp_path, labels=labels))
-    assert (dataset.label_values, dataset.label_names) == ((0, 1, 4), ("background", "a", "b"))
-    assert dataset.ignore_value == 7
+    assert (dataset.label_values, dataset.label_names) == (values, ("background", "a", "b"))
+    assert dataset.ignore_value == ignored
 
 
 @pytest.mark.parametrize(
@@ -184,7 +147,6 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
             {"labels": {"background": 0, "a": [1, 2]}, "regions_class_order": [1, 2]},
             r"regions_class_order is \[1, 2\]; name .* each of the 1 regions \(a\)",
         ),
-        ({"labels": {"a": [1, 2]}, "regions_class_order": [3]}, r"regions_class_order is \[3\]"),
         ({"labels": {"a": [1, 2]}, "regions_class_order": ["1"]}, "regions_class_order is"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
         (
@@ -193,10 +155,6 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
         ),
         ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
-        (
-            {"labels": {"a": [1, 4], "ignore": 3}, "regions_class_order": [1]},
-            "the label ignore is 3, but label 4 is 4; give ignore the highest value",
-        ),
         (
             {"labels": {"a": [1, 4], "ignore": [5, 6]}, "regions_class_order": [1]},
             r"the label ignore is \[5, 6\]; give it one value",
@@ -208,20 +166,16 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
         ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
         ({"labels": {"background": 0, "a": -1}}, "-1"),
-        ({"labels": {"background": 0, "a": 1.5}}, "1.5"),
         ({"labels": {"background": 0}}, "nothing but the background"),
         ({"labels": ["background", "a"]}, "names and values"),
         ({"channel_names": {"0": "CT", "2": "PET"}}, "numbered 0, 2"),
         ({"labels": {"background": 0, "a": True}}, "a has the value True; use whole numbers"),
         ({"labels": {"background": 0, "a": 1.0}}, r"a has the value 1\.0; use whole numbers"),
-        ({"labels": {"background": 0, "a": {"b": 1}}}, "a has the value {'b': 1}; use whole"),
         ({"labels": {"background": 0, "a": 2**32}}, "4294967296; segmentations hold values up to"),
         ({"labels": {"background": 0, "a": "9" * 5000}}, r"value 9+\.\.\.; segmentations hold"),
-        ({"labels": {"background": 0, "a": 10**30}}, "value 10+; segmentations hold"),
         ({"labels": {"0": "background", "1": "a", "2": "a"}}, "labels 1 and 2 are both called a"),
         ({"labels": {"background": 1, "a": 2}}, "labels 1 and 0 are both called background"),
         ({"labels": {"1": "e\u0301", "2": "\u00e9"}}, "are both called \u00e9"),
-        ({"labels": {"1": ""}}, "label 1 is called ''"),
         ({"labels": {"1": 5}}, "label 1 is called 5"),
         ({"labels": {"1": "a\ud800"}}, r"label 1 is called 'a\\ud800'"),
         ({"labels": {"1": "a\n\x1b[31m"}}, r"label 1 is called 'a\\n\\x1b\[31m'"),
@@ -230,7 +184,6 @@ def test_voxels_that_nobody_has_labelled_are_of_no_class(
         ({"channel_names": {"0": "CT", "1": ["PET"]}}, r"channel 1 is called \['PET'\]"),
         ({"channel_names": ["MRI"] * 2000}, "has 2000 channels; use at most"),
         ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
-        ({"file_ending": ""}, "file_ending is ''"),
         ({"file_ending": 3}, "file_ending is 3"),
         ({"name": [1]}, r"the data set is called \[1\]"),
         ({"dataset": {"": {}}}, "a case is called ''"),
@@ -245,17 +198,22 @@ def test_refuses_what_it_cannot_train_on(
     assert "\n" not in str(caught.value)
 
 
-def test_large_values_are_taken(tmp_path: Path) -> None:
-    labels = {"vein": 2**32 - 1, "artery": 614454277}
-    assert load_dataset(nnunet(tmp_path, labels=labels)).label_values == (0, 614454277, 2**32 - 1)
-
-
-@pytest.mark.parametrize("text", ["../x.nii.gz", "imagesTr/../../x.nii.gz"])
-def test_refuses_paths_that_leave_the_folder(tmp_path: Path, text: str) -> None:
-    write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
-    training = [{"image": text, "label": "labelsTr/case_0.nii.gz"}]
-    root = write_msd(tmp_path / "data", training=training)
-    with pytest.raises(DatasetError, match=r"training\[0\] points to .*outside"):
+def test_refuses_paths_and_links_that_leave_the_folder(tmp_path: Path) -> None:
+    outside = write_volume(tmp_path / "x.nii.gz", np.ones((4, 4, 4)))
+    for text in ("../x.nii.gz", "imagesTr/../../x.nii.gz"):
+        training = [{"image": text, "label": "labelsTr/case_0.nii.gz"}]
+        root = write_msd(tmp_path / "data", training=training)
+        with pytest.raises(DatasetError, match=r"training\[0\] points to .*outside"):
+            load_dataset(root)
+    root = write_msd(tmp_path / "data")
+    (root / "imagesTr/case_1.nii.gz").unlink()
+    (root / "imagesTr/case_1.nii.gz").symlink_to(outside)
+    with pytest.raises(DatasetError, match="case_1.nii.gz, outside"):
+        load_dataset(root)
+    root = nnunet(tmp_path / "nnunet")
+    (root / "imagesTr/liver_2_0001.nii.gz").unlink()
+    (root / "imagesTr/liver_2_0001.NII.GZ").symlink_to(outside)  # found by its spelling
+    with pytest.raises(DatasetError, match=r"liver_2_0001.NII.GZ, outside"):
         load_dataset(root)
 
 
@@ -269,44 +227,21 @@ def test_refuses_what_is_no_name_of_a_file(tmp_path: Path, name: Any) -> None:
     assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
-def test_links_that_lead_nowhere_are_found_by_the_check(tmp_path: Path) -> None:
-    root = write_msd(tmp_path)
-    (root / "labelsTr/case_1.nii.gz").unlink()
-    (root / "labelsTr/case_1.nii.gz").symlink_to("case_1.nii.gz")
-    (finding,) = check_headers(load_dataset(root))
-    assert "Too many levels of symbolic links" in finding.message
-
-
-def test_refuses_links_that_leave_the_folder(tmp_path: Path) -> None:
-    outside = write_volume(tmp_path / "secret.nii.gz", np.ones((4, 4, 4)))
-    root = write_msd(tmp_path / "data")
-    (root / "imagesTr/case_1.nii.gz").unlink()
-    (root / "imagesTr/case_1.nii.gz").symlink_to(outside)
-    with pytest.raises(DatasetError, match="case_1.nii.gz, outside"):
-        load_dataset(root)
-
-
 def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="there is no data set at"):
         load_dataset(tmp_path / "nowhere")
     with pytest.raises(DatasetError, match=r"holds no dataset.json.*Decathlon.*nnU-Net"):
         load_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_text("[1, 2]")
-    with pytest.raises(DatasetError, match=r"no known layout.*Decathlon.*nnU-Net"):
-        load_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_text("{")
-    with pytest.raises(DatasetError, match="not valid JSON"):
-        load_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "dataset.json").write_text("[" * 100_000)
-    with pytest.raises(DatasetError, match="nested too deeply"):
-        load_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_text('{"training": [], "training": []}')
-    with pytest.raises(DatasetError, match="names 'training' twice"):
-        load_dataset(tmp_path)
-    (tmp_path / "dataset.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match="not text in UTF-8; name the folder of a data set"):
-        load_dataset(tmp_path)
+    for content, said in (
+        (b"[1, 2]", r"no known layout.*Decathlon.*nnU-Net"),
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"training": [], "training": []}', "names 'training' twice"),
+        (b"\xff\xfe\x00", "not text in UTF-8; name the folder of a data set"),
+    ):
+        (tmp_path / "dataset.json").write_bytes(content)
+        with pytest.raises(DatasetError, match=said):
+            load_dataset(tmp_path)
 
 
 def test_refuses_incomplete_entries(tmp_path: Path) -> None:
@@ -323,7 +258,9 @@ def test_refuses_incomplete_entries(tmp_path: Path) -> None:
         load_dataset(write_msd(tmp_path, training=twice))
 
 
-def test_drawn_folds_validate_every_case_once(tmp_path: Path) -> None:
+def test_drawn_folds_validate_every_case_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = load_dataset(write_msd(tmp_path, num_cases=13))
     validated = []
     for fold in range(5):
@@ -337,11 +274,7 @@ def test_drawn_folds_validate_every_case_once(tmp_path: Path) -> None:
     assert fold_cases(dataset, 0, 5, seed=3) != fold_cases(dataset, 0, 5, seed=4)
     with pytest.raises(DatasetError, match="folds 0 to 4, not fold 5"):
         fold_cases(dataset, 5, 5, seed=3)
-
-
-def test_few_cases_give_fewer_folds_and_say_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    # Few cases give fewer folds.
     dataset = load_dataset(write_msd(tmp_path, num_cases=3))
     with caplog.at_level(logging.WARNING):
         train, validation = fold_cases(dataset, 2, 5, seed=0)
@@ -435,14 +368,6 @@ def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> 
         "liver_2.NII.GZ",
     ]
     assert check_headers(dataset) == []
-
-
-def test_a_channel_found_by_its_spelling_still_lies_in_the_folder(tmp_path: Path) -> None:
-    root = nnunet(tmp_path / "data")
-    outside = (root / "imagesTr/liver_2_0001.nii.gz").rename(tmp_path / "outside.nii.gz")
-    (root / "imagesTr/liver_2_0001.NII.GZ").symlink_to(outside)
-    with pytest.raises(DatasetError, match=r"liver_2_0001.NII.GZ, outside"):
-        load_dataset(root)
 
 
 def test_a_pair_that_is_named_by_both_its_files_is_named_twice(tmp_path: Path) -> None:
