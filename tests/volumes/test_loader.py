@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases
 from unet3d.config import PatchSettings, Shape
@@ -57,18 +58,21 @@ def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:
 def test_what_was_waited_for_patches_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cut = PatchSampler.cut
+    now = 0.0
 
     def slow(self: PatchSampler, *where: Any, **options: Any) -> Cut:
-        time.sleep(0.01)
+        nonlocal now
+        now += 1
         return cut(self, *where, **options)
 
+    cut = PatchSampler.cut
     monkeypatch.setattr(PatchSampler, "cut", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     batches = loader(make_cases(tmp_path, [(6, 6, 6)] * 2), batch_size=2, num_steps=5)
     assert batches.take_waited() == 0
     for _ in batches.epoch(0):
-        time.sleep(0.1)  # a step, in which nobody waits
-    assert 0.08 <= batches.take_waited() < 0.4  # of all but the first
+        now += 100  # a step, in which nobody waits
+    assert batches.take_waited() == 2 * 4  # of all but the first
     assert batches.take_waited() == 0
 
 
@@ -85,44 +89,33 @@ def test_cases_are_drawn_with_replacement_for_full_batches(tmp_path: Path) -> No
     assert 0.7 < in_a_row / 250 < 0.9, "1 - 5*4*3*2/5^4 = 0.81 of the batches repeat a case"
 
 
-def test_an_epoch_is_as_long_for_any_number_of_cases(tmp_path: Path) -> None:
-    cases = make_cases(tmp_path, [(6, 6, 6)] * 8)
-    assert [len(list(loader(cases[:count]).epoch(0))) for count in (1, 3, 8)] == [6, 6, 6]
+def test_cases_and_patches_differ_between_epochs_and_seeds(tmp_path: Path) -> None:
+    cases = make_cases(tmp_path, [(20, 20, 20)] * 8)
+
+    def names(epoch: int, **settings: Any) -> list[str]:
+        return [name for batch in loader(cases, **settings).epoch(epoch) for name in batch.names]
+
+    assert names(0) == names(0)
+    assert names(0) != names(1)
+    assert names(0, seed=1) != names(0)
+    batches = loader(cases[:1], batch_size=1, num_steps=10)
+    corners = {float(batch.image.flatten()[0]) for e in (0, 1) for batch in batches.epoch(e)}
+    assert len(corners) >= 19
 
 
-def test_the_cases_differ_between_epochs_and_seeds(tmp_path: Path) -> None:
-    cases = make_cases(tmp_path, [(6, 6, 6)] * 8)
-    batches = loader(cases)
-    epochs = [[name for batch in batches.epoch(epoch) for name in batch.names] for epoch in (0, 1)]
-    assert epochs[0] != epochs[1]
-    assert [name for batch in batches.epoch(0) for name in batch.names] == epochs[0]
-    other = loader(cases, seed=1)
-    assert [name for batch in other.epoch(0) for name in batch.names] != epochs[0]
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "fraction", "expected"),
-    [(2, 0.33, 1), (3, 0.33, 1), (4, 0.33, 1), (5, 0.33, 2), (9, 0.33, 3), (1, 0.33, 1)]
-    + [(4, 0.0, 0), (4, 1.0, 4), (4, 0.5, 2)],
-)
-def test_the_last_patches_of_each_batch_are_on_foreground(
-    tmp_path: Path, batch_size: int, fraction: float, expected: int
-) -> None:
+def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path: Path) -> None:
     """As nnU-Net: the rounded share of a batch, at least one patch where there is a share."""
     label = np.zeros((40, 40, 40), np.uint8)
     label[20, 20, 20] = 1  # hit by chance once in 64,000 patches
     cases = make_cases(tmp_path, [(40, 40, 40)] * 2, [label, label])
-    batches = loader(cases, batch_size=batch_size, foreground_fraction=fraction)
-    for batch in batches.epoch(0):
-        is_centred = [bool(target[2, 2, 2]) for target in batch.target]
-        assert is_centred == [False] * (batch_size - expected) + [True] * expected
-
-
-def test_patches_differ_between_epochs_and_within_one(tmp_path: Path) -> None:
-    (case,) = make_cases(tmp_path, [(20, 20, 20)])
-    batches = loader([case], batch_size=1, num_steps=10)
-    corners = {float(batch.image.flatten()[0]) for e in (0, 1) for batch in batches.epoch(e)}
-    assert len(corners) >= 19
+    for batch_size, fraction, expected in [
+        *[(2, 0.33, 1), (3, 0.33, 1), (4, 0.33, 1), (5, 0.33, 2), (9, 0.33, 3), (1, 0.33, 1)],
+        *[(4, 0.0, 0), (4, 1.0, 4), (4, 0.5, 2)],
+    ]:
+        batches = loader(cases, batch_size=batch_size, num_steps=2, foreground_fraction=fraction)
+        for batch in batches.epoch(0):
+            is_centred = [bool(target[2, 2, 2]) for target in batch.target]
+            assert is_centred == [False] * (batch_size - expected) + [True] * expected
 
 
 def test_the_same_patches_whatever_the_workers(tmp_path: Path) -> None:
@@ -131,11 +124,14 @@ def test_the_same_patches_whatever_the_workers(tmp_path: Path) -> None:
     alone = loader(cases, augmentation=LIVELY)
     with_workers = loader(cases, augmentation=LIVELY, num_workers=2)
     state = torch.get_rng_state()
-    for epoch in (0, 1):
+    for epoch in (0, 1):  # the second is cut while the first one ends
         assert same(list(alone.epoch(epoch)), list(with_workers.epoch(epoch)))
-    # A step left in the middle, then another epoch: nothing stale comes out of the workers.
-    next(with_workers.epoch(0))
-    assert same(list(alone.epoch(3)), list(with_workers.epoch(3)))
+    # A step left in the middle, then the rest, then another epoch: nothing stale comes out of the
+    # workers, none is lost, none is made twice.
+    next(with_workers.epoch(2))
+    assert same(list(alone.epoch(2, 1)), list(with_workers.epoch(2, 1)))
+    next(with_workers.epoch(3))
+    assert same(list(alone.epoch(5)), list(with_workers.epoch(5)))
     assert torch.equal(torch.get_rng_state(), state), "training's own random state is left alone"
 
 
@@ -152,65 +148,55 @@ def test_whole_volumes_are_padded_to_the_stride_and_to_each_other(tmp_path: Path
     shapes = [(7, 8, 5), (12, 4, 6), (9, 9, 9)]
     cases = make_cases(tmp_path, shapes)
     batches = loader(cases, size=None, batch_size=2, stride=(4, 4, 2), num_steps=2)
-    assert batches.num_steps == 2
     for batch in batches.epoch(0):
         used = [shapes[int(name[-1])] for name in batch.names]
         expected = [-(-max(s[a] for s in used) // n) * n for a, n in enumerate((4, 4, 2))]
         assert list(batch.image.shape[2:]) == list(batch.target.shape[1:]) == expected
-        for image, shape in zip(batch.image[:, 0], used, strict=True):
+        for image, shape in zip(batch.image[:, 0].numpy(), used, strict=True):
             assert (image != 0).sum() == np.prod(shape)
-            occupied = [np.unique(index) for index in np.nonzero(image.numpy())]
-            box = np.ix_(*occupied)
-            np.testing.assert_array_equal(image.numpy()[box], known_volume(shape)[0])
-            for places_, room, length in zip(occupied, expected, shape, strict=True):
-                before, after = places_[0], room - 1 - places_[-1]
-                assert abs(int(before) - int(after)) <= 1 and len(places_) == length
-
-
-def test_many_classes_come_as_int64(tmp_path: Path) -> None:
-    label = np.full((4, 4, 4), 3, np.uint16)
-    (batch,) = loader(make_cases(tmp_path, [(4, 4, 4)], [label]), num_steps=1).epoch(0)
-    assert batch.target.dtype == torch.int64
-    assert (batch.target == 3).all()
+            first = np.argwhere(image)[0]
+            box = tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
+            np.testing.assert_array_equal(image[box], known_volume(shape)[0])
+            rests = np.array(expected) - first - shape  # after it, as many as before it
+            assert (np.abs(first - rests) <= 1).all()
 
 
 def test_refuses_what_cannot_work(tmp_path: Path) -> None:
-    cases = make_cases(tmp_path, [(9, 9, 9)])
+    label = np.full((9, 9, 9), 3, np.uint16)
+    cases = make_cases(tmp_path, [(9, 9, 9)], [label])
     with pytest.raises(ConfigError, match=r"10x8x8; .*multiples of 4x4x4, such as 12x8x8"):
         loader(cases, size=(10, 8, 8), stride=(4, 4, 4))
     with pytest.raises(DatasetError, match="no training cases"):
         loader([])
-    batches = loader(cases, num_workers=0)
-    (cases[0].folder / "image.npy").unlink()
-    with pytest.raises(CacheError, match=r"gone or damaged.*data\.cache"):
-        next(batches.epoch(0))
-
-
-def test_a_worker_says_why_in_one_line(tmp_path: Path) -> None:
-    cases = make_cases(tmp_path, [(9, 9, 9)])
+    (batch,) = loader(cases, num_steps=1).epoch(0)
+    assert batch.target.dtype == torch.int64 and (batch.target == 3).all()  # of many classes
     (cases[0].folder / "image.npy").write_bytes(b"damaged")
-    said = ""
-    try:  # what pytest.raises keeps would keep the worker
-        next(loader(cases, num_workers=1).epoch(0))
-    except CacheError as error:
-        said = str(error)
-    assert "gone or damaged" in said and "\n" not in said
+    for num_workers in (0, 1):
+        said = ""
+        try:  # what pytest.raises keeps would keep the worker
+            next(loader(cases, num_workers=num_workers).epoch(0))
+        except CacheError as error:
+            said = str(error)
+        assert "gone or damaged" in said and "data.cache" in said and "\n" not in said
     assert multiprocessing.active_children() == []
 
 
-def test_the_next_epoch_is_cut_while_one_ends(tmp_path: Path) -> None:
-    """Its first batches wait in the queue: none is lost, none is made twice, whatever follows."""
-    cases = make_cases(tmp_path, [(9, 8, 7)] * 4)
-    batches = loader(cases, augmentation=LIVELY, num_workers=2)
-    fresh = loader(cases, augmentation=LIVELY)
-    assert same(list(batches.epoch(0)), list(fresh.epoch(0)))
-    assert same(list(batches.epoch(1)), list(fresh.epoch(1)))
-    begun = batches.epoch(2)
-    next(begun)
-    assert same(list(batches.epoch(2, 1)), list(fresh.epoch(2, 1)))
-    assert batches._steps.first == (0, 0), "the next epoch goes on with what is queued"
-    assert same(list(batches.epoch(5)), list(fresh.epoch(5)))
-    assert batches._steps.first == (5, 0), "another epoch than the next begins anew"
+def test_the_next_epoch_goes_on_with_what_is_queued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers need not begin anew, unless another epoch than the next one is asked for."""
+    begun = []
+    start = DataLoader.__iter__
+
+    def noted(self: DataLoader[Any]) -> Any:
+        begun.append(self)
+        return start(self)
+
+    monkeypatch.setattr(DataLoader, "__iter__", noted)
+    batches = loader(make_cases(tmp_path, [(9, 8, 7)] * 4))
+    for epoch, expected in ((0, 1), (1, 1), (2, 1), (5, 2), (6, 2)):
+        assert len(list(batches.epoch(epoch))) == 6
+        assert len(begun) == expected
 
 
 @pytest.mark.parametrize("size", [(4, 4, 4), None])

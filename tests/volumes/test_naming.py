@@ -1,13 +1,10 @@
 """What names of labels say."""
 
-import pytest
-
 from unet3d.volumes.naming import has_sides
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_left_and_right_are_found() -> None:
+    for names in (
         ("background", "left ventricle", "myocardium"),
         ("lung_right",),
         ("KidneyLeft", "liver"),
@@ -18,15 +15,12 @@ from unet3d.volumes.naming import has_sides
         ("Femur R", "Hip", "Femur L"),
         ("lh-cortex", "rh-cortex"),
         ("Rt Parotid", "Lt Parotid"),
-    ],
-)
-def test_left_and_right_are_found(names: tuple[str, ...]) -> None:
-    assert has_sides(names)
+    ):
+        assert has_sides(names), names
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
+def test_what_has_no_side() -> None:
+    for names in (
         ("background", "Anterior", "Posterior"),
         ("liver", "tumour"),
         ("L1", "L2", "L3"),  # vertebrae
@@ -36,7 +30,5 @@ def test_left_and_right_are_found(names: tuple[str, ...]) -> None:
         ("femur_l", "tibia_r"),
         ("cleft", "bright spot"),
         (),
-    ],
-)
-def test_what_has_no_side(names: tuple[str, ...]) -> None:
-    assert not has_sides(names)
+    ):
+        assert not has_sides(names), names

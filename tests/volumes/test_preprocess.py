@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
+from tests.volumes.itk_headers import written
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.errors import DatasetError, VolumeError
 from unet3d.volumes import case_boxes, preprocess, workers
-from unet3d.volumes.cache import PreparedCase
+from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.image_voxels import ImageVoxels
 from unet3d.volumes.normalization import ChannelNormalization, Kind
@@ -340,18 +341,6 @@ def test_channels_in_files_of_their_own_are_stacked(tmp_path: Path, settings: Da
     np.testing.assert_array_equal(case.image(), [label + 1, label * 10 + 1])
 
 
-def test_foreground_holds_voxels_of_each_class(tmp_path: Path, settings: DataSettings) -> None:
-    root = write_msd(tmp_path / "data", num_cases=2)
-    write_volume(root / "labelsTr/case_1.nii.gz", np.zeros((12, 14, 10), np.uint8))
-    full, empty = prepare(load_dataset(root), settings)
-    voxels = full.foreground()
-    assert voxels.components(0) == []
-    for index in (1, 2):
-        kept = np.sort(np.concatenate(voxels.components(index)))
-        np.testing.assert_array_equal(kept, np.flatnonzero(full.label()[...] == index))
-    assert empty.foreground().num_components == (0, 0, 0)
-
-
 def test_a_second_run_reads_no_volume(
     tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -441,21 +430,13 @@ def test_damaged_intensities_are_collected_again(
     assert [record.getMessage().count("is damaged") for record in caplog.records] == [1, 1]
 
 
-def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(
-    tmp_path: Path, settings: DataSettings
-) -> None:
-    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
-    image = dataset.cases[0].images[0].rename(tmp_path / "data/imagesTr/case_0.nii")
-    tree = {"image": "imagesTr/case_0.nii", "label": "labelsTr/case_0.nii.gz"}
-    change_json(tmp_path / "data/dataset.json", lambda all: all.update(training=[tree]))
-    dataset = load_dataset(tmp_path / "data")
-    write_volume(image, np.full((12, 14, 10), 5, np.float32))
-    (before,) = prepare(dataset, settings)
-    status = image.stat()
-    flip_a_bit(image)
-    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
-    (after,) = prepare(dataset, settings)
-    assert after.folder != before.folder
+def test_a_volume_that_keeps_size_and_time_is_seen_to_have_changed(tmp_path: Path) -> None:
+    path = written(tmp_path / "scan.nii", bytes(1000))
+    store, status = Cache(tmp_path / "cache"), path.stat()
+    before = store.digest(path)
+    flip_a_bit(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.digest(path) != before
 
 
 NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -468,18 +449,15 @@ NOTE_DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_damaged_digests_are_taken_again(
-    tmp_path: Path, settings: DataSettings, caplog: pytest.LogCaptureFixture
-) -> None:
-    dataset = load_dataset(write_msd(tmp_path / "data", num_cases=1))
-    (before,) = prepare(dataset, settings)
-    for damage in NOTE_DAMAGES.values():
-        for note in (tmp_path / "cache" / "digests").iterdir():
-            damage(note)
-        caplog.clear()
-        (after,) = prepare(dataset, settings)
-        assert after.folder == before.folder
-        assert len(caplog.records) == 2
+def test_damaged_digests_are_taken_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path / "scan.nii", bytes(1000))
+    store = Cache(tmp_path / "cache")
+    before = store.digest(path)
+    (note,) = (tmp_path / "cache" / "digests").iterdir()
+    for number, damage in enumerate(NOTE_DAMAGES.values()):
+        damage(note)
+        assert store.digest(path) == before
+        assert len(caplog.records) == number + 1
 
 
 def test_several_may_prepare_the_same_cache(tmp_path: Path, settings: DataSettings) -> None:
@@ -566,19 +544,6 @@ def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (case,) = prepare_cases(dataset.cases, plan, None, 0)
     assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
-
-
-def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
-    dataset = load_dataset(test_data / "sarcoma_mr")
-    plan, fingerprint = plan_preprocessing(dataset, settings)
-    assert fingerprint.spacing_mm == pytest.approx((0.98, 0.98, 3.27), abs=0.01)
-    for case, source in zip(
-        prepare_cases(dataset.cases[:2], plan, settings.cache, 0), dataset.cases, strict=False
-    ):
-        volume_mm3: Any = np.prod(nib.load(source.label).header.get_zooms())
-        expected = np.count_nonzero(nib.load(source.label).dataobj) * volume_mm3
-        got = np.count_nonzero(case.label()[...]) * np.prod(case.spacing_mm)
-        assert got == pytest.approx(expected, rel=0.02)
 
 
 def test_a_long_preparation_says_how_far_it_is(
