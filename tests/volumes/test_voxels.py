@@ -1,6 +1,7 @@
 """Voxels in a part of a file: mapped where they are, or unpacked."""
 
 import gzip
+import itertools
 import os
 import zlib
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from unet3d.volumes.scratch import Scratch
 from unet3d.volumes.voxels import FileVoxels, HeldVoxels, Order, StoredVoxels
 
 SHAPE = (5, 4, 3, 2)
+DTYPES = ("|u1", "<i2", ">i2", ">f4", "<f8")
+ORDERS: tuple[Order, ...] = ("C", "F")
 HEADER = b"a header of 29 bytes, not even"[:29]
 
 
@@ -22,48 +25,46 @@ def numbers(dtype: str) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2, SHAPE).astype(dtype) * 3
 
 
-@pytest.mark.parametrize("dtype", ["|u1", "<i2", ">i2", ">f4", "<f8"])
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_mapped_voxels_stay_in_their_file(tmp_path: Path, dtype: str, order: Order) -> None:
-    array = numbers(dtype)
+def test_mapped_voxels_stay_in_their_file(tmp_path: Path) -> None:
     path = tmp_path / "voxels"
-    path.write_bytes(HEADER + array.tobytes(order) + b"a tail")
-    voxels: StoredVoxels = FileVoxels(path, SHAPE, array.dtype, offset=len(HEADER), order=order)
-    assert voxels.is_mapped and (voxels.slope, voxels.inter) == (1, 0)
-    found = voxels.read(Scratch(), "reading")
-    np.testing.assert_array_equal(found, array)
-    assert found.dtype == array.dtype and not found.flags.writeable
-    path.unlink()  # what is mapped stays there
-    np.testing.assert_array_equal(found, array)
+    for dtype, order in itertools.product(DTYPES, ORDERS):
+        array = numbers(dtype)
+        path.write_bytes(HEADER + array.tobytes(order) + b"a tail")
+        voxels: StoredVoxels = FileVoxels(path, SHAPE, array.dtype, offset=len(HEADER), order=order)
+        assert voxels.is_mapped and (voxels.slope, voxels.inter) == (1, 0)
+        found = voxels.read(Scratch(), "reading")
+        np.testing.assert_array_equal(found, array)
+        assert found.dtype == array.dtype and not found.flags.writeable
+        path.unlink()  # what is mapped stays there
+        np.testing.assert_array_equal(found, array)
 
 
-@pytest.mark.parametrize("dtype", ["|u1", "<i2", ">i2", ">f4", "<f8"])
-@pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("is_memory", [True, False])
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress])
 def test_packed_voxels_come_in_their_own_type(
-    tmp_path: Path, dtype: str, order: Order, is_memory: bool, pack: Callable[[bytes], bytes]
+    tmp_path: Path, is_memory: bool, pack: Callable[[bytes], bytes]
 ) -> None:
-    array = numbers(dtype)
     path = tmp_path / "voxels"
-    path.write_bytes(b"text" + pack(HEADER + array.tobytes(order) + b"a tail"))
-    voxels = FileVoxels(
-        path,
-        SHAPE,
-        array.dtype,
-        offset=len(HEADER),
-        order=order,
-        slope=2.0,
-        inter=-1.0,
-        is_packed=True,
-        packed_from=4,
-        max_tail_bytes=6,
-    )
-    assert not voxels.is_mapped and (voxels.slope, voxels.inter) == (2, -1)
-    found = voxels.read(Scratch(None if is_memory else tmp_path), "reading")
-    np.testing.assert_array_equal(found, array)  # not scaled
-    assert found.dtype == array.dtype and found.flags[f"{order}_CONTIGUOUS"]
-    assert os.listdir(tmp_path) == ["voxels"]
+    for dtype, order in itertools.product(DTYPES, ORDERS):
+        array = numbers(dtype)
+        path.write_bytes(b"text" + pack(HEADER + array.tobytes(order) + b"a tail"))
+        voxels = FileVoxels(
+            path,
+            SHAPE,
+            array.dtype,
+            offset=len(HEADER),
+            order=order,
+            slope=2.0,
+            inter=-1.0,
+            is_packed=True,
+            packed_from=4,
+            max_tail_bytes=6,
+        )
+        assert not voxels.is_mapped and (voxels.slope, voxels.inter) == (2, -1)
+        found = voxels.read(Scratch(None if is_memory else tmp_path), "reading")
+        np.testing.assert_array_equal(found, array)  # not scaled
+        assert found.dtype == array.dtype and found.flags[f"{order}_CONTIGUOUS"]
+        assert os.listdir(tmp_path) == ["voxels"]
 
 
 def test_packed_voxels_that_have_no_room_are_not_unpacked(
