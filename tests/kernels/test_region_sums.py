@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.kernels.comparison import LAYOUTS, assert_near, assert_same, results
 from unet3d.kernels import region_sums
 
 NESTED = ((1, 2, 3), (2, 3), (3,))
@@ -23,15 +24,13 @@ def arguments(
     return logits, target, torch.randn(5, *shape[:2], generator=generator, dtype=torch.float64)
 
 
-def plain_sums(
-    logits: Tensor, target: Tensor, regions: tuple[tuple[int, ...], ...]
-) -> list[Tensor]:
+def plain_sums(logits: Tensor, target: Tensor, regions: tuple[tuple[int, ...], ...]) -> Tensor:
     mask = (target <= max(map(max, regions))).to(logits.dtype).unsqueeze(1)
     truth = torch.stack([torch.isin(target, torch.tensor(r)) for r in regions], 1).to(logits.dtype)
     entropy = functional.binary_cross_entropy_with_logits(logits, truth, reduction="none")
     chance = logits.sigmoid()
     parts = (entropy * mask, chance * truth, chance * mask, truth, mask.expand_as(truth))
-    return [part.sum((2, 3, 4)) for part in parts]
+    return torch.stack([part.sum((2, 3, 4)) for part in parts])
 
 
 @pytest.mark.parametrize("num_others", [0, 1, 3])
@@ -40,14 +39,11 @@ def test_sums_and_gradients_are_those_of_pytorch(
     regions: tuple[tuple[int, ...], ...], num_others: int
 ) -> None:
     logits, target, gradient = arguments(regions, num_others)
-    logits.requires_grad_()
-    found, wanted = region_sums(logits, target, regions), plain_sums(logits, target, regions)
-    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-12, atol=1e-12)
-    (ours,) = torch.autograd.grad(found, logits, gradient)
-    (theirs,) = torch.autograd.grad(wanted[:3], logits, list(gradient[:3]))
-    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
-    is_left_out = (target > max(map(max, regions))).unsqueeze(1).expand_as(ours)
-    assert not ours[is_left_out].any()
+    sums, found = results(lambda x: region_sums(x, target, regions), [logits], gradient)
+    expected = results(lambda x: plain_sums(x, target, regions), [logits], gradient)
+    assert_same([sums, found], expected, 1e-12)
+    is_left_out = (target > max(map(max, regions))).unsqueeze(1).expand_as(found)
+    assert not found[is_left_out].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
@@ -58,20 +54,17 @@ def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_low_precision_is_summed_in_float32(
     dtype: torch.dtype, layout: torch.memory_format
 ) -> None:
     logits, target, gradient = arguments(NESTED, 1, dtype)
-    logits = logits.contiguous(memory_format=layout).requires_grad_()
-    exact = logits.detach().double().requires_grad_()
-    found, wanted = (region_sums(values, target, NESTED) for values in (logits, exact))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    (ours,) = torch.autograd.grad(found, logits, gradient.float())
-    (theirs,) = torch.autograd.grad(wanted, exact, gradient)
-    assert (ours.dtype, ours.stride()) == (dtype, logits.stride())
-    torch.testing.assert_close(ours.double(), theirs, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    logits = logits.contiguous(memory_format=layout)
+    sums, ours = results(lambda x: region_sums(x, target, NESTED), [logits], gradient.float())
+    expected = results(lambda x: region_sums(x, target, NESTED), [logits.double()], gradient)
+    assert (sums.dtype, ours.dtype, ours.stride()) == (torch.float32, dtype, logits.stride())
+    assert_near([sums], expected[:1], 1e-6)
+    assert_near([ours], expected[1:], torch.finfo(dtype).eps)
 
 
 def test_logits_of_any_size_have_finite_sums() -> None:

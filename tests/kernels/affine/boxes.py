@@ -72,7 +72,7 @@ def sampled_with(
     offset: Array,
     size: Shape,
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(image.dtype, torch.float32)
     image_out = torch.full((len(image), *size), math.nan, dtype=dtype, device=image.device)
     label_out = torch.full(size, 77, dtype=label.dtype, device=label.device)
     call(function, image, label, matrix, offset, image_out, label_out)

@@ -1,7 +1,6 @@
 """Sampling of image and labels, against SciPy in float64 and interpolation of each class."""
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from scipy import ndimage
@@ -23,6 +22,7 @@ from tests.kernels.affine.boxes import (
     sampled,
     sampled_with,
 )
+from tests.products import pairwise
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
@@ -55,11 +55,12 @@ def check(image: Tensor, label: Tensor, matrix: Array, offset: Array, size: Shap
     np.testing.assert_array_equal(label_out.numpy()[is_clear], classes[parts.argmax(0)][is_clear])
 
 
-@pytest.mark.parametrize(("box", "size"), SIZES, ids=str)
-@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
-def test_image_and_labels_are_interpolated(matrix: Array, box: Shape, size: Shape) -> None:
+@pairwise(matrix=list(MATRICES), sizes=SIZES)
+def test_image_and_labels_are_interpolated(matrix: str, sizes: tuple[Shape, Shape]) -> None:
+    box, size = sizes
     image, label = case(box, channels=2)
-    check(image, label, matrix, centred(matrix, box, size) + SHIFT, size)
+    turn = MATRICES[matrix]
+    check(image, label, turn, centred(turn, box, size) + SHIFT, size)
 
 
 @pytest.mark.parametrize("label_dtype", [torch.uint8, torch.int64])
@@ -82,8 +83,7 @@ def test_any_number_of_classes_votes(matrix: Array) -> None:
 def test_positions_of_a_large_volume_are_exact() -> None:
     box, size = (170, 33, 150), (150, 5, 131)
     matrix = Rotation.from_euler("y", 17, degrees=True).as_matrix()
-    image, label = case(box)
-    check(image, label, matrix, centred(matrix, box, size), size)
+    check(*case(box), matrix, centred(matrix, box, size), size)
 
 
 def test_float64_is_interpolated_as_such() -> None:
@@ -127,9 +127,11 @@ def mirrored(
     return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-@pytest.mark.parametrize("signs", FLIPS, ids=str)
-@pytest.mark.parametrize("first", [(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 30, 0)], ids=str)
+@pairwise(
+    first=[(0, 0, 0), (2, -1, 3), (-3, 4, -2), (0, 30, 0)],
+    signs=FLIPS,
+    dtype=[torch.float16, torch.float64],
+)
 def test_flips_copy_to_the_bit(
     first: tuple[int, ...], signs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -187,25 +189,24 @@ def test_a_part_is_as_in_the_whole(matrix: Array) -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     image, label = case((4, 5, 6), 2)
-    outputs = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)
-    wrong = [
-        (image.int(), label, *outputs),
-        (image, label.int(), outputs[0], outputs[1].int()),
-        (image.double(), label, *outputs),
-        (image, label[1:], *outputs),
-        (image[:1], label, *outputs),
-        (image, label, outputs[0][:, 1:], outputs[1]),
-        (image.transpose(1, 2), label.transpose(0, 1), *outputs),
-    ]
-    for image, label, image_out, label_out in wrong:
+    image_out, label_out = torch.zeros(2, 3, 3, 3), torch.zeros(3, 3, 3, dtype=torch.uint8)
+    for given in [
+        (image.int(), label, image_out, label_out),
+        (image, label.int(), image_out, label_out.int()),
+        (image.double(), label, image_out, label_out),
+        (image, label[1:], image_out, label_out),
+        (image[:1], label, image_out, label_out),
+        (image, label, image_out[:, 1:], label_out),
+        (image.transpose(1, 2), label.transpose(0, 1), image_out, label_out),
+    ]:
         with pytest.raises(ValueError):
-            call(sample_affine, image, label, IDENTITY, np.zeros(3), image_out, label_out)
+            call(sample_affine, *given[:2], IDENTITY, np.zeros(3), *given[2:])
 
 
 def test_small_objects_keep_their_shape_better_than_with_the_nearest_label() -> None:
     """A ball of radius 3, turned about a point beside it: Dice to the ball that was turned."""
     generator = np.random.default_rng(0)
-    box = size = (21, 21, 21)
+    size = (21, 21, 21)
     places = np.moveaxis(np.indices(size), 0, -1)
     middle = np.full(3, 10.0)
     scores = []
@@ -215,14 +216,11 @@ def test_small_objects_keep_their_shape_better_than_with_the_nearest_label() -> 
         matrix = Rotation.random(random_state=int(generator.integers(2**31))).as_matrix()
         offset = middle - matrix @ middle
         label = torch.from_numpy(ball.astype(np.uint8))
-        _, found = sampled(torch.zeros(1, *box), label, matrix, offset, size)
+        _, found = sampled(torch.zeros(1, *size), label, matrix, offset, size)
         at = places @ matrix.T + offset
         truth = np.linalg.norm(at - centre, axis=-1) <= 3
         nearest = ndimage.map_coordinates(ball, np.moveaxis(at, -1, 0), order=0)
-        scores.append([dice(found.numpy() > 0, truth), dice(nearest, truth)])
-    voted, nearest = np.mean(scores, 0)
-    assert voted > 0.91 and voted > nearest + 0.02
-
-
-def dice(a: npt.NDArray[np.bool_], b: npt.NDArray[np.bool_]) -> float:
-    return float(2 * (a & b).sum() / (a.sum() + b.sum()))
+        of_both = (found.numpy() > 0, nearest)
+        scores.append([2 * (a & truth).sum() / (a.sum() + truth.sum()) for a in of_both])
+    voted, by_nearest = np.mean(scores, 0)
+    assert voted > 0.91 and voted > by_nearest + 0.02

@@ -15,7 +15,6 @@ from tests.kernels.affine.boxes import (
     SHIFT,
     SIZES,
     TURNED,
-    Array,
     Shape,
     call,
     case,
@@ -23,6 +22,7 @@ from tests.kernels.affine.boxes import (
     sampled,
     sampled_with,
 )
+from tests.products import pairwise
 from unet3d.kernels import sample_affine
 from unet3d.kernels.affine import plain
 
@@ -34,21 +34,25 @@ def kernel_sample(*boxes: Tensor, **given: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "label_dtype"),
-    [(torch.float16, torch.uint8), (torch.float32, torch.int64), (torch.float64, torch.uint8)],
+@pairwise(
+    matrix=list(MATRICES),
+    sizes=[*SIZES, ((150, 70, 90), (131, 65, 77))],
+    types=[
+        (torch.float16, torch.uint8),
+        (torch.float32, torch.int64),
+        (torch.float64, torch.uint8),
+    ],
 )
-@pytest.mark.parametrize(("box", "size"), [*SIZES, ((150, 70, 90), (131, 65, 77))], ids=str)
-@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES.keys())
 def test_a_gpu_samples_the_same(
-    matrix: Array, box: Shape, size: Shape, dtype: torch.dtype, label_dtype: torch.dtype
+    matrix: str, sizes: tuple[Shape, Shape], types: tuple[torch.dtype, torch.dtype]
 ) -> None:
+    (box, size), (dtype, label_dtype), turn = sizes, types, MATRICES[matrix]
     classes = 4 if label_dtype == torch.uint8 else 700
     image, label = case(box, 2, classes, dtype, label_dtype)
-    offset = centred(matrix, box, size) + SHIFT
-    expected = sampled(image, label, matrix, offset, size)
+    offset = centred(turn, box, size) + SHIFT
+    expected = sampled(image, label, turn, offset, size)
     for function in (sample_affine, kernel_sample, plain.sample):
-        found = sampled_with(function, image.cuda(), label.cuda(), matrix, offset, size)
+        found = sampled_with(function, image.cuda(), label.cuda(), turn, offset, size)
         torch.testing.assert_close(found[0].cpu(), expected[0], rtol=0, atol=1e-5)
         # Between two shares that are equal but for rounding, either may win.
         assert (found[1].cpu() == expected[1]).double().mean() > 0.9995
@@ -71,7 +75,7 @@ def test_flips_on_a_gpu_copy_to_the_bit(first: tuple[int, ...], signs: tuple[int
 def test_a_gpu_compiles_once_and_does_not_wait() -> None:
     from unet3d.kernels.affine import kernel
 
-    kernel._sample.device_caches.clear()
+    kernel._sample.device_caches.clear()  # a private name: only Triton's cache shows it
     generator = np.random.default_rng(0)
     torch.cuda.synchronize()
     for channels, box, size in [(1, (1, 16, 32), (16, 16, 16)), (3, (20, 17, 31), (9, 1, 7))]:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.kernels.comparison import assert_near, assert_same, channels_last, tensor
+from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, closed_form
 from unet3d.kernels import conv3x3x3_instance_norm, recomputed_in_backward
 from unet3d.kernels.norm import api as norm_api
@@ -25,7 +27,6 @@ Size = tuple[int, int, int, tuple[int, int, int]]
 
 def inputs_of(samples: int, inputs: int, outputs: int, size: tuple[int, int, int]) -> list[Tensor]:
     """Return image, kernel, weight, bias and the gradient of the result, in float64."""
-    generator = torch.Generator().manual_seed(0)
     shapes = (
         (samples, inputs, *size),
         (outputs, inputs, 3, 3, 3),
@@ -33,14 +34,12 @@ def inputs_of(samples: int, inputs: int, outputs: int, size: tuple[int, int, int
         (outputs,),
         (samples, outputs, *size),
     )
-    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [tensor(*shape, seed=number) for number, shape in enumerate(shapes)]
 
 
 def results(function: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
     image, *parameters, dy = inputs
-    leaves = [value.clone().requires_grad_() for value in parameters]
-    y = function(image, *leaves)
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+    return results_of(lambda *given: function(image, *given), parameters, dy)
 
 
 def joined(image: Tensor, *parameters: Tensor) -> Tensor:
@@ -56,8 +55,7 @@ def apart(image: Tensor, kernel: Tensor, weight: Tensor, bias: Tensor) -> Tensor
 
 def test_it_is_the_convolution_and_the_normalisation() -> None:
     inputs = inputs_of(2, 1, 4, (5, 4, 6))
-    for a, b in zip(results(joined, inputs), results(apart, inputs), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    assert_same(results(joined, inputs), results(apart, inputs), 1e-10)
 
 
 FAKE_GPU = torch.device("cpu", 0)
@@ -135,8 +133,7 @@ def test_low_precision_on_a_gpu_against_float64(
     inputs = [image.to(dtype), kernel.to(dtype), weight.float(), bias.float(), dy.to(dtype)]
     actual = results(joined, inputs)
     expected = results(apart, [*inputs[:4], inputs[4].double()])
-    for name, a, b in zip(("y", "kernel", "weight", "bias"), actual, expected, strict=True):
-        assert (a.double() - b).norm() <= tolerance * b.norm(), name
+    assert_near(actual, expected, tolerance)
     again = results(joined, inputs)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
 
@@ -144,10 +141,7 @@ def test_low_precision_on_a_gpu_against_float64(
 @pytest.mark.gpu
 def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
     image, kernel, weight, bias, dy = (v.cuda() for v in inputs_of(2, 1, 8, (5, 7, 9)))
-    image, kernel, y, dy = (
-        value.bfloat16().contiguous(memory_format=torch.channels_last_3d)
-        for value in (image, kernel, dy + 1, dy)
-    )
+    image, kernel, y, dy = (channels_last(v.bfloat16()) for v in (image, kernel, dy + 1, dy))
     mean, rstd, _ = norm.merge(norm.moments(y), 5 * 7 * 9, EPS)
     affine = (weight.float(), bias.float(), mean, rstd)
     total = norm.total(norm.sums(dy, y, *affine, slope=SLOPE))
