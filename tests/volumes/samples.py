@@ -47,33 +47,32 @@ def blob_label(shape: Shape, seed: int = 0) -> npt.NDArray[np.uint8]:
     return label
 
 
+def msd_entry(number: int, **changes: Any) -> dict[str, Any]:
+    """Return what dataset.json holds of a case of :func:`write_msd`."""
+    files = {name: f"./{name}sTr/case_{number}.nii.gz" for name in ("image", "label")}
+    return {**files, **changes}
+
+
 def write_msd(
     root: Path,
     num_cases: int = 3,
     shape: Shape = (12, 14, 10),
     spacing_mm: Spacing = (1, 1, 1),
-    modality: str = "MRI",
+    modality: str | None = "MRI",
     **changes: Any,
 ) -> Path:
     """Write a data set in the layout of the Decathlon; ``changes`` go into dataset.json."""
-    training = []
     for number in range(num_cases):
         rng = np.random.default_rng(number)
         label = blob_label(shape, number)
         image = (rng.normal(100, 10, shape) + 50 * label).astype(np.float32)
         write_volume(root / f"imagesTr/case_{number}.nii.gz", image, spacing_mm)
         write_volume(root / f"labelsTr/case_{number}.nii.gz", label, spacing_mm)
-        training.append(
-            {
-                "image": f"./imagesTr/case_{number}.nii.gz",
-                "label": f"./labelsTr/case_{number}.nii.gz",
-            }
-        )
     tree = {
         "name": "Sample",
-        "modality": {"0": modality},
+        "modality": modality and {"0": modality},
         "labels": {"0": "background", "1": "left", "2": "right"},
-        "training": training,
+        "training": [msd_entry(number) for number in range(num_cases)],
         "test": [],
     }
     write_json(root / "dataset.json", {**tree, **changes})

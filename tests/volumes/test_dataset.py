@@ -1,4 +1,3 @@
-import json
 import logging
 import os
 import unicodedata
@@ -9,7 +8,14 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.volumes.samples import blob_label, write_json, write_msd, write_nnunet, write_volume
+from tests.volumes.samples import (
+    blob_label,
+    msd_entry,
+    write_json,
+    write_msd,
+    write_nnunet,
+    write_volume,
+)
 from unet3d.errors import DatasetError
 from unet3d.volumes.check import check_dataset, check_headers
 from unet3d.volumes.classes import Region
@@ -210,6 +216,11 @@ def test_refuses_paths_and_links_that_leave_the_folder(tmp_path: Path) -> None:
     (root / "imagesTr/case_1.nii.gz").symlink_to(outside)
     with pytest.raises(DatasetError, match="case_1.nii.gz, outside"):
         load_dataset(root)
+    # A file in the data set is not outside its folder, but the folder may be moved.
+    for place in (root / "labelsTr/case_1.nii.gz", Path("/etc/passwd")):
+        root = write_msd(tmp_path / "data", training=[msd_entry(0, label=str(place))])
+        with pytest.raises(DatasetError, match=rf"\[0\] names {place} from the root of the file"):
+            load_dataset(root)
     root = nnunet(tmp_path / "nnunet")
     (root / "imagesTr/liver_2_0001.nii.gz").unlink()
     (root / "imagesTr/liver_2_0001.NII.GZ").symlink_to(outside)  # found by its spelling
@@ -217,14 +228,13 @@ def test_refuses_paths_and_links_that_leave_the_folder(tmp_path: Path) -> None:
         load_dataset(root)
 
 
-@pytest.mark.parametrize(
-    "name", ["a\0.nii", "a\n.nii", "\udcff.nii", f"{'x' * 300}.nii", ".", ["a.nii"], {"a": 1}, 3]
-)
-def test_refuses_what_is_no_name_of_a_file(tmp_path: Path, name: Any) -> None:
-    root = write_msd(tmp_path, training=[{"image": "imagesTr/case_0.nii.gz", "label": name}])
-    with pytest.raises(DatasetError, match=r"training\[0\] names") as caught:
-        load_dataset(root)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 400
+def test_refuses_what_is_no_name_of_a_file(tmp_path: Path) -> None:
+    names = ["a\0.nii", "a\n.nii", "\udcff.nii", f"{'x' * 300}.nii", ".", ["a.nii"], {"a": 1}, 3]
+    for name in names:
+        root = write_msd(tmp_path, 1, training=[msd_entry(0, label=name)])
+        with pytest.raises(DatasetError, match=r"training\[0\] names") as caught:
+            load_dataset(root)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 400
 
 
 def test_says_which_layouts_are_understood(tmp_path: Path) -> None:
@@ -319,6 +329,7 @@ def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ([{"train": ["case_0", "case_1"], "val": ["case_1"]}], "case_1 twice"),
         ([{"train": ["case_0", ["case_2"]], "val": ["case_1"]}], r"names \['case_2'\]; it needs"),
         ([{"train": ["case_0"], "val": ["x" * 10**6]}], r"names x{80}\.\.\., which is no case"),
+        ([{"train": ["case_1"] * 200_000, "val": ["case_2"]}], "names case_1 twice"),
     ],
 )
 def test_refuses_wrong_splits_final(tmp_path: Path, folds: Any, message: str) -> None:
@@ -328,31 +339,21 @@ def test_refuses_wrong_splits_final(tmp_path: Path, folds: Any, message: str) ->
         load_dataset(root)
 
 
-def test_honours_fold_keys(tmp_path: Path) -> None:
-    root = write_msd(tmp_path, num_cases=4)
-    tree = json.loads((root / "dataset.json").read_text())
-    for number, entry in enumerate(tree["training"]):
-        entry["fold"] = number % 2
-    write_json(root / "dataset.json", tree)
+def test_honours_fold_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entries = [msd_entry(number, fold=number % 2) for number in range(4)]
+    root = write_msd(tmp_path, 4, training=entries)
     train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
     assert [case.name for case in train] == ["case_0", "case_2"]
     assert [case.name for case in validation] == ["case_1", "case_3"]
-    del tree["training"][2]["fold"]
-    write_json(root / "dataset.json", tree)
-    with pytest.raises(DatasetError, match="case_2 has no fold"):
-        load_dataset(root)
-    tree["training"][2]["fold"] = 7
-    write_json(root / "dataset.json", tree)
-    with pytest.raises(DatasetError, match="0, 1, 7"):
-        load_dataset(root)
-
-
-def test_reads_the_real_data_sets(test_data: Path) -> None:
-    dataset = load_dataset(test_data / "hippocampus")
-    assert len(dataset.cases) == 200
-    assert dataset.label_names == ("background", "Anterior", "Posterior")
-    train, validation = fold_cases(dataset, 0, 5, seed=0)
-    assert (len(train), len(validation)) == (160, 40)
+    # Cases set aside for validation are in no fold.
+    root = write_msd(tmp_path, 4, training=entries[:3], validation=entries[3:])
+    train, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
+    assert [case.name for case in (*train, *validation)] == ["case_1", "case_0", "case_2"]
+    assert "fold 0 leaves out 1 of 4 cases" in caplog.text
+    for number, said in ((None, "case_2 has no fold"), (7, "0, 1, 7"), ("1", "has the fold '1'")):
+        entries[2]["fold"] = number
+        with pytest.raises(DatasetError, match=said):
+            load_dataset(write_msd(tmp_path, 4, training=entries))
 
 
 def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> None:
@@ -370,23 +371,15 @@ def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> 
     assert check_headers(dataset) == []
 
 
-def test_a_pair_that_is_named_by_both_its_files_is_named_twice(tmp_path: Path) -> None:
-    root = write_msd(tmp_path)
-    image = nib.Nifti1Pair(np.ones((12, 14, 10), np.float32), np.eye(4))
-    nib.save(image, root / "imagesTr/pair.HDR")
-    tree = json.loads((root / "dataset.json").read_text())
-    tree["training"][0]["image"] = ["imagesTr/pair.HDR", "imagesTr/pair.IMG"]
-    write_json(root / "dataset.json", tree)
+def test_files_that_are_named_twice_and_cases_of_one_name_are_refused(tmp_path: Path) -> None:
+    pair = ["imagesTr/pair.HDR", "imagesTr/pair.IMG"]
+    root = write_msd(tmp_path, training=[msd_entry(0, image=pair)])
+    nib.save(nib.Nifti1Pair(np.ones((12, 14, 10), np.float32), np.eye(4)), root / pair[0])
     with pytest.raises(DatasetError, match=r"pair\.HDR 2 times"):
         load_dataset(root)
-
-
-def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
-    root = write_msd(tmp_path)
+    entries = [msd_entry(0), msd_entry(1, label="labelsTr/case_0.nii")]
+    root = write_msd(tmp_path, training=entries)
     write_volume(root / "labelsTr/case_0.nii", blob_label((12, 14, 10)))
-    tree = json.loads((root / "dataset.json").read_text())
-    tree["training"][1]["label"] = "labelsTr/case_0.nii"
-    write_json(root / "dataset.json", tree)
     with pytest.raises(DatasetError, match=r"case_0.nii.gz and .*case_0.nii would both be the"):
         load_dataset(root)
     root = nnunet(tmp_path / "nnunet")
@@ -396,56 +389,29 @@ def test_two_cases_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_name_of_a_case_depends_on_no_other_case(tmp_path: Path) -> None:
-    root = write_msd(tmp_path)
-    tree = json.loads((root / "dataset.json").read_text())
     labels = ["labelsTr/seg.nii.gz", "a/b_c/seg.nii.gz", "a_b/c/seg.nii.gz"]
-    for entry, label in zip(tree["training"], labels, strict=True):
-        write_volume(root / label, blob_label((12, 14, 10)))
-        entry["label"] = label
+    entries = [msd_entry(number, label=label) for number, label in enumerate(labels)]
     names = ["seg", "a/b_c/seg", "a_b/c/seg"]
     for number in (1, 2, 3):
-        some = {**tree, "training": tree["training"][:number]}
-        dataset = load_dataset(write_json(root / "some.json", some))
+        dataset = load_dataset(write_msd(tmp_path, training=entries[:number]))
         assert [case.name for case in dataset.cases] == names[:number]
-    some = {**tree, "training": tree["training"][:2], "validation": tree["training"][2:]}
-    dataset = load_dataset(write_json(root / "some.json", some))
+    dataset = load_dataset(write_msd(tmp_path, training=entries[:2], validation=entries[2:]))
     assert [case.name for case in dataset.cases] == names
     assert dataset.validation == ("a_b/c/seg",)
-    for entry in tree["training"]:
-        entry["fold"] = 0 if "a/" in entry["label"] else 1
-    dataset = load_dataset(write_json(root / "some.json", tree))
-    assert [fold.validation for fold in dataset.folds] == [("a/b_c/seg",), ("a_b/c/seg", "seg")]
 
 
 def test_names_agree_whatever_the_form_of_their_letters(tmp_path: Path) -> None:
     composed, decomposed = (unicodedata.normalize(form, "\u00e9") for form in ("NFC", "NFD"))
-    root = write_msd(tmp_path)
-    (root / "labelsTr/case_0.nii.gz").rename(root / f"labelsTr/{decomposed}.nii.gz")
-    tree = json.loads((root / "dataset.json").read_text())
-    tree["training"][0]["label"] = f"labelsTr/{decomposed}.nii.gz"
-    write_json(root / "dataset.json", tree)
+    entries = [msd_entry(0, label=f"labelsTr/{decomposed}.nii.gz"), msd_entry(1)]
+    root = write_msd(tmp_path, training=entries)
     for name in (composed, decomposed):
-        write_json(root / "splits_final.json", [{"train": ["case_1", "case_2"], "val": [name]}])
+        write_json(root / "splits_final.json", [{"train": ["case_1"], "val": [name]}])
         _, validation = fold_cases(load_dataset(root), 0, 5, seed=0)
         assert [case.name for case in validation] == [composed]
-    (root / "labelsTr/case_1.nii.gz").rename(root / f"labelsTr/{composed}.nii.gz")
-    tree["training"][1]["label"] = f"labelsTr/{composed}.nii.gz"
-    write_json(root / "dataset.json", tree)
+    entries[1]["label"] = f"labelsTr/{composed}.nii.gz"
+    write_msd(tmp_path, training=entries)
     with pytest.raises(DatasetError, match=f"would both be the case {composed}; rename"):
         load_dataset(root)
-
-
-def test_cases_set_aside_for_validation_are_in_no_fold(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = write_msd(tmp_path, num_cases=4)
-    tree = json.loads((root / "dataset.json").read_text())
-    tree["validation"] = [tree["training"].pop()]
-    for number, entry in enumerate(tree["training"]):
-        entry["fold"] = number % 2
-    train, validation = fold_cases(load_dataset(write_json(root / "l.json", tree)), 0, 5, seed=0)
-    assert [case.name for case in (*train, *validation)] == ["case_1", "case_0", "case_2"]
-    assert "fold 0 leaves out 1 of 4 cases" in caplog.text
 
 
 def test_a_case_for_each_of_many_folds_takes_little() -> None:
@@ -464,13 +430,9 @@ def test_an_image_is_no_label_map_to_find_labels_in(tmp_path: Path) -> None:
 
 
 def test_unnamed_channels_of_several_files_are_counted(tmp_path: Path) -> None:
-    root = write_msd(tmp_path, modality=None)
-    tree = json.loads((root / "dataset.json").read_text())
-    del tree["modality"]
-    for number, entry in enumerate(tree["training"]):
-        write_volume(root / f"imagesTr/two_{number}.nii.gz", np.ones((12, 14, 10, 2), np.float32))
-        entry["image"] = [entry["image"], f"imagesTr/two_{number}.nii.gz"]
-    write_json(root / "dataset.json", tree)
+    images = ["imagesTr/case_0.nii.gz", "imagesTr/two.nii.gz"]
+    root = write_msd(tmp_path, 1, modality=None, training=[msd_entry(0, image=images)])
+    write_volume(root / "imagesTr/two.nii.gz", np.ones((12, 14, 10, 2), np.float32))
     dataset = load_dataset(root)
     assert dataset.channel_names == ("channel 0", "channel 1", "channel 2")
     assert check_headers(dataset) == []
