@@ -1,8 +1,9 @@
 """Single slices: intensities are those that the header means, and no file ends but in one line."""
 
+import os
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mutations import property_test
-from tests.volumes.dicom_series import change, write_series, write_slice
+from tests.volumes.dicom_series import change, write_slice
+from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.dicom_slice import read_pixels, read_slice
 
 pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
 
 PIXELS = np.random.default_rng(0).integers(-1000, 3000, (4, 6)).astype(np.int16)
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read_slice(path)
-    message = str(caught.value)
-    assert str(path) in message and "\n" not in message
-    return message
 
 
 @pytest.mark.parametrize(
@@ -82,7 +76,7 @@ def test_every_type_is_read(tmp_path: Path, dtype: Any) -> None:
 def test_what_is_no_slice_is_refused(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = write_slice(tmp_path / "a", PIXELS)
     change(path, **changes)
-    assert reason in refusal(path)
+    assert reason in refusal(path, read_slice)
 
 
 def test_a_table_of_intensities_is_refused(tmp_path: Path) -> None:
@@ -91,7 +85,7 @@ def test_a_table_of_intensities_is_refused(tmp_path: Path) -> None:
     table = Dataset()
     table.LUTDescriptor, table.LUTData = [2, 0, 16], bytes(4)
     path = write_slice(tmp_path / "a", PIXELS, ModalityLUTSequence=[table])
-    assert "ModalityLUTSequence" in refusal(path)
+    assert "ModalityLUTSequence" in refusal(path, read_slice)
 
 
 def test_run_lengths_are_unpacked(tmp_path: Path) -> None:
@@ -148,23 +142,18 @@ def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, na
     assert content[start + 8 : start + 28] == old
     content = content[: start + 6] + len(new).to_bytes(2, "little") + new + content[start + 28 :]
     path.write_bytes(content)
-    assert f"is compressed as {name}" in refusal(path)
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    import os
-
+    assert f"is compressed as {name}" in refusal(path, read_slice)
     os.mkfifo(tmp_path / "pipe")
-    assert "not a regular file" in refusal(tmp_path / "pipe")
+    assert "not a regular file" in refusal(tmp_path / "pipe", read_slice)
 
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    folder = write_series(tmp_path_factory.mktemp("series"), PIXELS[:, :, None], RescaleSlope=2)
-    return next(folder.iterdir()).read_bytes()
+    path = tmp_path_factory.mktemp("slice") / "sound"
+    return write_slice(path, PIXELS, RescaleSlope=2, RescaleIntercept=0).read_bytes()
 
 
-@property_test
+@partial(property_test, share=0.5)
 @given(
     changes=st.lists(st.tuples(st.integers(128, 900), st.integers(0, 255)), max_size=5),
     taken=st.tuples(st.integers(128, 900), st.integers(0, 8)),
@@ -183,10 +172,8 @@ def test_bytes_of_a_slice_may_be_anything(
     del mutated[taken[0] : sum(taken)]
     path = tmp_path_factory.getbasetemp() / "mutated"
     path.write_bytes(mutated[:end])
-    began = time.monotonic()
     try:
         one = read_slice(path)
         assert read_pixels(one).shape == one.shape
     except VolumeError as error:
         assert "\n" not in str(error) and str(path) in str(error)
-    assert time.monotonic() - began < 10

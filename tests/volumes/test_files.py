@@ -1,4 +1,3 @@
-import itertools
 import os
 from pathlib import Path
 
@@ -22,12 +21,6 @@ from unet3d.volumes.nifti import read_image, read_label, write_label
 ARRAY = np.arange(4 * 5 * 6, dtype=np.int16).reshape(4, 5, 6)
 
 
-def spellings(suffix: str) -> list[str]:
-    """Return an ending in every case of its letters."""
-    letters = zip(suffix, suffix.upper(), strict=True)
-    return ["".join(each) for each in itertools.product(*(dict.fromkeys(pair) for pair in letters))]
-
-
 def save_pair(folder: Path, header: str, voxels: str, version: int = 1) -> Path:
     kind = nib.Nifti1Pair if version == 1 else nib.Nifti2Pair
     nib.save(kind(ARRAY, np.diag([2.0, 3.0, 4.0, 1.0])), folder / "new.hdr")
@@ -36,23 +29,26 @@ def save_pair(folder: Path, header: str, voxels: str, version: int = 1) -> Path:
     return folder / header
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_names(suffix: str) -> None:
-    assert is_volume_file(Path(f"folder/scan.1{suffix}"))
-    assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
-    assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
-    assert is_nifti_file(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+def test_names() -> None:
+    for suffix in SUFFIXES:
+        assert is_volume_file(Path(f"folder/scan.1{suffix}"))
+        assert is_volume_file(Path(f"SCAN{suffix.upper()}"))
+        assert volume_stem(Path(f"folder/scan.1{suffix}")) == "scan.1"
+        assert is_nifti_file(Path(f"SCAN{suffix.upper()}")) == (suffix in (".nii", ".nii.gz"))
+    for name in ("scan.txt", "scan.nii.txt", "nii", "scan.gz"):
+        assert not is_volume_file(Path(name))
+        assert not stands_for_volume(Path(name))
 
 
-@pytest.mark.parametrize("name", ["scan.txt", "scan.nii.txt", "nii", "scan.gz"])
-def test_other_names(name: str) -> None:
-    assert not is_volume_file(Path(name))
-    assert not stands_for_volume(Path(name))
-
-
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("header", "voxels"), list(itertools.product(spellings(".hdr"), spellings(".img")))
+    ("header", "voxels", "version"),
+    [
+        (".hdr", ".img", 1),
+        (".HDR", ".IMG", 2),
+        (".hdr", ".IMG", 2),
+        (".HDR", ".img", 1),
+        (".hDR", ".Img", 2),
+    ],
 )
 def test_pairs_are_found_and_read_in_any_case_of_letters(
     tmp_path: Path, header: str, voxels: str, version: int
@@ -75,17 +71,18 @@ def test_pairs_whose_names_differ_by_case_alone_are_kept_apart(tmp_path: Path) -
     assert members(tmp_path / "a.IMG") == members(loud)
 
 
-@pytest.mark.parametrize("suffix", [".hdr", ".HDR", ".img", ".Img"])
-def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"half{suffix}"
-    path.write_bytes(b"something")
-    assert members(path) == (path,)
-    assert stands_for_volume(path)
-    with pytest.raises(VolumeError, match=r"lacks its partner half\.(img|hdr); a pair needs both"):
-        read_header(path)
+def test_half_a_pair_stands_alone_and_cannot_be_read(tmp_path: Path) -> None:
+    for suffix, partner in ((".hdr", "img"), (".HDR", "img"), (".img", "hdr"), (".Img", "hdr")):
+        path = tmp_path / f"half{suffix}"
+        path.write_bytes(b"something")
+        assert members(path) == (path,)
+        assert stands_for_volume(path)
+        with pytest.raises(VolumeError, match=rf"lacks its partner half\.{partner}; a pair needs"):
+            read_header(path)
+        path.unlink()
 
 
-@pytest.mark.parametrize("suffix", [*spellings(".nii"), ".NII.GZ", ".Nii.Gz", ".nii.GZ", ".NII.gz"])
+@pytest.mark.parametrize("suffix", [".nii", ".NII", ".nIi", ".NII.GZ", ".Nii.Gz", ".nii.GZ"])
 def test_single_files_are_read_and_written_in_any_case_of_letters(
     tmp_path: Path, suffix: str
 ) -> None:
@@ -101,7 +98,7 @@ def test_single_files_are_read_and_written_in_any_case_of_letters(
 
 # nibabel leaves it to the garbage collector to close a plain .mgh file.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("suffix", spellings(".mgz") + [".MGH", ".Mgh"])
+@pytest.mark.parametrize("suffix", [".mgz", ".MGZ", ".mGz", ".MGH", ".Mgh"])
 def test_mgh_files_are_read_in_any_case_of_letters(tmp_path: Path, suffix: str) -> None:
     plain = tmp_path / f"new{suffix.lower()}"
     nib.save(nib.MGHImage(ARRAY.astype(np.int32), np.eye(4)), plain)

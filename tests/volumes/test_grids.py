@@ -36,9 +36,8 @@ def test_the_volume_of_a_voxel_is_base_times_height(degrees: float) -> None:
     assert is_sheared(affine) == (degrees > 0)
 
 
-@pytest.mark.parametrize(
-    ("spacing_mm", "expected"),
-    [
+def test_spacing_keeps_its_digits_and_loses_its_noise() -> None:
+    for spacing_mm, expected in (
         (1.4e-6, 1.4e-6),
         (3.25e-9, 3.25e-9),
         (float(np.float32(1.4e-6)), 1.4e-6),
@@ -46,14 +45,14 @@ def test_the_volume_of_a_voxel_is_base_times_height(degrees: float) -> None:
         (float(np.float32(0.7)), 0.7),
         (3.0000002, 3.0),
         (1e8, 1e8),
-    ],
+    ):
+        assert rounded_mm(spacing_mm) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "unit", "factor"),
+    [(1.4e-6, "meter", 1e3), (4e-6, "mm", 1.0), (3.21e-5, "micron", 1e-3), (0.0025, "meter", 1e3)],
 )
-def test_spacing_keeps_its_digits_and_loses_its_noise(spacing_mm: float, expected: float) -> None:
-    assert rounded_mm(spacing_mm) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("unit", "factor"), [("meter", 1e3), ("mm", 1.0), ("micron", 1e-3)])
-@pytest.mark.parametrize("spacing_mm", [1.4e-6, 4e-6, 3.21e-5, 0.0025])
 def test_microscopy_keeps_its_spacing(
     tmp_path: Path, spacing_mm: float, unit: str, factor: float
 ) -> None:
@@ -65,7 +64,7 @@ def test_microscopy_keeps_its_spacing(
     assert voxel_mm3(header.affine) == pytest.approx(spacing_mm**3, rel=1e-6)
 
 
-@pytest.mark.parametrize("angles", [(45, 0, 0), (0, 45, 0), (0, 0, 45), (45, 45, 0), (0, 45, 45)])
+@pytest.mark.parametrize("angles", [(45, 0, 0), (0, 0, 45), (0, 45, 45)])
 def test_noise_does_not_part_the_grids_of_rotated_volumes(
     tmp_path: Path, angles: tuple[float, ...]
 ) -> None:

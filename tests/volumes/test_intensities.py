@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.volumes.samples import noise, write_volume
+from tests.products import pairwise
+from tests.volumes.samples import noise, refusal, write_volume
 from unet3d.errors import VolumeError
 from unet3d.volumes import image_voxels, intensities
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
@@ -12,15 +13,10 @@ from unet3d.volumes.intensities import refuse_unusable
 from unet3d.volumes.nifti import read_image, read_label
 
 
-def refusal(path: Path) -> str:
-    with pytest.raises(VolumeError) as caught:
-        read_image(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("value", [1e10, 1e20, -1e30, 3.4e38, float(np.finfo(np.float32).min)])
-@pytest.mark.parametrize("share", [0, 0.3, 0.9])
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [(1e10, 0), (1e10, 0.9), (-1e30, 0.3), (3.4e38, 0), (float(np.finfo(np.float32).min), 0.9)],
+)
 def test_marks_for_no_data_are_refused_with_their_number(
     tmp_path: Path, value: float, share: float
 ) -> None:
@@ -33,23 +29,21 @@ def test_marks_for_no_data_are_refused_with_their_number(
     assert "replace them" in message
 
 
-def test_damaged_bytes_of_different_size_are_refused(tmp_path: Path) -> None:
+def test_damaged_bytes_of_different_size_and_one_channel_of_several_are_refused(
+    tmp_path: Path,
+) -> None:
     array = noise((20, 20, 20))
     array[0, 0, :3] = 1e12, -3e25, 5e18
     assert "has 1 voxels" in refusal(write_volume(tmp_path / "scan.nii", array))
-
-
-def test_one_channel_of_several_is_enough(tmp_path: Path) -> None:
     array = noise((10, 10, 10, 3))
     array[1, 2, 3, 1] = 1e15
     assert "has 1 voxels of 1000" in refusal(write_volume(tmp_path / "scan.nii", array))
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1.0, 1e30, 1e35])
 @pytest.mark.parametrize(
     "kind", ["noise", "mask", "far apart", "soft mask", "hot spot", "noise off"]
 )
-def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str, scale: float) -> None:
+def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str) -> None:
     array = noise((16, 16, 16)).astype(np.float64)
     rng = np.random.default_rng(0)
     if kind == "mask":
@@ -65,17 +59,16 @@ def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str, scale: float)
         array[:] = 0
         array[4:8] = 1
         array[0, 0, :5] = rng.uniform(0, 1e-12, 5)
-    array = (array * scale / np.abs(array).max()).astype(np.float32)
-    assert np.array_equal(read_image(write_volume(tmp_path / "scan.nii", array)).array[0], array)
+    for scale in (1e-30, 1e-9, 1.0, 1e35):
+        scaled = (array * (scale / np.abs(array).max())).astype(np.float32)
+        found = read_image(write_volume(tmp_path / "scan.nii", scaled)).array[0]
+        assert np.array_equal(found, scaled)
 
 
-def test_no_image_of_16_bits_is_refused(tmp_path: Path) -> None:
+def test_no_image_of_16_bits_and_no_label_map_is_refused(tmp_path: Path) -> None:
     array = np.random.default_rng(0).poisson(1, (16, 16, 16)).astype(np.uint16)
     array[5, 5, 5] = 65535  # a hot pixel of a camera
     assert read_image(write_volume(tmp_path / "counts.nii", array)).array.max() == 65535
-
-
-def test_label_maps_may_hold_large_values(tmp_path: Path) -> None:
     array = np.array([0, 1, 2, 614454277], np.uint32).reshape(1, 2, 2)
     assert read_label(write_volume(tmp_path / "atlas.nii", array)).array.max() == 614454277
 
@@ -96,9 +89,9 @@ def looked_at(
     return ""
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
-@pytest.mark.parametrize("number", [1, 3, 4913])
-@pytest.mark.parametrize("piece_voxels", [1, 300, 2**20])
+@pairwise(
+    value=[math.nan, math.inf, -math.inf, 1e39], number=[1, 3, 4913], piece_voxels=[1, 300, 2**20]
+)
 def test_every_voxel_that_is_no_number_is_counted(
     value: float, number: int, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,9 +126,7 @@ def picture(kind: str) -> np.ndarray:
     return array
 
 
-@pytest.mark.parametrize("kind", ["mask", "noise", "spot", "empty"])
-@pytest.mark.parametrize("ratio", [1e5, 100])
-@pytest.mark.parametrize("piece_voxels", [1, 300, 2**20])
+@pairwise(kind=["mask", "noise", "spot", "empty"], ratio=[1e5, 100], piece_voxels=[1, 300, 2**20])
 def test_counted_intensities_are_judged_as_others(
     kind: str, ratio: float, piece_voxels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,9 +142,7 @@ def test_counted_intensities_are_judged_as_others(
         assert f"the others, up to {others[others < 32768].max() / 2:.3g}," in told
 
 
-@pytest.mark.parametrize("piece_voxels", [1, 300])
-@pytest.mark.parametrize("share", [1 / 4096, 1e-3, 2e-3, 0.5, 0.995])
-@pytest.mark.parametrize("are_alike", [True, False])
+@pairwise(piece_voxels=[1, 300], share=[1 / 4096, 1e-3, 2e-3, 0.5, 0.995], are_alike=[True, False])
 def test_the_size_of_a_piece_does_not_matter(
     piece_voxels: int, share: float, are_alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

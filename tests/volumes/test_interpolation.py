@@ -24,14 +24,10 @@ def test_the_nearest_voxel_is_that_of_scipy_where_two_are_as_near() -> None:
 
 
 @pytest.mark.parametrize("order", [0, 1, 3])
-def test_one_line_of_the_same_voxels_stays(order: int) -> None:
-    assert torch.equal(line_matrix(7, 7, order), torch.eye(7))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("order", [0, 1, 3])
 def test_large_matrices_are_not_kept_for_other_images(
     order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert torch.equal(line_matrix(7, 7, order), torch.eye(7))
     kept = line_matrix(30, 40, order)
     assert line_matrix(30, 40, order) is kept
     monkeypatch.setattr(interpolation, "KEPT_NUMBERS", 30 * 40 - 1)
@@ -39,8 +35,14 @@ def test_large_matrices_are_not_kept_for_other_images(
     assert again is not kept and torch.equal(again, kept)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
-@pytest.mark.parametrize("sizes", [{1: 5}, {3: 200}, {1: 150, 2: 3}, {1: 3, 2: 100, 3: 21}, {}])
+SIZES: list[dict[int, int]] = [{1: 5}, {3: 200}, {1: 150, 2: 3}, {1: 3, 2: 100, 3: 21}, {}]
+
+
+@pytest.mark.parametrize(
+    ("order", "sizes"),
+    list(zip(itertools.permutations(range(4)), itertools.cycle(SIZES), strict=False)),
+    ids=str,
+)
 def test_any_order_of_memory_gives_the_products(
     order: tuple[int, ...], sizes: dict[int, int]
 ) -> None:
