@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import scan_array
+from tests.command_line import Words, scan_array
 from tests.networks import write_checkpoint
 from tests.volumes.samples import write_volume
 
@@ -32,6 +32,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def predicting(checkpoint: Path) -> tuple[object, ...]:
+def predicting(checkpoint: Path) -> Words:
     """Arguments that segment what is named after them."""
     return ("predict", "--checkpoint", checkpoint, "--devices", "cpu")
