@@ -4,103 +4,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.model.shapes import HALF, ONE, SHAPES, image_of, topology_of, without_plain_numbers
+from tests.products import pairwise
 from tests.reference_network import Reference
-from unet3d.inputs.plain_data import validated
 from unet3d.kernels import recompute
 from unet3d.kernels.conv import api
 from unet3d.model import Topology, UNet3d
 
 TOLERANCE = 1e-10
+LAYOUTS = [torch.contiguous_format, torch.channels_last_3d]
 UP_BIAS = "decoder.levels.0.up.bias"
-FLAT, CUBE = (1, 3, 3), (3, 3, 3)
-HALF, ONE = (2, 2, 2), (1, 1, 1)
-
-SHAPES: dict[str, tuple[dict[str, object], tuple[int, int, int]]] = {
-    # fields of the topology, and the size of the image
-    "one unit": ({"units": (1, 1, 1), "decoder_units": (1, 1)}, (8, 12, 8)),
-    "other units": ({"units": (3, 1, 2), "decoder_units": (3, 1)}, (8, 12, 8)),
-    "eps and slope": ({"norm_eps": 0.03, "negative_slope": 0.2}, (8, 8, 8)),
-    "ReLU": ({"negative_slope": 0.0}, (8, 8, 8)),
-    "no activation": ({"negative_slope": 1.0}, (8, 8, 8)),
-    "group": ({"norm": "group", "norm_eps": 0.03, "negative_slope": 0.2}, (8, 8, 8)),
-    "batch": ({"norm": "batch", "norm_eps": 0.03, "negative_slope": 0.2}, (8, 8, 8)),
-    "bias": ({"upsampling_bias": True}, (8, 12, 8)),
-    "one voxel below": ({"upsampling_bias": True}, (4, 8, 4)),
-    "flat": (
-        {
-            "strides": (ONE, (1, 2, 2), HALF),
-            "kernels": (FLAT, FLAT, CUBE),
-            "upsampling_bias": True,
-        },
-        (2, 8, 12),
-    ),
-    "points": (
-        {
-            "strides": (ONE, (1, 1, 2), HALF),
-            "kernels": ((1, 1, 1), (1, 1, 3), CUBE),
-            "upsampling_bias": True,
-        },
-        (4, 2, 8),
-    ),
-    "one plane": (
-        {
-            "strides": (ONE, (1, 2, 2), (1, 2, 2)),
-            "upsampling_bias": True,
-        },
-        (1, 8, 12),
-    ),
-    "a stride of 3": (
-        {"strides": (ONE, (3, 1, 3), (1, 3, 2)), "upsampling_bias": True},
-        (6, 6, 12),
-    ),
-    "a stride of 4": ({"strides": (ONE, (4, 1, 2), HALF), "upsampling_bias": True}, (16, 4, 4)),
-    "no stride": ({"strides": (ONE, ONE, HALF), "upsampling_bias": True}, (4, 6, 4)),
-    "as wide below": ({"channels": (4, 4, 4), "upsampling_bias": True}, (8, 8, 8)),
-    "two levels": (
-        {"channels": (4, 6), "strides": (ONE, HALF), "upsampling_bias": True},
-        (4, 6, 8),
-    ),
-    "six levels": (
-        {
-            "channels": (4, 4, 4, 8, 8, 8),
-            "strides": (ONE, HALF, HALF, (1, 2, 1), (1, 1, 2), ONE),
-            "units": (1, 2, 1, 1, 3, 1),
-            "decoder_units": (1, 2, 1, 3, 1),
-            "upsampling_bias": True,
-        },
-        (4, 8, 16),
-    ),
-}
-
-
-def topology_of(**fields: object) -> Topology:
-    given = {
-        "in_channels": 2,
-        "num_classes": 3,
-        "channels": (4, 6, 8),
-        "strides": (ONE, HALF, HALF),
-        "deep_supervision": True,
-    }
-    return validated(Topology, given | fields)
 
 
 def network_of(topology: Topology) -> UNet3d:
-    """Return a network no parameter of which is 0 or 1."""
     torch.manual_seed(1)
     network = UNet3d(topology).double()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    without_plain_numbers(network)
     return network
 
 
-def image_of(size: tuple[int, int, int]) -> Tensor:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(2, 2, *size, generator=generator, dtype=torch.float64) + 1
-
-
-def assert_is_reference(network: UNet3d, image: Tensor, **context: object) -> None:
+def assert_is_reference(network: UNet3d, image: Tensor) -> None:
     logits = network(image)
     logits = logits if isinstance(logits, tuple) else (logits,)
     directions = [torch.randn_like(level) for level in logits]
@@ -122,9 +45,7 @@ def assert_is_reference(network: UNet3d, image: Tensor, **context: object) -> No
         assert error <= TOLERANCE * max(wanted.norm(), 1e-4 * largest), f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise(shape=list(SHAPES), encoder=["plain", "residual"], memory=LAYOUTS)
 def test_a_network_is_what_its_layers_say(
     shape: str, encoder: str, memory: torch.memory_format
 ) -> None:
@@ -138,28 +59,21 @@ def test_what_is_recomputed_is_the_same(shape: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
     fields, size = SHAPES[shape]
     network = network_of(topology_of(**fields))
-    image = image_of(size)
-    expected = network(image)
     with recompute.recomputed_in_backward():
-        made = network(image)
-        gradients = torch.autograd.grad(sum(x.square().sum() for x in made), network.parameters())
-    plain = torch.autograd.grad(sum(x.square().sum() for x in expected), network.parameters())
-    for (name, _), a, b in zip(network.named_parameters(), gradients, plain, strict=True):
-        assert (a - b).norm() <= TOLERANCE * b.norm().clamp_min(1e-6), name
+        assert_is_reference(network, image_of(size))
 
 
 @pytest.mark.parametrize("widths", [(8, 16, 16), (40, 8, 8)], ids=["pairs", "many channels"])
 def test_upsampling_and_convolution_as_one_have_the_bias(
     widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A private name: only maps of low precision on a GPU are composed, none in float64.
     monkeypatch.setattr(api, "_composes", lambda x, up, weight: up.shape[4] == 2)
-    fields = {"strides": (ONE, (1, 2, 2), HALF), "upsampling_bias": True, "norm_eps": 0.03}
-    assert_is_reference(network_of(topology_of(channels=widths, **fields)), image_of((4, 8, 8)))
+    topology = topology_of(channels=widths, strides=(ONE, (1, 2, 2), HALF), norm_eps=0.03)
+    assert_is_reference(network_of(topology), image_of((4, 8, 8)))
 
 
-@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last_3d], ids=str)
-@pytest.mark.parametrize("num_samples", [1, 2])
-@pytest.mark.parametrize("shape", SHAPES)
+@pairwise(shape=list(SHAPES), num_samples=[1, 2], memory=LAYOUTS)
 def test_float32_on_a_cpu_takes_other_ways_to_the_same(
     shape: str, num_samples: int, memory: torch.memory_format
 ) -> None:
@@ -178,8 +92,7 @@ def test_float32_on_a_cpu_takes_other_ways_to_the_same(
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_a_bias_in_bfloat16_on_a_gpu_against_float64(encoder: str) -> None:
     """Of maps that are large enough for all that a GPU does otherwise."""
-    fields = {"channels": (32, 64), "strides": (ONE, HALF), "upsampling_bias": True}
-    topology = topology_of(encoder=encoder, in_channels=2, **fields)
+    topology = topology_of(encoder=encoder, channels=(32, 64), strides=(ONE, HALF))
     network = network_of(topology)
     with torch.no_grad():
         network.decoder.levels["0"]["up"].bias.mul_(10)
@@ -208,7 +121,7 @@ def test_the_slope_is_that_of_the_initialisation() -> None:
 
 
 def test_a_bias_of_the_upsampling_starts_at_zero_and_is_named() -> None:
-    network = UNet3d(topology_of(upsampling_bias=True))
+    network = UNet3d(topology_of())
     biases = {n: p for n, p in network.named_parameters() if n.endswith("up.bias")}
     shapes = {name: tuple(value.shape) for name, value in biases.items()}
     assert shapes == {"decoder.levels.1.up.bias": (6,), "decoder.levels.0.up.bias": (4,)}

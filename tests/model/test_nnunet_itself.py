@@ -1,95 +1,40 @@
 """Logits against nnU-Net's own networks, where they are installed."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from unet3d.inputs.plain_data import validated
+from tests.model.shapes import SHAPES, image_of, topology_of, without_plain_numbers
+from tests.products import pairwise
 from unet3d.model import Topology, UNet3d
 
 architectures = pytest.importorskip("dynamic_network_architectures.architectures.unet")
 
 TOLERANCE = 1e-10
-ONE, HALF, FLAT, CUBE = (1, 1, 1), (2, 2, 2), (1, 3, 3), (3, 3, 3)
-
-NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
-    # fields of the topology that have no default here, and the size of the image
-    "two levels": (
-        {"channels": (4, 8), "strides": (ONE, HALF), "units": (2, 2), "decoder_units": (2,)},
-        (6, 8, 4),
-    ),
-    "as planned": (
-        {
-            "channels": (4, 8, 8),
-            "strides": (ONE, HALF, HALF),
-            "units": (2, 2, 2),
-            "decoder_units": (2, 2),
-        },
-        (8, 12, 8),
-    ),
-    "unequal units": (
-        {
-            "channels": (4, 6, 8, 10),
-            "strides": (ONE, HALF, (1, 2, 2), HALF),
-            "units": (1, 3, 2, 4),
-            "decoder_units": (3, 1, 2),
-            "norm_eps": 1e-3,
-            "negative_slope": 0.2,
-        },
-        (8, 16, 16),
-    ),
-    "thick slices": (
-        {
-            "channels": (4, 6, 8),
-            "strides": (ONE, (1, 2, 2), HALF),
-            "kernels": (FLAT, FLAT, CUBE),
-            "units": (2, 1, 2),
-            "decoder_units": (1, 2),
-        },
-        (2, 12, 8),
-    ),
-    "other strides": (
-        {
-            "channels": (4, 6, 6, 8),
-            "strides": (ONE, (3, 1, 2), (1, 3, 1), ONE),
-            "kernels": (CUBE, CUBE, (1, 3, 1), CUBE),
-            "units": (1, 2, 2, 1),
-            "decoder_units": (1, 2, 1),
-            "negative_slope": 0.0,
-        },
-        (6, 6, 4),
-    ),
-    "seven levels": (
-        {
-            "channels": (2, 4, 4, 6, 6, 8, 8),
-            "strides": (ONE, HALF, HALF, (1, 2, 2), (1, 1, 2), (1, 1, 2), (1, 1, 2)),
-            "units": (1, 2, 1, 3, 1, 2, 1),
-            "decoder_units": (1, 2, 1, 3, 1, 2),
-        },
-        (8, 8, 64),
-    ),
-}
 
 
 def nnunet_network(topology: Topology, has_bias: bool) -> nn.Module:
     """Return nnU-Net's network with random parameters."""
-    levels, is_plain = topology.num_levels, topology.encoder == "plain"
+    levels, is_plain = range(topology.num_levels), topology.encoder == "plain"
     kind = architectures.PlainConvUNet if is_plain else architectures.ResidualEncoderUNet
-    units = {"n_conv_per_stage" if is_plain else "n_blocks_per_stage": list(topology.units)}
+    units = {
+        "n_conv_per_stage" if is_plain else "n_blocks_per_stage": [
+            topology.num_units(level) for level in levels
+        ]
+    }
     torch.manual_seed(1)
     network = kind(
         input_channels=topology.in_channels,
-        n_stages=levels,
+        n_stages=topology.num_levels,
         features_per_stage=list(topology.channels),
         conv_op=nn.Conv3d,
-        kernel_sizes=[list(topology.kernel(level)) for level in range(levels)],
+        kernel_sizes=[list(topology.kernel(level)) for level in levels],
         strides=[list(stride) for stride in topology.strides],
         **units,
         num_classes=topology.num_classes,
-        n_conv_per_stage_decoder=list(reversed(topology.decoder_units)),
+        n_conv_per_stage_decoder=[topology.num_decoder_units(n) for n in reversed(levels[:-1])],
         conv_bias=has_bias,
         norm_op=nn.InstanceNorm3d,
         norm_op_kwargs={"eps": topology.norm_eps, "affine": True},
@@ -97,10 +42,7 @@ def nnunet_network(topology: Topology, has_bias: bool) -> nn.Module:
         nonlin_kwargs={"negative_slope": topology.negative_slope, "inplace": True},
         deep_supervision=topology.deep_supervision,
     ).double()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    without_plain_numbers(network)
     return network
 
 
@@ -116,8 +58,8 @@ def own_weights(theirs: Mapping[str, Tensor], topology: Topology) -> dict[str, T
     is_residual = topology.encoder == "residual"
     if is_residual:
         take("encoder.levels.0.0", "encoder.stem.convs.0")
-    for level, count in enumerate(topology.units):
-        for number in range(count):
+    for level in range(topology.num_levels):
+        for number in range(topology.num_units(level)):
             to = f"encoder.levels.{level}.{number + (is_residual and level == 0)}"
             if not is_residual:
                 take(to, f"encoder.stages.{level}.0.convs.{number}")
@@ -135,9 +77,9 @@ def own_weights(theirs: Mapping[str, Tensor], topology: Topology) -> dict[str, T
                 for name in ("weight", "bias"):
                     own[f"{to}.shortcut.1.1.{name}"] = theirs[f"{projection}.norm.{name}"]
     last = topology.num_levels - 2
-    for level, count in enumerate(topology.decoder_units):
+    for level in range(last + 1):
         source, to = f"decoder.stages.{last - level}.convs", f"decoder.levels.{level}"
-        for number in range(count):
+        for number in range(topology.num_decoder_units(level)):
             take(f"{to}.units.{number}", f"{source}.{number}")
         both, channels = theirs[f"{source}.0.conv.weight"], topology.channels[level]
         own[f"{to}.units.0.conv.weight"] = both[:, :channels]
@@ -153,26 +95,22 @@ def own_weights(theirs: Mapping[str, Tensor], topology: Topology) -> dict[str, T
     return own
 
 
-@pytest.mark.parametrize("deep_supervision", [False, True])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
-@pytest.mark.parametrize("network", NETWORKS)
+@pairwise(
+    shape=[name for name, (fields, _) in SHAPES.items() if "norm" not in fields],
+    encoder=["plain", "residual"],
+    has_bias=[False, True],
+    deep_supervision=[False, True],
+)
 def test_logits_are_those_of_nnunet(
-    network: str, encoder: str, has_bias: bool, deep_supervision: bool
+    shape: str, encoder: str, has_bias: bool, deep_supervision: bool
 ) -> None:
-    fields, size = NETWORKS[network]
-    given = {
-        "in_channels": 2,
-        "num_classes": 3,
-        "encoder": encoder,
-        "upsampling_bias": has_bias,
-        "deep_supervision": deep_supervision,
-    }
-    topology = validated(Topology, given | fields)
+    fields, size = SHAPES[shape]
+    given = {"upsampling_bias": has_bias, "deep_supervision": deep_supervision}
+    topology = topology_of(**{**fields, **given, "encoder": encoder})
     theirs = nnunet_network(topology, has_bias)
     ours = UNet3d(topology).double()
     ours.load_state_dict(own_weights(theirs.state_dict(), topology))
-    image = torch.randn(2, 2, *size, dtype=torch.float64) + 1
+    image = image_of(size)
     with torch.no_grad():
         expected, actual = theirs(image), ours(image)
     expected = expected if isinstance(expected, list) else [expected]
