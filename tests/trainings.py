@@ -1,18 +1,25 @@
 """Short trainings on phantoms, in this process or in one of their own, and what they leave."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from rich.console import Console
+from torch._subclasses import FakeTensor
 
 from unet3d.config import Config, load_config
 from unet3d.distributed.launcher import import_variables
+from unet3d.model.optimizer import Optimization
+from unet3d.reports import format as report_format
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training.job import train
@@ -39,9 +46,55 @@ def settings(cache: Path, *overrides: str) -> Config:
     return load_config(None, [*SMALL, f"data.cache={cache}", *overrides])
 
 
-def run(config: Config, folder: Path, resume: bool = False) -> TrainingResult:
-    """Train in this process."""
-    return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
+def run(
+    config: Config, folder: Path, resume: bool = False, pictures: bool = False
+) -> TrainingResult:
+    """Train in this process; without ``pictures`` their files are empty."""
+    with nullcontext() if pictures else without_pictures():
+        return train(config, RunFolder(folder), resume, Console(quiet=True), quiet=True)
+
+
+@contextmanager
+def without_pictures() -> Iterator[None]:
+    """Leave the files of pictures empty, which take half the time of a small training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_format, "save_figure", lambda *_, **__: None)
+        yield
+
+
+@contextmanager
+def before_steps(work: Callable[[int], object]) -> Iterator[None]:
+    """Call work with 0, 1, ... before the optimizer of a training takes each step."""
+    step, numbers = Optimization.step, itertools.count()
+
+    def watched(self: Optimization, learning_rate: float) -> None:
+        if is_real(self):
+            work(next(numbers))
+        step(self, learning_rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Optimization, "step", watched)
+        yield
+
+
+def is_real(optimization: Optimization) -> bool:
+    """Return whether a network has numbers: a step without any predicts the memory of others."""
+    return not isinstance(next(optimization.module.parameters()).data, FakeTensor)
+
+
+class PowerCut(Exception):
+    """Ends a training at once: nothing more is written."""
+
+
+def run_until_power_cut(config: Config, folder: Path, num_steps: int) -> None:
+    """Train in this process, which ends as with a power cut, after some steps."""
+
+    def cut(number: int) -> None:
+        if number == num_steps:
+            raise PowerCut
+
+    with before_steps(cut), pytest.raises(PowerCut):
+        run(config, folder)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainings import contents, losses, run, settings
+from tests.trainings import contents, is_real, losses, run, settings
 from unet3d.errors import CheckpointError, ConfigError, VolumeError
 from unet3d.model import LossTerms
+from unet3d.model.optimizer import Optimization
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.training.divergence import (
     MAX_SUSPECTS,
@@ -31,18 +33,15 @@ def case(name: str, *values: float) -> Any:
     return SimpleNamespace(name=name, image=lambda: image)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30, -1e5])
-def test_the_image_that_is_at_fault_is_named(value: float) -> None:
+def test_the_image_that_is_at_fault_is_named_or_else_the_learning_rate() -> None:
     good = case("good", 0.5, -3000.0, 3071.0)
     assert image_fault([good]) is None
-    fault = image_fault([good, case("bad", 0.0, value)])
-    assert fault is not None and "the prepared image of case bad " in fault
-    error = divergence_error("the loss is not finite in epoch 3", fault, 0.01)
-    assert isinstance(error, VolumeError)
-    assert "case bad" in str(error) and "learning_rate" not in str(error)
-
-
-def test_without_a_bad_image_it_is_the_learning_rate() -> None:
+    for value in (math.nan, math.inf, -math.inf, 1e30, -1e5):
+        fault = image_fault([good, case("bad", 0.0, value)])
+        assert fault is not None and "the prepared image of case bad " in fault, value
+        error = divergence_error("the loss is not finite in epoch 3", fault, 0.01)
+        assert isinstance(error, VolumeError)
+        assert "case bad" in str(error) and "learning_rate" not in str(error)
     error = divergence_error("the loss is not finite in epoch 3", None, 0.01)
     assert isinstance(error, ConfigError)
     assert "a smaller training.learning_rate than 0.01" in str(error)
@@ -77,41 +76,48 @@ def test_numbers_are_looked_at_in_every_type(dtype: torch.dtype) -> None:
 QUICK = ("patches.size=8,8,8", "training.steps_per_epoch=2", "training.epochs=2")
 
 
+@pytest.fixture(scope="module")
+def begun(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch."""
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    run(settings(cache, *QUICK, "training.epochs=1"), folder)
+    return folder
+
+
+@pytest.fixture
+def folder(begun: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(begun, tmp_path / "run")
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch, after: int, what: str) -> None:
     """Make numbers infinite after some steps, without a trace of it in the loss of the step."""
-    take, done = TrainingLoop._step, []
+    take, done = Optimization.step, []
 
-    def spoiled(self: TrainingLoop, batch: Any) -> LossTerms:
-        terms = take(self, batch)
-        done.append(batch)
+    def spoiled(self: Optimization, learning_rate: float) -> None:
+        take(self, learning_rate)
+        if is_real(self):
+            done.append(learning_rate)
         if len(done) == after:
-            parameter = next(iter(self.executor.module.parameters()))
+            parameter = next(iter(self.module.parameters()))
             if what == "weights":
                 parameter.data.flatten()[0] = math.nan
             else:
-                self.optimization.optimizer.state[parameter]["momentum_buffer"][0] = math.inf
-        return terms
+                self.optimizer.state[parameter]["momentum_buffer"][0] = math.inf
 
-    monkeypatch.setattr(TrainingLoop, "_step", spoiled)
+    monkeypatch.setattr(Optimization, "step", spoiled)
 
 
-@pytest.mark.parametrize(("after", "what", "seconds"), [(3, "momentum", 0), (4, "weights", 1000)])
+@pytest.mark.parametrize(("after", "what", "seconds"), [(1, "momentum", 0), (2, "weights", 1000)])
 def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
-    cache: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    after: int,
-    what: str,
-    seconds: int,
+    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, after: int, what: str, seconds: int
 ) -> None:
-    folder = tmp_path / "run"
     save = (*QUICK, f"training.save_every_seconds={seconds}", "training.validate_every=1")
     with (
         monkeypatch.context() as patch,
         pytest.raises(ConfigError, match=r"weights are not finite in epoch 2; use a smaller"),
     ):
         spoil(patch, after, what)
-        run(settings(cache, *save), folder)
+        run(settings(cache, *save), folder, resume=True)
     saved = load_checkpoint(folder / "checkpoint-latest.pt")
     assert saved.training["state"]["epoch"] == 1
     assert saved.training["state"]["step"] == 0
@@ -119,9 +125,13 @@ def test_what_is_not_finite_is_never_saved_and_the_run_goes_on_from_before(
     assert [epoch for epoch, _ in losses(folder)] == [1, 2]
 
 
-def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(settings(cache, *QUICK, "training.epochs=1"), folder)
+def test_a_learning_rate_that_is_too_large_stops_the_training(cache: Path, tmp_path: Path) -> None:
+    config = settings(cache, *QUICK, "training.learning_rate=1e30", "training.gradient_clip=1e30")
+    with pytest.raises(ConfigError, match="not finite in epoch 1; use a smaller"):
+        run(config, tmp_path / "run")
+
+
+def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, folder: Path) -> None:
     path = folder / "checkpoint-latest.pt"
     content = torch.load(path, weights_only=True)
     next(iter(content["model"].values())).flatten()[0] = math.nan
@@ -132,19 +142,15 @@ def test_a_checkpoint_that_is_not_finite_is_not_resumed_from(cache: Path, tmp_pa
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("value", [1e38])
 def test_a_bad_image_in_training_is_blamed_not_the_learning_rate(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+    cache: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "run"
-    run(settings(cache, *QUICK, "training.epochs=1"), folder)
-    before = json.loads((folder / "data.json").read_text())
-    name = next(iter(before["training"]))
+    name = next(iter(json.loads((folder / "data.json").read_text())["training"]))
     whole = PreparedCase.image
 
     def image(self: PreparedCase) -> np.ndarray:
         array = np.array(whole(self), np.float32)
-        return np.full_like(array, value) if self.name == name else array
+        return np.full_like(array, 1e38) if self.name == name else array
 
     monkeypatch.setattr(PreparedCase, "image", image)
     with pytest.raises(VolumeError, match=f"prepared image of case {name} ") as refused:

@@ -2,7 +2,7 @@
 
 import json
 import math
-import os
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.networks import random_checkpoint
 from tests.rank_threads import in_threads
 from tests.reports.records import assert_is_picture
 from tests.training.known_answers import NAMES, Reader
-from tests.trainings import assert_same_weights, run, settings, weights
+from tests.trainings import assert_same_weights, run, settings, without_pictures
 from tests.volumes.samples import write_volume
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
@@ -53,8 +53,16 @@ def of_two_folds(cache: Path, *overrides: str) -> Config:
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "finished"
-    run(of_two_folds(cache), folder)
+    run(of_two_folds(cache), folder, pictures=True)
     return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, but for the scores of its cases, as of an older version."""
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run/validation/cases.json").unlink()
+    return tmp_path / "run"
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -66,19 +74,24 @@ def label_maps(folder: Path) -> dict[str, np.ndarray]:
     return {path.name: read_label(path).array for path in folder.rglob("*_seg.nii.gz")}
 
 
+def predicted(run_folder: Path, cache: Path, output: Path, *words: str) -> dict[str, np.ndarray]:
+    """Return what the command makes of the validation cases of a run."""
+    cases = {case.name: case for case in open_dataset(of_two_folds(cache)).cases}
+    names = record_of(run_folder)["validation"]
+    assert 2 <= len(names) < len(cases)
+    images = [cases[name].images[0] for name in names]
+    arguments = ("--checkpoint", run_folder, "--output", output, "--devices", "cpu")
+    assert run_command("predict", *images, *arguments, *words) == 0
+    found = label_maps(output)
+    assert found.keys() == {f"{name}_seg.nii.gz" for name in names}
+    return found
+
+
 def test_the_cases_are_segmented_as_predict_does(
     finished: Path, cache: Path, tmp_path: Path
 ) -> None:
-    cases = {case.name: case for case in open_dataset(of_two_folds(cache)).cases}
-    names = record_of(finished)["validation"]
-    images = [cases[name].images[0] for name in names]
-    assert 2 <= len(names) < len(cases)
-    checkpoint = finished / "checkpoint-latest.pt"
-    arguments = ("--checkpoint", checkpoint, "--output", tmp_path, "--devices", "cpu")
-    assert run_command("predict", *images, *arguments) == 0
-    expected, actual = label_maps(tmp_path), label_maps(finished / "validation")
-    assert actual.keys() == expected.keys() == {f"{name}_seg.nii.gz" for name in names}
-    for name, array in expected.items():
+    actual = label_maps(finished / "validation")
+    for name, array in predicted(finished, cache, tmp_path).items():
         assert array.any() and np.array_equal(actual[name], array)
         ours = nib.load(finished / "validation" / name)
         assert np.array_equal(ours.affine, nib.load(tmp_path / name).affine)
@@ -116,71 +129,83 @@ def test_the_scores_are_those_of_evaluate_and_the_worst_case_comes_first(
 
 
 def test_a_finished_run_without_it_is_completed_and_one_with_it_is_left_alone(
-    finished: Path, cache: Path, tmp_path: Path
+    finished: Path, folder: Path, cache: Path
 ) -> None:
-    folder = tmp_path / "run"
-    result = run(of_two_folds(cache), folder)
-    before = record_of(folder)
-    assert result.final_dice == before["mean_dice"]
-    stamp = (folder / "validation").stat().st_ino
-    run(of_two_folds(cache), folder, resume=True)
-    assert (folder / "validation").stat().st_ino == stamp
-
-    (folder / "validation/cases.json").unlink()  # as of an older version
+    before = record_of(finished)
     (folder / "validation/stale_seg.nii.gz").write_bytes(b"")
     result = run(of_two_folds(cache), folder, resume=True)
     assert record_of(folder) == before and result.final_dice == before["mean_dice"]
     assert not (folder / "validation/stale_seg.nii.gz").exists()
     assert_same_weights(folder, finished)
 
+    stamp = (folder / "validation").stat().st_ino
+    run(of_two_folds(cache), folder, resume=True)
+    assert (folder / "validation").stat().st_ino == stamp
+
     run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
     assert record_of(folder)["epochs"] == 2
     assert record_of(folder)["cases"] != before["cases"]
 
 
-@pytest.mark.parametrize("when", ["_predict", "_score"])
+@pytest.mark.parametrize("when", ["write_segmentation", "score_maps"])
 def test_an_interruption_leaves_nothing_and_the_run_goes_on(
-    finished: Path, cache: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+    finished: Path, folder: Path, cache: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = getattr(FinalValidation, when)
+    work = getattr(final_validation, when)
 
-    def interrupted(self: FinalValidation, *arguments: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return work(self, *arguments)
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return work(*arguments)
 
-    folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as caught:
-        patch.setattr(FinalValidation, when, interrupted)
-        run(of_two_folds(cache), folder)
+        patch.setattr(final_validation, when, interrupted)
+        run(of_two_folds(cache), folder, resume=True)
     assert caught.value.can_resume and caught.value.signal_number == signal.SIGTERM
     names = {path.name for path in folder.iterdir()}
     assert not names & {"summary.json", "validation"}
     assert not [name for name in names if name.startswith(".unfinished")]
     assert_same_weights(folder, finished)
     run(of_two_folds(cache), folder, resume=True)
-    expected = record_of(finished)
-    assert record_of(folder) == expected
+    assert record_of(folder) == record_of(finished)
     assert (folder / "summary.json").is_file()
 
 
-def test_a_file_in_place_of_the_folder_is_refused(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(of_two_folds(cache), folder)
-    before = weights(folder)
-    for path in (folder / "validation").iterdir():
-        path.unlink()
-    (folder / "validation").rmdir()
+def test_a_file_in_place_of_the_folder_is_refused(folder: Path, cache: Path) -> None:
+    shutil.rmtree(folder / "validation")
     (folder / "validation").write_text("mine")
     with pytest.raises(ConfigError, match="validation is no folder; move it away"):
         run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
-    assert (folder / "validation").read_text() == "mine" and weights(folder).keys() == before.keys()
+    assert (folder / "validation").read_text() == "mine"
+
+
+def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: (chosen, 0))
+    run(of_two_folds(cache), folder, resume=True)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ((1,),)
+    assert load_checkpoint(folder / "checkpoint-best.pt").postprocessing == ()
+    summary = json.loads((folder / "summary.json").read_text())["final"]
+    assert summary["postprocessing"] == [[1]]
+    kept = predicted(folder, cache, tmp_path / "kept")
+    everything = predicted(folder, cache, tmp_path / "all", "--no-postprocessing")
+    for name, array in label_maps(folder / "validation").items():
+        assert np.array_equal(kept[name], array)
+    assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
+
+    # A network that is trained on has none until it is decided again.
+    monkeypatch.setattr(final_validation, "choose_components", lambda *_: ((), 0))
+    run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ()
 
 
 SHAPES = [(6, 8, 10 + 2 * number) for number in range(5)]
 
 
-def files(folder: Path) -> tuple[Case, ...]:
-    """Write five cases whose image is what the network answers; case 3 is answered best."""
+@pytest.fixture
+def cases(tmp_path: Path) -> list[Case]:
+    """Five cases whose image is what the network answers; case 3 is answered best."""
     made = []
     for number, shape in enumerate(SHAPES):
         rng = np.random.default_rng(number)
@@ -188,14 +213,17 @@ def files(folder: Path) -> tuple[Case, ...]:
         wrong = rng.random(shape) < (0.1, 0.3, 0.2, 0.0, 0.4)[number]
         answer = np.where(wrong, (label + 1) % 3, label).astype(np.float32)
         name = f"patient_{number}/map" if number == 1 else f"case_{number}"
-        made.append(
-            Case(
-                name=name,
-                images=(write_volume(folder / f"images/{number}.nii.gz", answer),),
-                label=write_volume(folder / f"labels/{name}.nii.gz", label),
-            )
-        )
-    return tuple(made)
+        image = write_volume(tmp_path / f"images/{number}.nii.gz", answer)
+        target = write_volume(tmp_path / f"labels/{name}.nii.gz", label)
+        made.append(Case(name=name, images=(image,), label=target))
+    return made
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """The folder of a run that has no validation yet."""
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
 
 
 def checkpoint() -> Checkpoint:
@@ -207,14 +235,7 @@ def checkpoint() -> Checkpoint:
         label_names=NAMES,
         label_values=found.preprocessing.label_values,
     )
-    return Checkpoint(
-        topology=found.topology,
-        preprocessing=preprocessing,
-        patch_size=(4, 4, 4),
-        config=load_config(None, []),
-        model=found.model,
-        training={},
-    )
+    return replace(found, preprocessing=preprocessing, patch_size=(4, 4, 4))
 
 
 class CountingReader(Reader):
@@ -234,12 +255,11 @@ class CountingReader(Reader):
 def validate(
     cases: Sequence[Case],
     folder: Path,
-    group: Group,
-    request: InterruptionRequest,
     *changes: str,
-    executor: CountingReader | None = None,
-) -> tuple[FinalResult, int]:
-    known, executor = checkpoint(), executor or CountingReader()
+    group: Group | None = None,
+    request: InterruptionRequest | None = None,
+) -> tuple[FinalResult, CountingReader]:
+    known, executor, group = checkpoint(), CountingReader(), group or Group(Ranks())
     names = [case.name for case in cases]
     experiment: Any = SimpleNamespace(
         config=load_config(None, ["inference.window=4,4,4", *changes]),
@@ -254,20 +274,31 @@ def validate(
     )
     placed: Any = executor
     validation = FinalValidation(
-        experiment=experiment,
-        executor=placed,
-        folder=RunFolder(folder),
-        dims=dims,
-        group=group,
+        experiment=experiment, executor=placed, folder=RunFolder(folder), dims=dims, group=group
     )
-    return validation.run(known, 10, request), executor.num_windows
+    return validation.run(known, 10, request or InterruptionRequest()), executor
 
 
 NOT_KEPT = "inference.postprocessing=false"
 
 
-def assert_right(folder: Path, cases: Sequence[Case]) -> None:
-    record = record_of(folder)
+@pytest.mark.parametrize(
+    ("num_ranks", "per_machine", "num_busy"),
+    [
+        (1, 1, 1),
+        pytest.param(2, 2, 2, marks=pytest.mark.nightly),
+        (4, 2, 2),
+        (7, 7, 5),
+    ],
+)
+def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
+    cases: list[Case], empty: Path, num_ranks: int, per_machine: int, num_busy: int
+) -> None:
+    with without_pictures():
+        results = in_threads(
+            num_ranks, lambda group: validate(cases, empty, NOT_KEPT, group=group), per_machine
+        )
+    record = record_of(empty)
     assert [case["case"] for case in record["cases"]] == [
         *("case_4", "patient_1/map", "case_2", "case_0", "case_3")
     ]
@@ -276,70 +307,41 @@ def assert_right(folder: Path, cases: Sequence[Case]) -> None:
     assert best["1"]["name"] == "liver" and "3" not in best
     assert (best["2"]["dice"], best["2"]["hd95_mm"], best["2"]["nsd"]) == (1.0, 0.0, 1.0)
     for case, shape in zip(cases, SHAPES, strict=True):
-        found = read_label(folder / "validation" / f"{case.name}_seg.nii.gz").array
+        found = read_label(empty / "validation" / f"{case.name}_seg.nii.gz").array
         answer = nib.load(case.images[0]).get_fdata()
         assert found.shape == shape and np.array_equal(found, answer)
+    for result, _ in results:
+        assert result.rules == () and record["postprocessing"] == []
+        assert result.mean_dice == record["mean_dice"]
+        assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
+    windows = [executor.num_windows for _, executor in results]
+    assert all(windows[:num_busy]) and not any(windows[num_busy:])
 
 
-def test_one_process_predicts_all_cases(tmp_path: Path) -> None:
-    cases, folder = files(tmp_path / "data"), tmp_path / "run"
-    folder.mkdir()
-    result, _ = validate(cases, folder, Group(Ranks()), InterruptionRequest(), NOT_KEPT)
-    assert_right(folder, cases)
-    assert result.rules == () and record_of(folder)["postprocessing"] == []
-    assert result.mean_dice == record_of(folder)["mean_dice"]
-    assert math.isclose(sum(result.to_dict()["dice"].values()) / 2, result.mean_dice)  # type: ignore
-
-
-@pytest.mark.parametrize(
-    ("trained", "asked", "expected"),
-    [
+def test_cases_are_computed_in_what_is_asked_of_predictions(
+    cases: list[Case], empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
+    for trained, asked, expected in (
         ("auto", "auto", "bfloat16"),
         ("auto", "float32", "float32"),
         ("float32", "auto", "float32"),
         ("float32", "bfloat16", "bfloat16"),
-    ],
-)
-def test_cases_are_computed_in_what_is_asked_of_predictions(
-    tmp_path: Path, trained: str, asked: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: True)
-    cases, executor = files(tmp_path / "data")[:1], CountingReader()
-    changes = (NOT_KEPT, f"training.precision={trained}", f"inference.precision={asked}")
-    (tmp_path / "run").mkdir()
-    request = InterruptionRequest()
-    validate(cases, tmp_path / "run", Group(Ranks()), request, *changes, executor=executor)
-    assert executor.precisions == {expected}
-
-
-def test_a_precision_that_is_not_there_is_refused_before_the_training(tmp_path: Path) -> None:
+    ):
+        changes = (NOT_KEPT, f"training.precision={trained}", f"inference.precision={asked}")
+        with without_pictures():
+            _, executor = validate(cases[:1], empty, *changes)
+        assert executor.precisions == {expected}, (trained, asked)
     with pytest.raises(
         DeviceError, match="^inference.precision=float16 needs a GPU; use inference"
     ):
-        validate([], tmp_path, Group(Ranks()), InterruptionRequest(), "inference.precision=float16")
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "per_machine", "num_busy"), [(2, 2, 2), (4, 2, 2), (7, 7, 5)]
-)
-def test_ranks_of_the_first_machine_divide_the_cases_and_agree(
-    tmp_path: Path, num_ranks: int, per_machine: int, num_busy: int
-) -> None:
-    cases, folder = files(tmp_path / "data"), tmp_path / "run"
-    folder.mkdir()
-    results = in_threads(
-        num_ranks,
-        lambda group: validate(cases, folder, group, InterruptionRequest(), NOT_KEPT),
-        per_machine,
-    )
-    assert_right(folder, cases)
-    assert len({result.mean_dice for result, _ in results}) == 1
-    windows = [num_windows for _, num_windows in results]
-    assert all(windows[:num_busy]) and not any(windows[num_busy:])
+        validate([], empty, "inference.precision=float16")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_small_components_are_removed_where_that_helps(tmp_path: Path, num_ranks: int) -> None:
+def test_small_components_are_removed_where_that_helps(
+    tmp_path: Path, empty: Path, num_ranks: int
+) -> None:
     """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true."""
     cases, wanted = [], {}
     for number in range(3):
@@ -353,14 +355,11 @@ def test_small_components_are_removed_where_that_helps(tmp_path: Path, num_ranks
         target = write_volume(tmp_path / f"{name}.nii", label)
         cases.append(Case(name=name, images=(image,), label=target))
         wanted[f"{name}_seg.nii.gz"] = label
-    folder = tmp_path / "run"
-    folder.mkdir()
-    results = in_threads(
-        num_ranks, lambda group: validate(cases, folder, group, InterruptionRequest())
-    )
+    with without_pictures():
+        results = in_threads(num_ranks, lambda group: validate(cases, empty, group=group))
     assert {result.rules for result, _ in results} == {((1,),)}
     assert {result.mean_dice for result, _ in results} == {1.0}
-    record = record_of(folder)
+    record = record_of(empty)
     (choice,) = record["postprocessing"]
     specks = [4 * (number + 1) for number in range(3)]
     before = np.mean([2 * 64 / (2 * 64 + speck) for speck in specks])
@@ -370,57 +369,26 @@ def test_small_components_are_removed_where_that_helps(tmp_path: Path, num_ranks
         "dice_after": 1.0,
     }
     assert record["mean"]["1"]["hd95_mm"] == 0.0  # of what is kept
-    for name, array in label_maps(folder / "validation").items():
+    for name, array in label_maps(empty / "validation").items():
         assert np.array_equal(array, wanted[name])
 
 
-def test_what_was_decided_is_in_the_checkpoint_and_in_what_predict_does(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = (Choice(rule=(1,), dice_before=0.25, dice_after=0.5),)
-    monkeypatch.setattr(final_validation, "choose_components", lambda *_: (chosen, 0))
-    folder = tmp_path / "run"
-    run(of_two_folds(cache), folder)
-    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ((1,),)
-    assert load_checkpoint(folder / "checkpoint-best.pt").postprocessing == ()
-    summary = json.loads((folder / "summary.json").read_text())["final"]
-    assert summary["postprocessing"] == [[1]]
-    cases = {case.name: case for case in open_dataset(of_two_folds(cache)).cases}
-    images = [cases[name].images[0] for name in record_of(folder)["validation"]]
-    arguments = ("predict", *images, "--checkpoint", folder, "--devices", "cpu", "--output")
-    assert run_command(*arguments, tmp_path / "kept") == 0
-    assert run_command(*arguments, tmp_path / "all", "--no-postprocessing") == 0
-    kept, everything = label_maps(tmp_path / "kept"), label_maps(tmp_path / "all")
-    for name, array in label_maps(folder / "validation").items():
-        assert np.array_equal(kept[name], array)
-    assert any(not np.array_equal(kept[name], everything[name]) for name in kept)
-
-    # A network that is trained on has none until it is decided again.
-    monkeypatch.setattr(final_validation, "choose_components", lambda *_: ((), 0))
-    run(of_two_folds(cache, "training.epochs=2"), folder, resume=True)
-    assert load_checkpoint(folder / "checkpoint-latest.pt").postprocessing == ()
-
-
-def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(tmp_path: Path) -> None:
-    cases, folder = files(tmp_path / "data"), tmp_path / "run"
-    folder.mkdir()
+def test_a_signal_to_one_rank_stops_all_and_leaves_nothing(cases: list[Case], empty: Path) -> None:
     told = InterruptionRequest()
     told.signal_number = 15
     requests = [InterruptionRequest(), told]
     results = in_threads(
-        2, lambda group: validate(cases, folder, group, requests[group.ranks.rank])
+        2, lambda group: validate(cases, empty, group=group, request=requests[group.ranks.rank])
     )
     assert [result.stop for result, _ in results] == [15, 15]
-    assert not list(folder.iterdir())
+    assert not list(empty.iterdir())
 
 
-def test_a_case_that_is_gone_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    cases, folder = files(tmp_path / "data"), tmp_path / "run"
-    folder.mkdir()
+def test_a_case_that_is_gone_is_named_and_leaves_nothing(cases: list[Case], empty: Path) -> None:
     cases[2].images[0].unlink()
     with pytest.raises(VolumeError, match=r"images/2\.nii\.gz"):
-        validate(cases, folder, Group(Ranks()), InterruptionRequest())
-    assert not list(folder.iterdir())
+        validate(cases, empty)
+    assert not list(empty.iterdir())
 
 
 def test_what_nobody_has_labelled_is_not_scored() -> None:
@@ -430,7 +398,7 @@ def test_what_nobody_has_labelled_is_not_scored() -> None:
     assert found == ScoredLabels(names={1: "liver", 2: "tumour", 3: "absent"}, ignore=9)
 
 
-def test_without_validation_cases_there_is_nothing(tmp_path: Path) -> None:
-    result, num_windows = validate((), tmp_path, Group(Ranks()), InterruptionRequest())
-    assert (result.mean_dice, result.to_dict(), num_windows) == (None, None, 0)
-    assert not list(tmp_path.iterdir())
+def test_without_validation_cases_there_is_nothing(empty: Path) -> None:
+    result, executor = validate((), empty)
+    assert (result.mean_dice, result.to_dict(), executor.num_windows) == (None, None, 0)
+    assert not list(empty.iterdir())

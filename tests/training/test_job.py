@@ -1,10 +1,10 @@
 """Training end to end on small phantom data: what is written, and that stopping loses nothing."""
 
 import json
-import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,28 +12,39 @@ import torch
 from tests.process_trees import assert_all_end, family_of
 from tests.trainings import (
     assert_same_weights,
+    before_steps,
     contents,
     losses,
     run,
+    run_until_power_cut,
     settings,
     start,
     wait_for,
     weights,
 )
 from unet3d.config import load_config
-from unet3d.errors import CheckpointError, ConfigError, DoesNotFitError
-from unet3d.model import LossTerms
+from unet3d.errors import ConfigError, DoesNotFitError
+from unet3d.interruption import Interrupted
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.training.loop import TrainingLoop
-from unet3d.volumes.patches import Batch
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.validation import Validation, Validator
+
+SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
+BRIEF = ("training.epochs=1", "training.steps_per_epoch=2")
 
 
 @pytest.fixture(scope="module")
 def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
-    run(settings(cache), folder)
+    run(settings(cache), folder, pictures=True)
     return folder
+
+
+def state_of(folder: Path) -> tuple[int, int]:
+    """Return the epochs and steps that the latest checkpoint holds."""
+    state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
+    return state["epoch"], state["step"]
 
 
 @pytest.mark.parametrize("mode", ["data", "spatial"])
@@ -46,8 +57,7 @@ def test_ranks_that_nobody_has_started_are_missed(mode: str, cache: Path, tmp_pa
 
 
 def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
-    names = {path.name for path in finished.iterdir()}
-    assert names == {
+    assert {path.name for path in finished.iterdir()} == {
         "data.json",
         "config.yaml",
         "checkpoint-latest.pt",
@@ -60,6 +70,8 @@ def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
         "tensorboard",
         "validation",
     }
+    for name in ("memory.png", "progress.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["epochs"] == 3
     assert set(summary["dice"]) == {"brain", "ventricles", "lesion"}
@@ -83,70 +95,50 @@ def test_a_run_folder_holds_what_is_promised(finished: Path) -> None:
     assert data["preprocessing"]["label_names"][1:] == ["brain", "ventricles", "lesion"]
 
 
-def test_the_written_configuration_repeats_the_run(
-    finished: Path, cache: Path, tmp_path: Path
+def test_two_devices_and_accumulation_train_the_same_network_also_if_one_goes_on(
+    cache: Path, tmp_path: Path
 ) -> None:
-    again = tmp_path / "again"
-    run(load_config(finished / "config.yaml"), again)
-    assert_same_weights(again, finished)
-
-
-def test_two_devices_and_accumulation_train_the_same_network(
-    finished: Path, cache: Path, tmp_path: Path
-) -> None:
-    config = settings(
-        cache,
-        "parallel.mode=model",
-        "parallel.devices=cpu,cpu",
-        "training.micro_batches=2",
-        "training.precision=float64",
+    plain, folder = tmp_path / "plain", tmp_path / "spread"
+    changes = ("training.precision=float64", "training.epochs=2")
+    run(settings(cache, *changes), plain)
+    run_until_power_cut(
+        settings(
+            cache, *changes, *SPREAD, "training.micro_batches=2", "training.save_every_seconds=0"
+        ),
+        folder,
+        num_steps=6,
     )
-    run(config, tmp_path / "spread")
-    run(settings(cache, "training.precision=float64"), tmp_path / "plain")
-    expected = weights(tmp_path / "plain")
-    for name, value in weights(tmp_path / "spread").items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-9, msg=name)
-
-
-def test_the_memory_report_has_both_slots(cache: Path, tmp_path: Path) -> None:
-    config = settings(cache, "parallel.mode=model", "parallel.devices=cpu,cpu")
-    run(config, tmp_path / "run")
-    record = json.loads((tmp_path / "run" / "memory.json").read_text())
-    model = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt").model
+    record = json.loads((folder / "memory.json").read_text())
+    model = weights(folder)
     num_bytes = sum(value.numel() * value.element_size() for value in model.values())
     slots = [slot["measured"] for slot in record["slots"]]
+    assert record["parallel"] == "model"
     assert [slot["device"] for slot in record["slots"]] == ["cpu", "cpu"]
     for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         assert sum(slot[kind] for slot in slots) == num_bytes, kind
     assert all(slot["activations_bytes"] > 16**3 * 4 * 4 for slot in slots)
 
+    run(settings(cache, *changes), folder, resume=True)
+    assert json.loads((folder / "memory.json").read_text())["parallel"] == "none"
+    assert [epoch for epoch, _ in losses(folder)] == [1, 2]
+    expected = weights(plain)
+    for name, value in weights(folder).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-7, atol=1e-9, msg=name)
 
-@pytest.mark.parametrize("balance", ["time", "memory"])
-def test_a_balanced_cut_trains_the_same_network(
-    balance: str,
-    finished: Path,
-    cache: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+
+@pytest.mark.parametrize("balance", ["time", pytest.param("memory", marks=pytest.mark.nightly)])
+def test_the_cut_is_balanced_where_it_is_not_named(
+    balance: str, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    spread = ("parallel.mode=model", "parallel.devices=cpu,cpu", f"parallel.balance={balance}")
+    """That networks cut anywhere are the same is in ``test_transparency``."""
+    changes = (*SPREAD, *BRIEF, f"parallel.balance={balance}")
     with caplog.at_level("INFO"):
-        run(settings(cache, *spread), tmp_path / "balanced")
+        run(settings(cache, *changes), tmp_path / "balanced")
     assert f"balanced by {balance}: cut before" in caplog.text
-    for name, value in weights(tmp_path / "balanced").items():
-        torch.testing.assert_close(value, weights(finished)[name], rtol=1e-3, atol=1e-4, msg=name)
-    # The same run on one device goes on from what two devices have saved.
-    config = load_config(
-        tmp_path / "balanced" / "config.yaml",
-        [
-            "training.epochs=4",
-            "parallel.mode=none",
-            "parallel.devices=cpu",
-            "parallel.balance=encoder-decoder",
-        ],
-    )
-    run(config, tmp_path / "balanced", resume=True)
-    assert [epoch for epoch, _ in losses(tmp_path / "balanced")] == [1, 2, 3, 4]
+    run(settings(cache, *changes, "parallel.cuts=2"), tmp_path / "named")
+    assert "parallel.cuts says where the network is cut" in caplog.text
+    record = json.loads((tmp_path / "named" / "memory.json").read_text())
+    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
 
 
 def test_making_levels_again_trains_to_the_same_weights_with_less(
@@ -163,86 +155,63 @@ def test_making_levels_again_trains_to_the_same_weights_with_less(
         assert again < 0.7 * kept, kind  # of the decoder all is kept
 
 
-def test_cuts_overrule_the_balance(
-    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "num_steps", [pytest.param(n, marks=() if n == 7 else pytest.mark.nightly) for n in (2, 7, 11)]
+)
+def test_a_run_after_a_power_cut_is_bit_identical(
+    finished: Path, tmp_path: Path, num_steps: int
 ) -> None:
-    spread = ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.balance=time")
-    run(settings(cache, *spread, "parallel.cuts=2", "training.epochs=1"), tmp_path / "run")
-    assert "parallel.cuts says where the network is cut" in caplog.text
-    record = json.loads((tmp_path / "run" / "memory.json").read_text())
-    assert [len(slot["blocks"]) for slot in record["slots"]] == [2, 5]
-
-
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, num_steps: int, error: type) -> None:
-    """Make training die after some steps, as a power cut would: nothing more is written."""
-    step, done = TrainingLoop._step, []
-
-    def failing(self: TrainingLoop, batch: Batch) -> LossTerms:
-        if len(done) == num_steps:
-            raise error
-        done.append(batch)
-        return step(self, batch)
-
-    monkeypatch.setattr(TrainingLoop, "_step", failing)
-
-
-@pytest.mark.parametrize("num_steps", [2, 4, 7, 11])
-def test_a_resumed_run_is_bit_identical(
-    finished: Path, cache: Path, tmp_path: Path, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Within an epoch, with the configuration that the first one has written."""
     folder = tmp_path / "run"
-    config = settings(cache, "training.save_every_seconds=0")
-    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):
-        interrupt_after(patch, num_steps, MemoryError)
-        run(config, folder)
+    config = load_config(finished / "config.yaml", ["training.save_every_seconds=0"])
+    run_until_power_cut(config, folder, num_steps)
+    assert state_of(folder) == divmod(num_steps, 4)
     run(config, folder, resume=True)
     assert_same_weights(folder, finished)
     assert losses(folder) == losses(finished)
     assert not list(folder.glob(".unfinished-*"))
 
 
-def test_epochs_can_be_extended(finished: Path, cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(settings(cache, "training.epochs=2"), folder)
-    result = run(settings(cache, "training.epochs=3"), folder, resume=True)
-    assert [epoch for epoch, _ in losses(folder)] == [1, 2, 3]
-    assert result.memory is not None
-
-
-def test_resuming_in_another_mode(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(settings(cache, "training.epochs=2"), folder)
-    run(settings(cache, "parallel.mode=model", "parallel.devices=cpu,cpu"), folder, resume=True)
-    assert json.loads((folder / "memory.json").read_text())["parallel"] == "model"
-
-
-@pytest.mark.parametrize(
-    "change", ["model.base_channels=8", "model.base_channels=6", "model.num_levels=3"]
-)
-def test_resuming_with_another_network_is_refused_and_changes_nothing(
-    finished: Path, cache: Path, change: str
+@pytest.mark.parametrize(("where", "state"), [("a step", (1, 2)), ("a validation", (1, 4))])
+def test_a_signal_saves_first_and_the_run_goes_on_as_if_there_had_been_none(
+    finished: Path,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    state: tuple[int, int],
 ) -> None:
-    before = contents(finished)
-    with pytest.raises(CheckpointError, match="another network"):
-        run(settings(cache, change, "training.epochs=5"), finished, resume=True)
-    assert contents(finished) == before
+    """In the second epoch, in the middle or at its end, before the first validation."""
+    folder, validate = tmp_path / "run", Validator.validate
+
+    def interrupted(self: Validator, *arguments: Any) -> Validation:
+        signal.raise_signal(signal.SIGTERM)
+        return validate(self, *arguments)
+
+    def raise_in_step(number: int) -> None:
+        if where == "a step" and number == 5:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch, before_steps(raise_in_step):
+        if where == "a validation":
+            patch.setattr(Validator, "validate", interrupted)
+        with pytest.raises(Interrupted) as stopped:
+            run(settings(cache, "training.save_every_seconds=1000"), folder)
+    assert stopped.value.can_resume and stopped.value.signal_number == signal.SIGTERM
+    assert state_of(folder) == state
+    run(settings(cache), folder, resume=True)
+    assert_same_weights(folder, finished)
+    assert losses(folder) == losses(finished)
 
 
-def test_a_run_with_a_patch_size_of_its_own_choice_resumes(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chosen = ("patches.size=auto", "training.steps_per_epoch=2", "training.save_every_seconds=0")
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    run(settings(cache, *chosen), undisturbed)
-    with monkeypatch.context() as patch, pytest.raises(DoesNotFitError):
-        interrupt_after(patch, 3, MemoryError)
-        run(settings(cache, *chosen), folder)
-    before = load_checkpoint(folder / "checkpoint-latest.pt")
-    assert before.patch_size is not None and before.patch_size != (16, 16, 16)
+def test_a_run_with_a_patch_size_of_its_own_choice_resumes(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    chosen = ("patches.size=auto", *BRIEF, "training.save_every_seconds=0")
+    run_until_power_cut(settings(cache, *chosen), folder, num_steps=1)
+    before = load_checkpoint(folder / "checkpoint-latest.pt").patch_size
+    assert before is not None and before != (16, 16, 16)
     run(load_config(folder / "config.yaml"), folder, resume=True)
-    assert load_checkpoint(folder / "checkpoint-latest.pt").patch_size == before.patch_size
-    assert_same_weights(folder, undisturbed)
-    assert losses(folder) == losses(undisturbed)
+    assert load_checkpoint(folder / "checkpoint-latest.pt").patch_size == before
 
 
 def test_a_run_is_not_overwritten(finished: Path, cache: Path) -> None:
@@ -250,16 +219,29 @@ def test_a_run_is_not_overwritten(finished: Path, cache: Path) -> None:
         run(settings(cache), finished)
 
 
-def test_divergence_stops_with_a_reason(cache: Path, tmp_path: Path) -> None:
-    config = settings(cache, "training.learning_rate=1e30", "training.gradient_clip=1e30")
-    with pytest.raises(ConfigError, match="not finite"):
-        run(config, tmp_path / "run")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_training_leaves_the_folder_to_the_first(
+    finished: Path, cache: Path, resume: bool
+) -> None:
+    before = contents(finished)
+    with (
+        RunFolder(finished).locked(),
+        pytest.raises(ConfigError, match="undisturbed is in use by a running training"),
+    ):
+        run(settings(cache, "training.epochs=4"), finished, resume)
+    assert contents(finished) == before
+
+
+def test_memory_that_a_step_lacks_is_explained(cache: Path, tmp_path: Path) -> None:
+    def fail(number: int) -> None:
+        raise MemoryError
+
+    with before_steps(fail), pytest.raises(DoesNotFitError, match="memory"):
+        run(settings(cache, *BRIEF), tmp_path / "run")
 
 
 @pytest.mark.nightly
-def test_a_killed_process_leaves_a_good_checkpoint(
-    cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_killed_process_leaves_a_good_checkpoint(cache: Path, tmp_path: Path) -> None:
     long = "training.epochs=12"
     undisturbed = tmp_path / "undisturbed"
     torch.set_num_threads(1)
@@ -278,26 +260,9 @@ def test_a_killed_process_leaves_a_good_checkpoint(
     assert_same_weights(folder, undisturbed)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_second_training_leaves_the_folder_to_the_first(
-    cache: Path, tmp_path: Path, resume: bool
-) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, cache, "training.epochs=1000")
-    wait_for(folder / "checkpoint-latest.pt", process)
-    os.kill(process.pid, signal.SIGSTOP)  # so that nothing but the second could change a file
-    before = contents(folder)
-    with pytest.raises(ConfigError, match="run is in use by a running training"):
-        run(settings(cache), folder, resume)
-    assert contents(folder) == before
-    process.kill()
-    process.communicate()
-    run(settings(cache, "training.epochs=1"), folder, resume=True)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_a_signal_saves_first(
+def test_a_signal_ends_a_process_with_its_loading_processes(
     cache: Path, tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     long = ("training.epochs=1000", "training.save_every_seconds=1000", "data.num_workers=1")
@@ -311,5 +276,4 @@ def test_a_signal_saves_first(
     assert process.returncode == status, errors
     assert "Traceback" not in errors
     assert "--resume" in errors
-    state = load_checkpoint(tmp_path / "run" / "checkpoint-latest.pt").training["state"]
-    assert state["epoch"] >= 1
+    assert state_of(tmp_path / "run")[0] >= 1

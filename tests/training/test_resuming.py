@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainings import assert_same_weights, contents, losses, run, settings
+from tests.trainings import (
+    assert_same_weights,
+    before_steps,
+    contents,
+    losses,
+    run,
+    run_until_power_cut,
+    settings,
+)
 from tests.volumes.samples import write_json, write_msd
 from unet3d.config import load_config
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.runs.checkpoint import load_checkpoint
-from unet3d.training.loop import TrainingLoop
 
 TINY = (
     "patches.size=8,8,8",
@@ -25,10 +32,6 @@ TINY = (
     "training.epochs=2",
     "training.validate_every=1",
 )
-
-
-class Interruption(Exception):
-    """As if the process had been killed."""
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +42,7 @@ def made(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = settings(
         cache, *TINY, f"data.dataset={folder / 'data'}", "training.save_every_seconds=0"
     )
-    step, done = TrainingLoop._step, []
-
-    def failing(self: TrainingLoop, batch: Any) -> Any:
-        if len(done) == 3:
-            raise Interruption
-        done.append(batch)
-        return step(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Interruption):
-        patch.setattr(TrainingLoop, "_step", failing)
-        run(config, folder / "run")
+    run_until_power_cut(config, folder / "run", num_steps=3)
     return folder
 
 
@@ -80,17 +73,9 @@ def refusal(place: Path, cache: Path, *changes: str) -> str:
     return line
 
 
-def test_the_same_data_elsewhere_are_the_same(place: Path, cache: Path) -> None:
-    resume(place, cache)
-    assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
-    assert json.loads((place / "run/data.json").read_text())["dataset"] == str(place / "data")
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (("data.fold=1",), "data.fold changed from 0 to 1"),
-        (("training.seed=3",), "training.seed changed from 0 to 3"),
         (
             ("data.fold=2", "training.seed=1"),
             "data.fold changed from 0 to 2; training.seed changed from 0 to 1",
@@ -148,13 +133,9 @@ def swap_cases(place: Path) -> None:
 
 
 def rename_label(place: Path) -> None:
-    def change(tree: dict[str, Any]) -> None:
-        tree["labels"] = {
-            value: f"{name} of the left" if value != "0" else name
-            for value, name in tree["labels"].items()
-        }
-
-    change_description(place, change)
+    change_description(
+        place, lambda tree: tree["labels"].update({"1": f"{tree['labels']['1']} of the left"})
+    )
 
 
 def set_folds(place: Path) -> None:
@@ -209,20 +190,18 @@ def test_what_may_change_is_named_and_takes_effect(
 
 @pytest.mark.parametrize(
     ("change", "num_steps"),
-    [("training.batch_size=1", 1), ("training.batch_size=3", 1)]
-    + [(f"training.steps_per_epoch={steps}", left) for steps, left in ((1, 0), (4, 3))],
+    [
+        ("training.batch_size=3", 1),
+        ("training.steps_per_epoch=1", 0),
+        ("training.steps_per_epoch=4", 3),
+    ],
 )
 def test_an_epoch_that_has_begun_goes_on_with_what_is_left_of_it(
-    place: Path, cache: Path, change: str, num_steps: int, monkeypatch: pytest.MonkeyPatch
+    place: Path, cache: Path, change: str, num_steps: int
 ) -> None:
-    step, taken = TrainingLoop._step, []
-
-    def counted(self: TrainingLoop, batch: Any) -> Any:
-        taken.append(batch)
-        return step(self, batch)
-
-    monkeypatch.setattr(TrainingLoop, "_step", counted)
-    resume(place, cache, change)  # after 1 of 2 steps
+    taken: list[int] = []
+    with before_steps(taken.append):
+        resume(place, cache, change)  # after 1 of 2 steps
     assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
     assert len(taken) == num_steps
 
@@ -249,44 +228,39 @@ def test_a_run_of_an_earlier_version_goes_on_with_a_warning(
 
 
 def test_a_change_that_fails_in_the_first_step_leaves_all_as_it_was(
-    place: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, cache: Path
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(number: int) -> None:
         raise ConfigError("no memory for a batch of 64")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(TrainingLoop, "_step", fail)
+    with before_steps(fail):
         assert "no memory" in refusal(place, cache, "training.batch_size=64")
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(
     place: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The data may be elsewhere, but not others."""
+    caplog.set_level(logging.INFO, logger="unet3d")
     resume(place, cache)
+    assert [epoch for epoch, _ in losses(place / "run")] == [1, 2]
+    assert json.loads((place / "run/data.json").read_text())["dataset"] == str(place / "data")
     before = contents(place / "run")
-    with caplog.at_level(logging.INFO, logger="unet3d"):
-        resume(place, cache)
-    assert "is finished: 2 of 2 epochs are done" in caplog.text and "--epochs" in caplog.text
-    assert contents(place / "run") == before
+    shutil.copytree(place / "data", place / "same data")
+    for name in ("data", "same data"):
+        caplog.clear()
+        resume(place, cache, f"data.dataset={place / name}")
+        assert "is finished: 2 of 2 epochs are done" in caplog.text and "--epochs" in caplog.text
+        assert contents(place / "run") == before
     (place / "run/summary.json").write_bytes(b"\0" * 9)
     resume(place, cache)
     assert json.loads((place / "run/summary.json").read_text())["epochs"] == 2
-
-
-def test_a_finished_run_is_not_taken_for_that_of_other_data_or_networks(
-    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    resume(place, cache)
     assert "another network" in refusal(place, cache, "model.base_channels=8")
     assert "cannot be continued: " in refusal(place, cache, "data.dataset=null")
-    shutil.copytree(place / "data", place / "same data")
-    with caplog.at_level(logging.INFO, logger="unet3d"):
-        resume(place, cache, f"data.dataset={place / 'same data'}")
-    assert "is finished" in caplog.text
 
 
 def test_a_damaged_record_of_epochs_does_not_stop_a_run(
-    made: Path, place: Path, cache: Path, caplog: pytest.LogCaptureFixture
+    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(place / "run", place / "whole")
     with (place / "run/metrics.jsonl").open("ab") as file:
