@@ -1,27 +1,33 @@
 """Images that are clipped and taken slice by slice, against SciPy in float64."""
 
 import logging
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from scipy import ndimage
 
+from tests.products import pairwise
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.volumes.image_voxels import ImageVoxels, StoredChannels
-from unet3d.volumes.normalization import ChannelNormalization
+from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.prepared_image import PreparedImage, prepare_image
 from unet3d.volumes.resample import Interpolation
 from unet3d.volumes.transform import Preprocessing
 
+GPU = torch.device("cuda", 0)
+PLAIN = ChannelNormalization(kind="none")
 
-def plan(target_mm: Spacing, interpolation: Interpolation, channels: int = 1) -> Preprocessing:
+
+def plan(
+    target_mm: Spacing, interpolation: Interpolation, how: Sequence[ChannelNormalization] = (PLAIN,)
+) -> Preprocessing:
     return Preprocessing(
         spacing_mm=target_mm,
-        channels=(ChannelNormalization(kind="none"),) * channels,
-        channel_names=tuple(f"m{number}" for number in range(channels)),
+        channels=tuple(how),
+        channel_names=tuple(f"m{number}" for number in range(len(how))),
         label_names=("background",),
         label_values=(0,),
         interpolation=interpolation,
@@ -57,15 +63,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("order", [1, 3])
-@pytest.mark.parametrize(("shape", "spacing_mm", "target_mm"), SHAPES, ids=str)
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pairwise(order=[1, 3], shapes=SHAPES, axis=[0, 1, 2])
 def test_what_is_clipped_stays_within_the_image(
-    shape: Shape, spacing_mm: Spacing, target_mm: Spacing, order: int, axis: int
+    order: int, shapes: tuple[Shape, Spacing, Spacing], axis: int
 ) -> None:
+    shape, spacing_mm, target_mm = shapes
     image = noise(shape, 2)
     how = Interpolation(order=order, clips=True, thick="never")  # type: ignore[arg-type]
-    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(target_mm, how, 2))
+    prepared = PreparedImage(ImageVoxels.of(image), spacing_mm, plan(target_mm, how, [PLAIN] * 2))
     for begin in range(0, prepared.shape[axis], 4):
         end = min(begin + 4, prepared.shape[axis])
         found = prepared.planes(axis, begin, end).numpy()
@@ -85,10 +90,12 @@ def test_without_clipping_splines_overshoot() -> None:
     assert kept.max() == image.max() and kept.min() == image.min()
 
 
-@pytest.mark.parametrize("across", [0, 1])
-@pytest.mark.parametrize("thick_axis", [0, 1, 2])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("target_mm", [(0.7, 1.4, 2.0), (1.3, 0.8, 9.0), (0.7, 1.0, 5.0)], ids=str)
+@pairwise(
+    across=[0, 1],
+    thick_axis=[0, 1, 2],
+    axis=[0, 1, 2],
+    target_mm=[(0.7, 1.4, 2.0), (1.3, 0.8, 9.0), (0.7, 1.0, 5.0)],
+)
 def test_slices_are_clipped_each_and_then_interpolated_across(
     across: int, thick_axis: int, axis: int, target_mm: Spacing
 ) -> None:
@@ -108,23 +115,23 @@ def test_slices_are_clipped_each_and_then_interpolated_across(
         np.testing.assert_allclose(found, expected[index], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_grid_gives_what_scipy_gives(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    shape: Shape = tuple(rng.integers(1, 24, 3).tolist())  # type: ignore[assignment]
+def test_any_grid_gives_what_scipy_gives() -> None:
     lengths = [0.5, 0.7, 0.75, 1.0, 1.4, 1.5, 2.0, 3.0, 4.5]
-    have, want = (tuple(one.tolist()) for one in rng.choice(lengths, (2, 3)))
-    image = noise(shape, 1, seed)
     how = Interpolation(across_slices=0, clips=True)
-    found = prepare_image(ImageVoxels.of(image), have, plan(want, how))[0]
-    axes = how.slice_axes(have, want)
-    if found.shape == shape:
-        expected = image[0].astype(np.float64)
-    elif axes:
-        expected = slice_by_slice(image[0], found.shape, axes[0], 3, 0)  # type: ignore[arg-type]
-    else:
-        expected = zoomed(image[0], found.shape, 3)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        shape: Shape = tuple(rng.integers(1, 24, 3).tolist())  # type: ignore[assignment]
+        have, want = (tuple(one.tolist()) for one in rng.choice(lengths, (2, 3)))
+        image = noise(shape, 1, seed)
+        found = prepare_image(ImageVoxels.of(image), have, plan(want, how))[0]
+        axes = how.slice_axes(have, want)
+        if found.shape == shape:
+            expected = image[0].astype(np.float64)
+        elif axes:
+            expected = slice_by_slice(image[0], found.shape, axes[0], 3, 0)  # type: ignore[arg-type]
+        else:
+            expected = zoomed(image[0], found.shape, 3)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=f"seed {seed}")
 
 
 def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
@@ -135,14 +142,7 @@ def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
     stored[:, :, :, 5] += rng.integers(300, 400, (1, 18, 15)).astype(np.int16)
     image = ImageVoxels([StoredChannels(voxels=stored)])
     how = Interpolation(across_slices=0, clips=True)
-    preprocessing = Preprocessing(
-        spacing_mm=(1.0, 0.9, 2.5),
-        channels=(ChannelNormalization(kind="z-score-inside"),),
-        channel_names=("m",),
-        label_names=("background",),
-        label_values=(0,),
-        interpolation=how,
-    )
+    preprocessing = plan((1.0, 0.9, 2.5), how, [ChannelNormalization(kind="z-score-inside")])
     inside = ndimage.binary_fill_holes(stored[0] != 0)
     counted = stored[0][inside].astype(np.float64)
     normal = np.where(inside, (stored[0] - counted.mean()) / counted.std(), 0)
@@ -158,29 +158,35 @@ def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
 @pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 1.0), (1.0, 1.0, 5.0), (0.6, 1.3, 2.5)], ids=str)
 @pytest.mark.parametrize("kind", ["ct", "z-score-inside", "rescale"])
 def test_a_gpu_prepares_what_the_cpu_prepares(
-    dtype: type[np.generic], spacing_mm: Spacing, kind: str
+    dtype: type[np.generic], spacing_mm: Spacing, kind: Kind
 ) -> None:
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 1000, (2, 60, 70, 40)).astype(dtype)
     stored[:, :10] = 0
     stored = np.asfortranarray(stored)  # as files have it
-    preprocessing = Preprocessing(
-        spacing_mm=(0.6, 1.3, 2.5),
-        channels=(ChannelNormalization(kind=kind, low=50, high=900, mean=400, std=250),) * 2,  # type: ignore[arg-type]
-        channel_names=("a", "b"),
-        label_names=("background",),
-        label_values=(0,),
-        interpolation=Interpolation(across_slices=0, clips=True),
-    )
+    how = ChannelNormalization(kind=kind, low=50, high=900, mean=400, std=250)
+    interpolation = Interpolation(across_slices=0, clips=True)
+    preprocessing = plan((0.6, 1.3, 2.5), interpolation, [how] * 2)
     prepared = PreparedImage(
         ImageVoxels([StoredChannels(voxels=stored)]), spacing_mm, preprocessing
     )
-    device = torch.device("cuda", 0)
     for axis in range(3):
         end = min(20, prepared.shape[axis])
-        found = prepared.planes(axis, 1, end, device)
-        assert found.device == device and found.dtype == torch.float32
+        found = prepared.planes(axis, 1, end, GPU)
+        assert found.device == GPU and found.dtype == torch.float32
         torch.testing.assert_close(found.cpu(), prepared.planes(axis, 1, end), rtol=0, atol=1e-5)
+
+
+def prepared_noise(size: int, target_mm: Spacing) -> PreparedImage:
+    image = ImageVoxels.of(noise((size, size, size)))
+    return PreparedImage(image, (1, 1, 1), plan(target_mm, Interpolation()))
+
+
+def fail_on_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "device", fails)
 
 
 @pytest.mark.parametrize(
@@ -195,12 +201,10 @@ def test_a_full_gpu_is_told_once(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    prepared = PreparedImage(
-        ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), plan((0.5, 1, 1), Interpolation())
-    )
-    monkeypatch.setattr(prepared, "_made_on_gpu", raising(error))
+    fail_on_gpu(monkeypatch, error)
+    prepared = prepared_noise(8, (0.5, 1, 1))
     for begin in (0, 8):
-        found = prepared.planes(0, begin, begin + 8, torch.device("cuda", 0))
+        found = prepared.planes(0, begin, begin + 8, GPU)
         torch.testing.assert_close(found, prepared.planes(0, begin, begin + 8))
     assert caplog.messages == [
         "cuda:0 has too little memory to prepare the image; the CPU does",
@@ -208,36 +212,22 @@ def test_a_full_gpu_is_told_once(
 
 
 def test_a_full_host_is_not_taken_for_a_full_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared = PreparedImage(
-        ImageVoxels.of(noise((8, 8, 8))), (1, 1, 1), plan((0.5, 1, 1), Interpolation())
-    )
-    gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(prepared, "_made_on_gpu", raising(MemoryError()))
+    prepared = prepared_noise(8, (0.5, 1, 1))
+    fail_on_gpu(monkeypatch, MemoryError())
     with pytest.raises(VolumeError, match="^the image cannot be prepared: too little memory"):
-        prepared.planes(0, 0, 8, gpu)
-    monkeypatch.setattr(prepared, "_made_on_gpu", raising(RuntimeError("an illegal access")))
+        prepared.planes(0, 0, 8, GPU)
+    fail_on_gpu(monkeypatch, RuntimeError("an illegal access"))
     with pytest.raises(RuntimeError, match="^an illegal access$"):
-        prepared.planes(0, 0, 8, gpu)
-
-
-def raising(error: Exception) -> Any:
-    def fails(*arguments: object) -> torch.Tensor:
-        raise error
-
-    return fails
+        prepared.planes(0, 0, 8, GPU)
 
 
 @pytest.mark.gpu
 def test_a_gpu_without_memory_leaves_it_to_the_cpu() -> None:
-    image = noise((40, 40, 40))
-    prepared = PreparedImage(
-        ImageVoxels.of(image), (1, 1, 1), plan((0.5, 0.5, 0.5), Interpolation())
-    )
-    device = torch.device("cuda", 0)
+    prepared = prepared_noise(40, (0.5, 0.5, 0.5))
     torch.cuda.set_per_process_memory_fraction(1e-9)
     try:
         torch.cuda.empty_cache()
-        found = prepared.planes(0, 0, 80, device)
+        found = prepared.planes(0, 0, 80, GPU)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found.device.type == "cpu"

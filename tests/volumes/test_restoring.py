@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as functional
 from scipy import ndimage
 
+from tests.products import pairwise
 from unet3d.config import Shape
 from unet3d.volumes import restoring
 from unet3d.volumes.restoring import restored_slabs
@@ -21,24 +22,21 @@ GRIDS = [
 ]
 
 
-def logits_of(shape: Shape, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+def logits_of(shape: Shape) -> torch.Tensor:
     generator = torch.Generator().manual_seed(math.prod(shape))
-    return torch.randn(3, *shape, generator=generator, dtype=dtype)
+    return torch.randn(3, *shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("grid", "shape"), GRIDS, ids=str)
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("num_planes", [1, 3, 100])
-@pytest.mark.parametrize("numbers", [1, 2**25])
+@pairwise(grids=GRIDS, axis=[0, 1, 2], num_planes=[1, 3, 100], numbers=[1, 2**25])
 def test_any_slabs_give_the_trilinear_interpolation_of_the_whole(
-    grid: Shape,
-    shape: Shape,
+    grids: tuple[Shape, Shape],
     axis: int,
     num_planes: int,
     numbers: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(restoring, "PIECE_NUMBERS", numbers)
+    grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)
     found = list(restored_slabs(slabs, axis, grid, shape))
@@ -61,38 +59,25 @@ def test_a_piece_is_small_on_both_grids(
     assert {slab.shape[1] for slab in found} == {2}
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_the_division_into_slabs_changes_the_rounding_at_most(axis: int) -> None:
-    logits = logits_of((21, 18, 17), torch.float32)
-    whole, *others = (
-        torch.cat(
-            list(
-                restored_slabs(
-                    torch.split(logits, number, dim=1 + axis), axis, (21, 18, 17), (30, 31, 11)
-                )
-            ),
-            1 + axis,
-        )
-        for number in (100, 1, 4, 7)
-    )
-    for other in others:
-        torch.testing.assert_close(other, whole, rtol=1e-6, atol=1e-6)
-
-
-def test_planes_come_as_soon_as_they_are_known() -> None:
-    logits = logits_of((40, 4, 4))
+@pytest.mark.parametrize(
+    ("nearest_axes", "expected"),
+    [
+        ((), [(10, 19), (20, 20), (30, 20), (40, 21)]),  # the last plane waits for the next one
+        ((0,), [(10, 20), (20, 20), (30, 20), (40, 20)]),
+    ],
+)
+def test_planes_come_as_soon_as_they_are_known(
+    nearest_axes: tuple[int, ...], expected: list[tuple[int, int]]
+) -> None:
     given = []
 
     def slabs():
-        for slab in torch.split(logits, 10, dim=1):
+        for slab in torch.split(logits_of((40, 4, 4)), 10, dim=1):
             given.append(slab.shape[1])
             yield slab
 
-    seen = [
-        (sum(given), slab.shape[1]) for slab in restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4))
-    ]
-    # The last plane waits for the one after it.
-    assert seen == [(10, 19), (20, 20), (30, 20), (40, 21)]
+    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), nearest_axes)
+    assert [(sum(given), slab.shape[1]) for slab in restored] == expected
 
 
 def test_the_same_grid_needs_nothing() -> None:
@@ -101,25 +86,11 @@ def test_the_same_grid_needs_nothing() -> None:
     assert all(one is other for one, other in zip(found, slabs, strict=True))
 
 
-def test_a_field_that_is_linear_in_space_is_the_same_on_any_grid() -> None:
-    def field(shape: Shape) -> torch.Tensor:
-        x, y, z = ((torch.arange(size, dtype=torch.float64) + 0.5) / size - 0.5 for size in shape)
-        plane = x[:, None, None] + 2 * y[None, :, None] - z[None, None, :]
-        return torch.stack([plane, -3 * plane])
-
-    small, large = (20, 16, 12), (33, 25, 40)
-    restored = torch.cat(list(restored_slabs([field(small)], 2, small, large)), 3)
-    inside = (slice(None), slice(2, -2), slice(2, -2), slice(2, -2))
-    torch.testing.assert_close(restored[inside], field(large)[inside])
-
-
-@pytest.mark.parametrize(("grid", "shape"), GRIDS, ids=str)
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("nearest", [0, 1, 2])
-@pytest.mark.parametrize("num_planes", [1, 3, 100])
+@pairwise(grids=GRIDS, axis=[0, 1, 2], nearest=[0, 1, 2], num_planes=[1, 3, 100])
 def test_any_slabs_give_the_nearest_slices(
-    grid: Shape, shape: Shape, axis: int, nearest: int, num_planes: int
+    grids: tuple[Shape, Shape], axis: int, nearest: int, num_planes: int
 ) -> None:
+    grid, shape = grids
     logits = logits_of(grid)
     slabs = torch.split(logits, num_planes, dim=1 + axis)
     found = torch.cat(list(restored_slabs(slabs, axis, grid, shape, (nearest,))), 1 + axis)
@@ -136,20 +107,3 @@ def test_any_slabs_give_the_nearest_slices(
         ]
     )
     np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12)
-
-
-def test_a_slice_that_is_nearest_waits_for_no_other() -> None:
-    given = []
-
-    def slabs():
-        for slab in torch.split(logits_of((40, 4, 4)), 10, dim=1):
-            given.append(slab.shape[1])
-            yield slab
-
-    restored = restored_slabs(slabs(), 0, (40, 4, 4), (80, 4, 4), (0,))
-    assert [(sum(given), slab.shape[1]) for slab in restored] == [
-        (10, 20),
-        (20, 20),
-        (30, 20),
-        (40, 20),
-    ]
