@@ -1,11 +1,13 @@
-import math
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
 from monai.losses import DiceCELoss
 from torch import Tensor
 
+from tests.gpu_waits import refused_waits
+from tests.products import pairwise
 from unet3d.model import LossTerms, SegmentationLoss, dice_cross_entropy
 
 BATCH_DICE = SegmentationLoss(joins_samples=True)
@@ -34,30 +36,30 @@ def monai_loss(logits: Tensor, target: Tensor, joins_samples: bool = False) -> T
 
 
 def gradient(loss: Tensor, logits: Tensor) -> Tensor:
-    (result,) = torch.autograd.grad(loss, logits)
+    (result,) = torch.autograd.grad(loss, logits, retain_graph=True)
     return result
 
 
-@pytest.mark.parametrize("joins_samples", [False, True])
-@pytest.mark.parametrize("num_classes", [2, 3, 6])
-def test_loss_and_gradient_are_monais(num_classes: int, joins_samples: bool) -> None:
-    logits, target = make_batch(num_classes)
-    logits.requires_grad_()
-    ours = SegmentationLoss(joins_samples=joins_samples)(logits, target).total
-    theirs = monai_loss(logits, target, joins_samples)
+def assert_same(ours: Tensor, theirs: Tensor, logits: Tensor) -> None:
+    """Compare losses, and their gradients."""
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        gradient(ours, logits), gradient(theirs, logits), rtol=1e-10, atol=1e-14
-    )
+    wanted = gradient(theirs, logits)
+    torch.testing.assert_close(gradient(ours, logits), wanted, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("present", [(0,), (0, 2), (1,)], ids=str)
-def test_classes_without_a_voxel_are_monais_too(present: tuple[int, ...]) -> None:
-    logits, target = make_batch(4)
+@pytest.mark.parametrize("joins_samples", [False, True])
+@pytest.mark.parametrize(
+    ("num_classes", "present"),
+    [(2, (0, 1)), (3, (0, 1, 2)), (6, range(6)), (4, (0,)), (4, (0, 2)), (4, (1,))],
+    ids=str,
+)
+def test_loss_and_gradient_are_monais(
+    num_classes: int, present: Sequence[int], joins_samples: bool
+) -> None:
+    logits, target = make_batch(num_classes)
     target = torch.tensor(present)[target % len(present)]
-    torch.testing.assert_close(
-        dice_cross_entropy(logits, target).total, monai_loss(logits, target), rtol=1e-12, atol=0
-    )
+    ours = SegmentationLoss(joins_samples=joins_samples)(logits.requires_grad_(), target).total
+    assert_same(ours, monai_loss(logits, target, joins_samples), logits)
 
 
 @pytest.mark.parametrize("joins_samples", [False, True])
@@ -82,16 +84,17 @@ def test_ignored_voxels_are_as_if_they_were_not_there(joins_samples: bool) -> No
             overlap = 2 * (predicted * truth).sum() + 1e-5
             dice.append(1 - overlap / (predicted.sum() + truth.sum() + 1e-5))
     expected = torch.stack(dice).mean() + torch.stack(cross_entropy).mean()
-    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
-    found, wanted = gradient(terms.total, logits), gradient(expected, logits)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+    found = gradient(terms.total, logits)
+    assert_same(terms.total, expected, logits)
     assert not found[2].any() and not found[0, :, :4].any()
 
 
-@pytest.mark.parametrize("num_levels", [1, 2])
-@pytest.mark.parametrize("ignores", [False, True])
-@pytest.mark.parametrize("joins_samples", [False, True])
-@pytest.mark.parametrize("regions", [((1, 2, 3), (2, 3), (3,)), ((1, 2, 3),)], ids=str)
+@pairwise(
+    regions=[((1, 2, 3), (2, 3), (3,)), ((1, 2, 3),)],
+    joins_samples=[False, True],
+    ignores=[False, True],
+    num_levels=[1, 2],
+)
 def test_the_loss_of_regions_is_nnunets(
     regions: tuple[tuple[int, ...], ...], joins_samples: bool, ignores: bool, num_levels: int
 ) -> None:
@@ -126,11 +129,8 @@ def test_the_loss_of_regions_is_nnunets(
             cross_entropy = over_voxels.mean()
         weight = 0.5**number / sum(0.5**n for n in range(num_levels))
         expected = expected + weight * (dice.mean() + cross_entropy)
-    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
-    found = torch.autograd.grad(terms.total, levels)
-    wanted = torch.autograd.grad(expected, levels)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    for level in levels:
+        assert_same(terms.total, expected, level)
 
 
 def test_a_batch_without_a_label_costs_nothing() -> None:
@@ -141,25 +141,6 @@ def test_a_batch_without_a_label_costs_nothing() -> None:
         terms = loss(logits, target)
         assert terms.total.item() == pytest.approx(0, abs=1e-12)
         assert not gradient(terms.total, logits).any()
-
-
-def test_an_empty_class_that_is_not_predicted_costs_nothing() -> None:
-    target = torch.zeros(1, 4, 4, 4, dtype=torch.long)
-    logits = torch.zeros(1, 2, 4, 4, 4, dtype=torch.float64)
-    logits[:, 0] = 100
-    terms = dice_cross_entropy(logits, target)
-    assert terms.dice.item() == pytest.approx(0, abs=1e-12)
-    assert terms.total.item() == pytest.approx(0, abs=1e-12)
-
-
-def test_known_values() -> None:
-    """Even logits, half of the voxels labelled: p = 1/2, so 2 * n/4 over n/2 + n/2."""
-    target = torch.zeros(1, 4, 4, 4, dtype=torch.uint8)
-    target[:, :2] = 1
-    terms = dice_cross_entropy(torch.zeros(1, 2, 4, 4, 4, dtype=torch.float64), target)
-    assert terms.cross_entropy.item() == pytest.approx(math.log(2))
-    assert terms.dice.item() == pytest.approx(0.5, abs=1e-6)
-    assert terms.total.item() == pytest.approx(math.log(2) + 0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,57 +163,25 @@ def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
     logits, target = make_batch(3)
     expected = dice_cross_entropy(logits, target).total
     assert torch.equal(dice_cross_entropy(logits, target.to(dtype)).total, expected)
+    assert torch.equal(dice_cross_entropy([logits], target.to(dtype)).total, expected)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
-def test_weighted_micro_batches_add_up_exactly(sizes: tuple[int, ...]) -> None:
+def test_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
+    """Weighted losses; sums that are joined along samples; and those that are added up."""
     logits, target = make_batch(3, num_samples=5)
     whole = dice_cross_entropy(logits, target)
-    portions = [
-        dice_cross_entropy(some, labels).weighted(len(some) / 5)
-        for some, labels in zip(logits.split(sizes), target.split(sizes), strict=True)
-    ]
-    total = sum(portions[1:], start=portions[0])
-    for name in ("total", "dice", "cross_entropy"):
-        torch.testing.assert_close(getattr(total, name), getattr(whole, name), rtol=1e-13, atol=0)
-
-
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
-def test_joined_sums_of_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
-    logits, target = make_batch(3, num_samples=5)
-    portions = zip(logits.split(sizes), target.split(sizes), strict=True)
-    total = torch.stack([BATCH_DICE.sums(some, labels) for some, labels in portions]).sum(0)
-    assert total.shape == (1, 4, 1, 3)
-    torch.testing.assert_close(
-        BATCH_DICE.from_sums(total).total, monai_loss(logits, target, True), rtol=1e-12, atol=0
-    )
-
-
-def test_a_false_positive_far_from_a_lesion_costs_something_with_batch_dice() -> None:
-    """A lesion is in one patch; where another one, without it, has a false positive, look there."""
-    shape = (2, 32, 32, 32)
-    target = torch.zeros(shape, dtype=torch.uint8)
-    target[0, 10:20, 10:20, 10:20] = 1
-    lesion = target.bool()
-    lesion[1, 4:12, 4:12, 4:12] = True  # what the network sees
-    score = torch.where(lesion, 5.0, -5.0).double()
-    logits = torch.stack((-score, score), 1).requires_grad_()
-
-    def pull(loss: SegmentationLoss) -> float:
-        """Return the gradient that all false voxels have together, of the Dice alone."""
-        found = gradient(loss(logits, target).dice, logits)
-        return float(found[1, 1, 4:12, 4:12, 4:12].sum())
-
-    alone, joined = pull(dice_cross_entropy), pull(BATCH_DICE)
-    assert 0 <= alone < 1e-8
-    assert joined > 1e4 * alone
-    # The independent formula: d/dx of 2c / (p + t), over the one foreground class.
-    logits_too = logits.detach().clone().requires_grad_()
-    chance = logits_too.softmax(1)[:, 1]
-    truth = (target == 1).double()
-    dice = 1 - (2 * (chance * truth).sum() + 1e-5) / (chance.sum() + truth.sum() + 1e-5)
-    expected = gradient(dice, logits_too)[1, 1, 4:12, 4:12, 4:12].sum()
-    assert joined == pytest.approx(float(expected), rel=1e-10)
+    portions = list(zip(logits.split(sizes), target.split(sizes), strict=True))
+    losses = [dice_cross_entropy(*portion).weighted(len(portion[0]) / 5) for portion in portions]
+    joined = torch.cat([dice_cross_entropy.sums(*portion) for portion in portions], 2)
+    for found in (sum(losses[1:], start=losses[0]), dice_cross_entropy.from_sums(joined)):
+        for name in ("total", "dice", "cross_entropy"):
+            ours, expected = getattr(found, name), getattr(whole, name)
+            torch.testing.assert_close(ours, expected, rtol=1e-13, atol=0)
+    added = torch.stack([BATCH_DICE.sums(*portion) for portion in portions]).sum(0)
+    assert added.shape == (1, 4, 1, 3)
+    found = BATCH_DICE.from_sums(added).total
+    torch.testing.assert_close(found, monai_loss(logits, target, True), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(6,), (2, 4), (1, 1, 4)], ids=str)
@@ -245,29 +194,7 @@ def test_sums_of_slabs_give_the_loss_of_the_volume(sizes: tuple[int, ...]) -> No
     sums = torch.stack([dice_cross_entropy.sums(slab, labels) for slab, labels in slabs]).sum(0)
     assert sums.shape == (1, 4, 3, 4)
     terms = dice_cross_entropy.from_sums(sums)
-    torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        gradient(terms.total, logits), gradient(expected, logits), rtol=1e-10, atol=1e-14
-    )
-
-
-def test_sums_of_micro_batches_are_joined_along_samples() -> None:
-    logits, target = make_batch(3, num_samples=5)
-    portions = zip(logits.split((2, 3)), target.split((2, 3)), strict=True)
-    joined = torch.cat([dice_cross_entropy.sums(some, labels) for some, labels in portions], 2)
-    whole, expected = dice_cross_entropy.from_sums(joined), dice_cross_entropy(logits, target)
-    for name in ("total", "dice", "cross_entropy"):
-        torch.testing.assert_close(
-            getattr(whole, name), getattr(expected, name), rtol=1e-13, atol=0
-        )
-
-
-def test_sums_of_a_coarse_level_take_every_nth_voxel() -> None:
-    logits, target = make_batch(3)
-    fine = target.repeat_interleave(2, 1).repeat_interleave(3, 3)
-    assert torch.equal(
-        dice_cross_entropy.sums(logits, fine), dice_cross_entropy.sums(logits, target)
-    )
+    assert_same(terms.total, expected, logits)
 
 
 def test_the_loss_of_sums_is_the_formula() -> None:
@@ -291,19 +218,11 @@ def test_deep_supervision_is_the_weighted_sum_of_levels() -> None:
     expected = torch.zeros((), dtype=torch.float64)
     for level, step, weight in zip(logits, steps, (4 / 7, 2 / 7, 1 / 7), strict=True):
         coarse = torch.empty(level[:, 0].shape, dtype=torch.long)
-        for x in range(level.shape[2]):
-            for y in range(level.shape[3]):
-                for z in range(level.shape[4]):
-                    coarse[:, x, y, z] = target[:, x * step[0], y * step[1], z * step[2]]
+        for x, y, z in product(*map(range, level.shape[2:])):
+            coarse[:, x, y, z] = target[:, x * step[0], y * step[1], z * step[2]]
         expected += weight * monai_loss(level, coarse)
     torch.testing.assert_close(terms.total, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(terms.total, terms.dice + terms.cross_entropy)
-
-
-def test_a_single_level_in_a_list_is_that_level() -> None:
-    logits, target = make_batch(3)
-    alone, listed = dice_cross_entropy(logits, target), dice_cross_entropy([logits], target)
-    assert torch.equal(alone.total, listed.total)
 
 
 def test_the_loss_stays_where_the_logits_are() -> None:
@@ -311,54 +230,27 @@ def test_the_loss_stays_where_the_logits_are() -> None:
     logits = [torch.zeros(2, 3, n, n, n, device="meta", requires_grad=True) for n in (8, 4)]
     target = torch.zeros(2, 8, 8, 8, dtype=torch.uint8, device="meta")
     terms = dice_cross_entropy(logits, target)
-    assert {terms.total.device, terms.dice.device, terms.cross_entropy.device} == {
-        torch.device("meta")
-    }
-    assert gradient(terms.total, logits[0]).device == torch.device("meta")
+    made = (terms.total, terms.dice, terms.cross_entropy, gradient(terms.total, logits[0]))
+    assert {value.device.type for value in made} == {"meta"}
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_loss_stays_on_the_gpu_and_nothing_waits_for_it() -> None:
     logits, target = (value.cuda() for value in make_batch(3))
     logits.requires_grad_()
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with refused_waits():
         terms = dice_cross_entropy([logits, logits[:, :, ::2]], target)
         found = gradient(terms.total, logits)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
     assert {terms.total.device.type, found.device.type} == {"cuda"}
-
-
-def test_descending_the_gradient_finds_the_labels() -> None:
-    _, target = make_batch(3, num_samples=1)
-    logits = torch.zeros(1, 3, 6, 5, 7, dtype=torch.float64, requires_grad=True)
-    losses = []
-    for _ in range(20):
-        loss = dice_cross_entropy(logits, target).total
-        losses.append(loss.item())
-        with torch.no_grad():
-            logits -= 50 * gradient(loss, logits)
-    assert all(after < before for before, after in pairwise(losses))
-    assert torch.equal(logits.argmax(1), target)
 
 
 def test_terms_add_weigh_and_detach() -> None:
     def terms(value: float) -> LossTerms:
-        return LossTerms(
-            **{
-                name: torch.tensor(value * k, requires_grad=True)
-                for name, k in (("total", 3.0), ("dice", 1.0), ("cross_entropy", 2.0))
-            }
-        )
+        total, dice, entropy = (torch.tensor(value * k, requires_grad=True) for k in (3.0, 1, 2))
+        return LossTerms(total=total, dice=dice, cross_entropy=entropy)
 
     total = terms(1.0).weighted(0.5) + terms(10.0)
-    assert [value.item() for value in (total.total, total.dice, total.cross_entropy)] == [
-        31.5,
-        10.5,
-        21.0,
-    ]
-    assert total.total.requires_grad
-    assert not total.detached().total.requires_grad
+    for found, requires_grad in ((total, True), (total.detached(), False)):
+        values = (found.total, found.dice, found.cross_entropy)
+        assert [value.item() for value in values] == [31.5, 10.5, 21.0]
+        assert {value.requires_grad for value in values} == {requires_grad}
