@@ -3,52 +3,43 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import pytest
 
-from tests.command_line import process_environment, refusal, run
+from tests import warm
+from tests.command_line import Capture, Words, refusal, run
 from tests.process_trees import assert_all_end, children_of, family_of
 from tests.trainings import assert_same_weights, contents
 from unet3d.runs.finding import recorded_folds
 from unet3d.training import cross_validation
 
-SMALL = (
-    *("--set", "data.phantom.num_cases=4", "--set", "data.phantom.shape=16,16,16"),
-    *(
-        "--set",
-        "patches.size=8,8,8",
-        "--set",
-        "model.base_channels=4",
-        "--set",
-        "data.num_workers=0",
-    ),
-    *("--set", "model.num_levels=2", "--set", "training.steps_per_epoch=2"),
-    *("--set", "data.num_folds=3", "--set", "training.learning_rate=0.05"),
+CHANGES = (
+    *("data.phantom.num_cases=4", "data.phantom.shape=16,16,16", "data.num_workers=0"),
+    *("patches.size=8,8,8", "model.base_channels=4", "model.num_levels=2", "data.num_folds=3"),
+    *("training.steps_per_epoch=2", "training.learning_rate=0.05"),
 )
+SMALL = tuple(word for one in CHANGES for word in ("--set", one))
 
 
-def summary_of(path: Path) -> dict:
-    return json.loads((path / "summary.json").read_text())
+def summary_of(path: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
+    return summary
 
 
-@pytest.mark.nightly
-def test_folds_one_after_another_are_runs_of_their_own(
-    folder: Path,
-    scan: Path,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert run("train", *SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu") == 0
-    shown = capfd.readouterr()
-    (top,) = (folder / "runs").iterdir()
+def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
+    done = warm.run(
+        ["train", *SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu"], timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    (top,) = Path("runs").iterdir()
     assert top.name.startswith("phantom-folds-")
-    assert "folds 0, 2, one after another" in caplog.messages
-    assert shown.err.count("\nepoch 1/1: ") == 2
+    assert "folds 0, 2, one after another" in done.stderr.splitlines()
+    assert done.stderr.count("\nepoch 1/1: ") == 2
     names = ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
     assert sorted(path.name for path in top.iterdir()) == names
     # The summary is over the folds.
@@ -64,71 +55,46 @@ def test_folds_one_after_another_are_runs_of_their_own(
         known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
-    assert f"{mean(final):.3f}" in shown.out
+    assert f"{mean(final):.3f}" in done.stdout
     # What is finished is left as it is; a fold more is added.
     before = contents(top)
-    assert run("train", "--resume") == 0
-    assert "Validation Dice of 2 folds" in capfd.readouterr().out
+    assert "Validation Dice of 2 folds" in warm.run(["train", "--resume"]).stdout
     assert contents(top) == before
-    assert run("train", "--resume", "--folds", "1") == 0
+    assert warm.run(["train", "--resume", "--folds", "1"]).returncode == 0
     assert recorded_folds(top) == (0, 1, 2)
     after = contents(top)
     kept = [path for path in before if path.parent.name in ("fold0", "fold2")]
     assert kept and all(after[path] == before[path] for path in kept)
     assert list(summary_of(top)["folds"]) == ["0", "1", "2"]
     # Their mean predicts by default.
-    capfd.readouterr()
-    assert run("predict", scan, "--devices", "cpu") == 0
-    assert capfd.readouterr().out.startswith("using the mean of 3 networks: runs/phantom-folds-")
+    predicted = warm.run(["predict", scan, "--devices", "cpu"])
+    assert predicted.stdout.startswith("using the mean of 3 networks: runs/phantom-folds-")
 
 
-@pytest.mark.nightly
-def test_folds_on_several_devices_train_at_the_same_time(
-    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    options = ("train", *SMALL, "--devices", "cpu,cpu", "--output", "folds")
-    assert run(*options, "--folds", "0,1", "--epochs", 1) == 0
-    shown = capfd.readouterr().err
-    assert "folds 0, 1, one at a time on each of cpu, cpu" in caplog.messages
+def test_folds_on_several_devices_train_at_the_same_time() -> None:
+    options = ["train", *SMALL, "--devices", "cpu,cpu", "--output", "folds"]
+    done = warm.run([*options, "--folds", "0,1", "--epochs", 1])
+    assert done.returncode == 0, done.stderr
+    assert "folds 0, 1, one at a time on each of cpu, cpu" in done.stderr.splitlines()
     for name in ("fold0", "fold1"):
-        assert f"\n{name}: epoch 1/1: loss" in shown
-        summary = summary_of(folder / "folds" / name)
+        assert f"\n{name}: epoch 1/1: loss" in done.stderr
+        summary = summary_of(Path("folds", name))
         assert summary["parallel"] == "none" and len(summary["devices"]) == 1
     alone = ("--fold", 1, "--devices", "cpu", "--output", "alone", "--epochs", 1, "--quiet")
     assert run("train", *SMALL, *alone) == 0
-    assert_same_weights(folder / "folds" / "fold1", folder / "alone")
-    capfd.readouterr()
-    assert run(*options, "--folds", "all") == 1
-    line = capfd.readouterr().err.splitlines()[-1]
+    assert_same_weights(Path("folds/fold1"), Path("alone"))
+    line = warm.run([*options, "--folds", "all"]).stderr.splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
-    # More epochs for all of them.
-    assert run("train", "--resume", "--output", "folds", "--epochs", 2, "--quiet") == 0
-    assert [one["epochs"] for one in summary_of(folder / "folds")["folds"].values()] == [2, 2]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
-def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> None:
-    words = (
-        *SMALL,
-        "--folds",
-        "0,1",
-        "--devices",
-        devices,
-        "--epochs",
-        100000,
-        "--output",
-        "folds",
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "unet3d", "train", *map(str, words)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=process_environment(),
-    )
-    running = ("fold0", "fold1") if "," in devices else ("fold0",)
-    while not all((folder / "folds" / name / "metrics.jsonl").exists() for name in running):
+@pytest.mark.parametrize(
+    "devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.nightly, id="one")]
+)
+def test_a_signal_stops_all_folds_and_they_go_on(devices: str) -> None:
+    words = ("train", *SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
+    process = warm.start([*words, "--output", "folds"])
+    running = [Path("folds", name) for name in ("fold0", "fold1")[: devices.count("cpu")]]
+    while not all((one / "metrics.jsonl").exists() for one in running):
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
     family = family_of(process.pid)
@@ -141,12 +107,11 @@ def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> 
     assert stopped == ["Stopped by SIGINT; continue with --resume"]
     assert "Traceback" not in errors
     assert_all_end(family, 10)
-    epochs = max(
-        len((folder / "folds" / name / "metrics.jsonl").read_text().splitlines())
-        for name in running
-    )
-    assert run("train", "--resume", "--epochs", epochs + 1, "--output", "folds", "--quiet") == 0
-    assert set(summary_of(folder / "folds")["folds"]) == {"0", "1"}
+    epochs = 1 + max(len((one / "metrics.jsonl").read_text().splitlines()) for one in running)
+    going_on = ["train", "--resume", "--epochs", epochs, "--output", "folds", "--quiet"]
+    assert warm.run(going_on).returncode == 0
+    folds = summary_of(Path("folds"))["folds"]
+    assert {name: one["epochs"] for name, one in folds.items()} == {"0": epochs, "1": epochs}
 
 
 @pytest.mark.parametrize(
@@ -163,52 +128,37 @@ def test_a_signal_stops_all_folds_and_they_go_on(folder: Path, devices: str) -> 
     ids=str,
 )
 def test_what_cannot_be_is_one_line_and_leaves_nothing(
-    folder: Path, options: tuple[object, ...], words: str, capsys: pytest.CaptureFixture[str]
+    options: Words, words: str, capsys: Capture
 ) -> None:
-    arguments = ("train", *SMALL, "--devices", "cpu", *options)
-    assert run(*arguments) == 1
+    assert run("train", *SMALL, "--devices", "cpu", *options) == 1
     assert words in capsys.readouterr().err.splitlines()[-1]
-    assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
+    assert not list(Path().glob("runs/*"))
 
 
-def test_ranks_of_torchrun_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_torchrun_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(os, "_exit", sys.exit)
-    assert "--folds starts the processes of each fold itself" in refusal(
-        capsys, "train", "--folds", "all"
-    )
+    line = refusal(capsys, "train", "--folds", "all")
+    assert "--folds starts the processes of each fold itself" in line
 
 
 def test_folds_that_fail_are_named_and_there_is_no_summary(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     asked = {}
 
-    def fail(commands: list, slots: object, *, goes_on_after: object, **more: object) -> dict:
-        (folder / "folds/fold0").mkdir()
-        (folder / "folds/fold0/checkpoint-latest.pt").touch()
+    def fail(commands: list, slots: object, *, goes_on_after: Any, **more: object) -> dict:
+        Path("folds/fold0").mkdir()
+        Path("folds/fold0/checkpoint-latest.pt").touch()
         asked.update({command.name: goes_on_after(command) for command in commands})
         return {"fold0": 1, "fold1": -signal.SIGKILL}
 
     monkeypatch.setattr(cross_validation, "run_commands", fail)
-    line = refusal(
-        capsys,
-        "train",
-        *SMALL,
-        "--folds",
-        "all",
-        "--output",
-        "folds",
-        "--quiet",
-        "--devices",
-        "cpu",
-    )
-    assert line == (
+    options = ("--folds", "all", "--output", "folds", "--quiet", "--devices", "cpu")
+    assert refusal(capsys, "train", *SMALL, *options) == (
         "Error: 2 of 3 folds did not come to their end: fold0 failed, fold1 was killed by SIGKILL, "
         "so fold2 did not begin; to go on, add --resume --output folds"
     )
     assert asked == {"fold0": True, "fold1": False, "fold2": False}
-    assert not (folder / "folds/summary.json").exists()
+    assert not Path("folds/summary.json").exists()
