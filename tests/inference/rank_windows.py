@@ -1,21 +1,22 @@
 """What the ranks of ``test_shared_executor.py`` do: share windows, and fail in some of them."""
 
+import itertools
 import os
 import signal
 import sys
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch._dynamo  # which building a network imports, and the forks need not
+import torch.distributed as dist
 
 from tests.networks import place, random_checkpoint
-from tests.ranks import ends_of, in_ranks, start_ranks
+from tests.ranks import ends_of, start_ranks
 from tests.volumes.samples import noise, write_volume
 from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.distributed.group import Group
@@ -28,13 +29,13 @@ from unet3d.inference.placing import PlacedNetworks
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.shared_executor import SharedExecutor
 from unet3d.interruption import Interrupted
-from unet3d.parallel import Executor
 from unet3d.parallel.spatial.shard import GroupMessages
 from unet3d.volumes.scans import Scan, read_scan
 
 LARGE, SMALL = (24, 16, 16), (16, 16, 16)
-MESSAGES_BEFORE = 2
-"""Of a window, after which a rank fails: it is then in the middle of the network."""
+
+PATIENT_SECONDS, HANGING_SECONDS = 120, 5
+"""Silence after which a rank counts as hanging, where it does not hang and where it does."""
 
 ON_GPUS = "gpus" in sys.argv[2:]
 
@@ -46,7 +47,7 @@ def image_of(shape: tuple[int, ...], batch_size: int = 1) -> torch.Tensor:
     return torch.randn((batch_size, 1, *shape), generator=generator, dtype=torch.float64)
 
 
-def spread(num_ranks: int, timeout_seconds: float = 60) -> ParallelSettings:
+def spread(num_ranks: int, timeout_seconds: float = PATIENT_SECONDS) -> ParallelSettings:
     devices = tuple(map(str, range(num_ranks))) if ON_GPUS else ("cpu",) * num_ranks
     return ParallelSettings(mode="spatial", devices=devices, timeout_seconds=timeout_seconds)
 
@@ -55,44 +56,32 @@ def predicted(executor: SharedExecutor, image: torch.Tensor) -> torch.Tensor:
     return executor.predict(image.to(executor.input_device)).cpu()
 
 
-def shared(group: Group, timeout_seconds: float = 60) -> SharedExecutor:
+def shared(group: Group, timeout_seconds: float = PATIENT_SECONDS) -> SharedExecutor:
     networks = Networks.of(CHECKPOINT)
     executor = PlacedNetworks(networks, spread(group.size, timeout_seconds), group).executor
     assert isinstance(executor, SharedExecutor)
     return executor
 
 
-def in_group(work: Callable[[Group], None], timeout_seconds: float = 60) -> None:
-    with joined(Ranks.from_environment(), PREDICTION) as group:
-        group.open(timeout_seconds)
-        work(group)
-
-
-def plain() -> Executor:
-    executor = place(CHECKPOINT).executor
-    assert not isinstance(executor, SharedExecutor)
-    return executor
-
-
 def failing(group: Group, rank: int, fail: Callable[[], object]) -> None:
-    """Have a rank fail in the middle of every window of the large size."""
+    """Have a rank fail in the middle of every window of the large size, at its second message."""
     if group.ranks.rank != rank:
         return
-    swap, predict, counts = GroupMessages.swap, SharedExecutor._forward, [0]
+    swap, broadcast, counts = GroupMessages.swap, dist.broadcast, [2]
 
     def counted(self: GroupMessages, *arguments: Any) -> None:
         counts[0] += 1
-        if counts[0] == MESSAGES_BEFORE:
+        if counts[0] == 2:
             fail()
         swap(self, *arguments)
 
-    def armed(self: SharedExecutor, image: Callable[[], torch.Tensor]) -> torch.Tensor:
-        made = image()
-        counts[0] = 0 if made.shape[2:] == LARGE else MESSAGES_BEFORE
-        return predict(self, lambda: made)
+    def armed(tensor: torch.Tensor, *arguments: Any, **names: Any) -> Any:
+        if tensor.dim() == 5:
+            counts[0] = 0 if tensor.shape[2:] == LARGE else 2
+        return broadcast(tensor, *arguments, **names)
 
     GroupMessages.swap = counted  # type: ignore[method-assign]
-    SharedExecutor._forward = armed  # type: ignore[method-assign]
+    dist.broadcast = armed
 
 
 def run_out() -> None:
@@ -100,40 +89,36 @@ def run_out() -> None:
 
 
 def error_of(executor: SharedExecutor, shape: tuple[int, ...]) -> str:
-    """Return the error of a window, and that it comes soon."""
+    """Return the error of a window, which comes long before any limit."""
     began = time.monotonic()
     try:
         predicted(executor, image_of(shape))
     except (Unet3dError, Interrupted) as error:
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < PATIENT_SECONDS / 2
         return f"{type(error).__name__}: {error}"
     raise AssertionError("there was no error")
-
-
-def follow_and_keep_nothing(executor: SharedExecutor) -> None:
-    """See that logits are freed in a rank which only takes part."""
-    compute, seen = executor._compute, []
-
-    def watched(*arguments: Any) -> torch.Tensor:
-        assert all(logits() is None for logits in seen)
-        made = compute(*arguments)
-        seen.append(weakref.ref(made))
-        return made
-
-    executor._compute = watched  # type: ignore[method-assign]
-    executor.follow()
-    assert len(seen) == 4 and all(logits() is None for logits in seen)
 
 
 def check_windows(group: Group) -> None:
     """Compare windows of many shapes with what one process computes."""
     executor = shared(group)
     if not group.is_first:
-        follow_and_keep_nothing(executor)
+        predict, seen = executor.placed.predict, []
+
+        def watched(image: torch.Tensor) -> torch.Tensor:
+            assert all(logits() is None for logits in seen)
+            logits = predict(image)
+            seen.append(weakref.ref(logits))
+            return logits
+
+        vars(executor.placed)["predict"] = watched
+        executor.follow()
+        # A rank that only takes part keeps nothing.
+        assert len(seen) == 4 and all(logits() is None for logits in seen)
         return
     for shape, batch_size in (((16, 8, 8), 1), ((10, 12, 6), 3), ((30, 8, 8), 1), ((8, 12, 6), 2)):
         image = image_of(shape, batch_size)
-        difference = predicted(executor, image) - plain().predict(image)
+        difference = predicted(executor, image) - place(CHECKPOINT).executor.predict(image)
         assert difference.abs().max() < 1e-10, shape
     executor.end()
 
@@ -174,7 +159,8 @@ def check_memory(group: Group, out: Path, fails: int) -> None:
     for _ in range(2):
         errors.append(error_of(executor, LARGE))
         image = image_of(SMALL)
-        assert torch.allclose(predicted(executor, image), plain().predict(image))
+        expected = place(CHECKPOINT).executor.predict(image)
+        assert torch.allclose(predicted(executor, image), expected)
     assert errors[0] == errors[1]
     executor.end()
     (out / f"memory-{fails}.txt").write_text(errors[0])
@@ -208,86 +194,86 @@ def check_smaller_windows(group: Group, folder: Path) -> None:
     assert len(np.unique(found)) == 3
 
 
-LOSSES: dict[str, tuple[Callable[[], object], float]] = {
-    "killed": (lambda: os._exit(0), 60),
-    "faulty": (lambda: 1 / 0, 60),
-    "hanging": (lambda: time.sleep(5), 1),
-    "stopped": (lambda: signal.raise_signal(signal.SIGTERM), 60),
-}
-"""What happens to a rank, and after how many seconds of silence it counts as hanging."""
+def hang_until(path: Path) -> None:
+    """Say nothing until the first rank has written what it is told."""
+    began = time.monotonic()
+    while not path.exists() and time.monotonic() - began < PATIENT_SECONDS:
+        time.sleep(0.05)
 
 
-LATE_SECONDS = 1
-"""Silence after which a rank counts as hanging that does not ask for a window."""
-
-
-def check_late(group: Group, out: Path) -> None:
-    """Have the second rank hang after a window, before it hears of the next one."""
-    executor = shared(group, LATE_SECONDS)
-    if group.is_first:
-        predicted(executor, image_of(SMALL))
-        (out / "late.txt").write_text(error_of(executor, SMALL))
-        os._exit(0)
-    compute = executor._compute
-
-    def sleepy(*arguments: Any) -> torch.Tensor:
-        logits = compute(*arguments)
-        time.sleep(5)
-        return logits
-
-    executor._compute = sleepy  # type: ignore[method-assign]
+def check_loss(group: Group, out: Path, name: str) -> None:
+    """Lose the second rank in the middle of a window, or before it hears of the second one."""
+    path = out / f"{name}.txt"
+    losses: dict[str, Callable[[], object]] = {
+        "killed": lambda: os._exit(0),
+        "faulty": lambda: 1 / 0,
+        "hanging": lambda: hang_until(path),
+        "stopped": lambda: signal.raise_signal(signal.SIGTERM),
+    }
+    if name in losses:
+        failing(group, 1, losses[name])
+    executor = shared(group, HANGING_SECONDS if name in ("hanging", "late") else PATIENT_SECONDS)
     try:
-        executor.follow()
+        if group.is_first:
+            if name == "late":
+                predicted(executor, image_of(SMALL))
+            error = error_of(executor, LARGE)
+            path.with_suffix(".new").write_text(error)
+            path.with_suffix(".new").rename(path)
+        else:
+            if name == "late":
+                hang_at_the_second_window(path)
+            executor.follow()
     finally:
         os._exit(0)
 
 
-def check_loss(group: Group, out: Path, name: str, fail: Callable[[], object]) -> None:
-    """Lose the second rank in the middle of a window."""
-    failing(group, 1, fail)
-    executor = shared(group)
-    if group.is_first:
-        (out / f"{name}.txt").write_text(error_of(executor, LARGE))
-        os._exit(0)
-    try:
-        executor.follow()
-    finally:
-        os._exit(0)
+def hang_at_the_second_window(path: Path) -> None:
+    broadcast, commands = dist.broadcast, itertools.count()
+
+    def late(tensor: torch.Tensor, *arguments: Any, **names: Any) -> Any:
+        if not tensor.is_floating_point() and next(commands) == 1:
+            hang_until(path)
+        return broadcast(tensor, *arguments, **names)
+
+    dist.broadcast = late
 
 
-def main_on_gpus(out: Path) -> None:
-    statuses = in_ranks(2, lambda: in_group(check_windows))
-    statuses += in_ranks(2, lambda: in_group(check_networks))
-    for fails in (0, 1):
-        statuses += in_ranks(
-            2,
-            lambda fails=fails: in_group(  # type: ignore[misc]
-                lambda group: check_memory(group, out, fails)
-            ),
-        )
-    statuses += in_ranks(2, lambda: in_group(lambda group: check_smaller_windows(group, out)))
-    sys.exit(any(statuses))
+def start(
+    num_ranks: int, work: Callable[..., None], *arguments: Any, limit: float = PATIENT_SECONDS
+) -> list[int]:
+    """Start ranks that are connected and do some work; return their ids."""
+
+    def connected() -> None:
+        with joined(Ranks.from_environment(), PREDICTION) as group:
+            group.open(limit)
+            work(group, *arguments)
+
+    return start_ranks(num_ranks, connected)
 
 
 def main(out: Path) -> None:
-    statuses = in_ranks(3, lambda: in_group(check_windows))
-    statuses += in_ranks(2, lambda: in_group(check_networks))
-    statuses += in_ranks(2, lambda: in_group(lambda group: check_memory(group, out, 1)))
-    statuses += in_ranks(3, lambda: in_group(lambda group: check_memory(group, out, 0)))
-    statuses += in_ranks(3, lambda: in_group(lambda group: check_planes(group, out)))
-    statuses += in_ranks(2, lambda: in_group(lambda group: check_smaller_windows(group, out)))
-    waiting = []  # which they do most of the time, and so all at once
-    for name, (fail, limit) in LOSSES.items():
-        waiting += start_ranks(
-            2,
-            lambda name=name, fail=fail, limit=limit: in_group(  # type: ignore[misc]
-                lambda group: check_loss(group, out, name, fail), limit
-            ),
-        )
-    late = partial(check_late, out=out)
-    waiting += start_ranks(2, lambda: in_group(late, LATE_SECONDS))
-    sys.exit(any(statuses + ends_of(waiting)))
+    """Do everything, on GPUs but for what has nothing to do with them."""
+    three = 2 if ON_GPUS else 3
+    calls: list[tuple[Any, ...]] = [
+        (three, check_windows),
+        (2, check_networks),
+        (2, check_memory, out, 1),
+        (three, check_memory, out, 0),
+        (2, check_smaller_windows, out),
+    ]
+    if not ON_GPUS:
+        calls.append((3, check_planes, out))
+    statuses = [status for call in calls for status in ends_of(start(*call))]
+    if not ON_GPUS:  # ranks that wait most of the time, and so all of them at once
+        waiting = []
+        for name in ("killed", "faulty", "stopped"):
+            waiting += start(2, check_loss, out, name)
+        for name in ("hanging", "late"):
+            waiting += start(2, check_loss, out, name, limit=HANGING_SECONDS)
+        statuses += ends_of(waiting)
+    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":
-    (main_on_gpus if ON_GPUS else main)(Path(sys.argv[1]))
+    main(Path(sys.argv[1]))

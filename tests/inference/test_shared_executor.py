@@ -6,39 +6,35 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.inference import rank_windows
 from tests.ranks import environment
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.inference.shared_executor import SharedExecutor
 
-pytestmark = pytest.mark.nightly
 
-
-def errors_of_ranks(folder: Path, *more: str) -> dict[str, str]:
+def errors_in(folder: Path) -> dict[str, str]:
     """Return what the first rank is told where one fails, by the name of what happens."""
-    command = [sys.executable, "-m", "tests.inference.rank_windows", str(folder), *more]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
     return {path.stem: path.read_text() for path in folder.glob("*.txt")}
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Everything that ranks do on a CPU, in one process."""
-    return errors_of_ranks(tmp_path_factory.mktemp("windows"))
+    """Everything that ranks do on a CPU, in forks of one process."""
+    folder = tmp_path_factory.mktemp("windows")
+    done = warm.run_call(rank_windows.main, folder, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return errors_in(folder)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_runs_out_of_memory_is_named_and_all_go_on(
-    errors: dict[str, str], rank: int
-) -> None:
-    """The process has compared what they compute afterwards."""
-    assert errors[f"memory-{rank}"] == (
-        f"DoesNotFitError: a slab of the window does not fit on cpu of rank {rank} (CUDA out of "
-        "memory); use a smaller inference.window or more devices"
-    )
+def test_a_rank_that_runs_out_of_memory_is_named_and_all_go_on(errors: dict[str, str]) -> None:
+    """The ranks have compared what they compute afterwards, as before."""
+    for rank in (0, 1):
+        assert errors[f"memory-{rank}"] == (
+            f"DoesNotFitError: a slab of the window does not fit on cpu of rank {rank} (CUDA out "
+            "of memory); use a smaller inference.window or more devices"
+        )
 
 
 def test_a_window_of_too_few_planes_is_refused_and_all_go_on(errors: dict[str, str]) -> None:
@@ -46,29 +42,26 @@ def test_a_window_of_too_few_planes_is_refused_and_all_go_on(errors: dict[str, s
     assert errors["planes"].endswith("use at most 2")
 
 
-@pytest.mark.parametrize("how", ["killed", "faulty"])
-def test_a_rank_that_ends_in_a_window_is_named(errors: dict[str, str], how: str) -> None:
-    assert errors[how] == (
-        "LostRankError: rank 1 (in window 1) is gone; give the same command again"
-    )
-
-
-@pytest.mark.parametrize("when", ["hanging", "late"])
-def test_a_rank_that_hangs_in_a_window_or_after_it_is_named(
-    errors: dict[str, str], when: str
-) -> None:
-    assert errors[when] == (
-        "RankError: rank 1 (in window 1) hangs: nothing for 1 s; give the same command again"
-    )
-
-
-def test_a_signal_to_one_rank_stops_the_first(errors: dict[str, str]) -> None:
+def test_a_rank_that_ends_or_hangs_in_a_window_or_after_it_is_named(errors: dict[str, str]) -> None:
+    for how in ("killed", "faulty"):
+        assert errors[how] == (
+            "LostRankError: rank 1 (in window 1) is gone; give the same command again"
+        )
+    for when in ("hanging", "late"):
+        assert errors[when] == (
+            "RankError: rank 1 (in window 1) hangs: nothing for 5 s; give the same command again"
+        )
     assert errors["stopped"] == "Interrupted: SIGTERM"
 
 
 @pytest.mark.multigpu
 def test_gpus_share_windows_and_go_on_when_one_is_full(tmp_path: Path) -> None:
-    found = errors_of_ranks(tmp_path, "gpus")
+    command = [sys.executable, "-m", "tests.inference.rank_windows", str(tmp_path), "gpus"]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = errors_in(tmp_path)
     for rank in (0, 1):
         assert f"does not fit on cuda:{rank} of rank {rank}" in found[f"memory-{rank}"]
 
