@@ -23,6 +23,14 @@ SHAPES: dict[str, tuple[dict[str, object], tuple[int, int, int]]] = {
     "batch": ({"norm": "batch", "norm_eps": 0.03, "negative_slope": 0.2}, (8, 8, 8)),
     "one voxel below": ({}, (4, 8, 4)),
     "flat": ({"strides": (ONE, (1, 2, 2), HALF), "kernels": (FLAT, FLAT, CUBE)}, (2, 8, 12)),
+    "flat across Y": (
+        {"strides": (ONE, (2, 1, 2), HALF), "kernels": ((3, 1, 3), CUBE, CUBE)},
+        (4, 4, 8),
+    ),
+    "flat across Z": (
+        {"strides": (ONE, (2, 2, 1), HALF), "kernels": ((3, 3, 1), (3, 3, 1), CUBE)},
+        (8, 4, 2),
+    ),
     "points": ({"strides": (ONE, (1, 1, 2), HALF), "kernels": (ONE, (1, 1, 3), CUBE)}, (4, 2, 8)),
     "one plane": ({"strides": (ONE, (1, 2, 2), (1, 2, 2))}, (1, 8, 12)),
     "a stride of 3": ({"strides": (ONE, (3, 1, 3), (1, 3, 2))}, (6, 6, 12)),

@@ -18,8 +18,8 @@ from unet3d.parallel.partition import block_flops, default_cuts
 from unet3d.parallel.step_capture import NUM_WARM_UP_STEPS
 
 from ..parallel.cpu_graphs import CpuGraphPool
+from ..plain_network import assert_close
 
-TOLERANCE = 1e-10
 CPU = torch.device("cpu")
 SHAPE = (1, 32, 32, 16)
 PARTS = ("conv1", "bn1", "act", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool")
@@ -51,14 +51,19 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     return image, torch.randint(4, (num_samples,), generator=generator)
 
 
-def assert_close(actual: Tensor | None, expected: Tensor, name: str) -> None:
-    assert actual is not None, name
-    error = (actual - expected).norm() / expected.norm().clamp_min(1e-8)
-    assert error <= TOLERANCE, f"{name}: relative difference {error:.1e}"
-
-
-def check_step(norm: str, num_samples: int, **options: Any) -> None:
-    """Compare one step and a prediction with MONAI's module, parameter by parameter."""
+@pytest.mark.parametrize(
+    ("norm", "num_samples", "options"),
+    [
+        ("batch", 3, {}),
+        ("batch", 3, {"cuts": (1,)}),
+        ("instance", 5, {"num_micro_batches": 3}),
+        ("instance", 2, {"num_micro_batches": 4}),
+        ("batch", 2, {"devices": (CPU,) * 3, "recompute": "level"}),
+    ],
+    ids=str,
+)
+def test_resnet50_is_transparent(norm: str, num_samples: int, options: dict[str, Any]) -> None:
+    """One step and a prediction are those of MONAI's module, parameter by parameter."""
     plain, placed = make_resnet(norm), make_resnet(norm)
     image, target = make_batch(num_samples)
     loss = functional.cross_entropy(plain(image), target)
@@ -77,24 +82,6 @@ def check_step(norm: str, num_samples: int, **options: Any) -> None:
         assert_close(actual.double(), expected.double(), name)
     executor.module.eval()
     assert_close(executor.predict(image), plain.eval()(image).detach(), "logits")
-
-
-@pytest.mark.parametrize("cuts", [None, (1,)], ids=str)
-def test_resnet50_on_two_devices_is_transparent_with_batch_norm(
-    cuts: tuple[int, ...] | None,
-) -> None:
-    check_step("batch", 3, cuts=cuts)
-
-
-@pytest.mark.parametrize(("num_samples", "num_micro_batches"), [(5, 3), (2, 4)])
-def test_resnet50_in_micro_batches_is_transparent_with_instance_norm(
-    num_samples: int, num_micro_batches: int
-) -> None:
-    check_step("instance", num_samples, num_micro_batches=num_micro_batches)
-
-
-def test_resnet50_in_three_stages_is_transparent_with_recomputed_levels() -> None:
-    check_step("batch", 2, devices=(CPU,) * 3, recompute="level")
 
 
 def test_batch_norm_is_refused_with_micro_batches() -> None:
@@ -132,10 +119,9 @@ def test_the_chain_is_taken_apart_down_to_the_bottlenecks() -> None:
 
 
 def test_blocks_of_a_chain_can_follow_another() -> None:
-    encoder, head = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 1))
-    first = sequential_blocks(encoder, "encoder")
-    second = sequential_blocks(head, "head", first[-1].name)
-    assert [(block.name, block.inputs, block.path) for block in (*first, *second)] == [
+    (first,) = sequential_blocks(nn.Sequential(nn.Linear(2, 3)), "encoder")
+    (second,) = sequential_blocks(nn.Sequential(nn.Linear(3, 1)), "head", first.name)
+    assert [(block.name, block.inputs, block.path) for block in (first, second)] == [
         ("encoder.0", ("image",), "encoder"),
         ("head.0", ("encoder.0",), "head"),
     ]

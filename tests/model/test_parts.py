@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.products import pairwise
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.saved_tensors import handling, storage_key
@@ -68,9 +69,11 @@ def backward(model: UNet3d, made: dict[str, Tensor]) -> list[Tensor | None]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("num_alive", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"deep_supervision": True}, {"norm": "batch"}], ids=str)
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
+@pairwise(
+    encoder=["plain", "residual"],
+    options=[{}, {"deep_supervision": True}, {"norm": "batch"}],
+    num_alive=[1, 2],
+)
 def test_results_and_gradients_are_the_same_to_the_bit(
     encoder: Literal["plain", "residual"], options: dict[str, Any], num_alive: int
 ) -> None:
@@ -94,8 +97,19 @@ def test_parameters_may_be_frozen(frozen: str) -> None:
             assert actual is expected is None or torch.equal(actual, expected)
 
 
-def kept_sizes(num_alive: int) -> list[int]:
-    """Return the numbers of elements that are kept, of the large tensors."""
+@pytest.mark.parametrize(
+    ("num_alive", "expected"),
+    [
+        # The decoder's units keep what they normalise: two at full resolution, two at half.
+        (1, [4 * FULL, 4 * FULL, 8 * HALF, 8 * HALF]),
+        # Where other parts come between, only what enters a level: both skips and the lowest
+        # features enter it, half of it enters the rest, and that the head.
+        (2, [4 * FULL, 8 * HALF, 8 * LOW, 8 * HALF]),
+    ],
+)
+def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(
+    num_alive: int, expected: list[int]
+) -> None:
     model = make_model()
     own = {storage_key(value) for value in model.parameters()}
     kept: dict[int, Tensor] = {}
@@ -105,22 +119,9 @@ def kept_sizes(num_alive: int) -> list[int]:
             kept[storage_key(tensor)] = tensor
 
     with handling(note):
-        made = forward(model, num_alive)
-    del made
-    return sorted(tensor.numel() for tensor in kept.values() if tensor.numel() >= 8 * LOW)
-
-
-def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept() -> None:
-    reduced = [2 * FULL, 8 * HALF, 8 * LOW]
-    # The decoder's units keep what they normalise: two at full resolution, two at half.
-    assert kept_sizes(1) == sorted([*reduced, 4 * FULL, 4 * FULL, 8 * HALF, 8 * HALF])
-
-
-def test_of_the_decoder_only_what_enters_a_level_is_kept_where_others_come_between() -> None:
-    # Both skips and the lowest features enter it, half of it enters the rest, and that the head.
-    entering = [4 * FULL, 8 * HALF, 8 * LOW, 8 * HALF]
-    found = kept_sizes(2)
-    assert Counter(found) == Counter([2 * FULL, 8 * HALF, 8 * LOW, *entering])
+        forward(model, num_alive)
+    large = [tensor.numel() for tensor in kept.values() if tensor.numel() >= 8 * LOW]
+    assert Counter(large) == Counter([2 * FULL, 8 * HALF, 8 * LOW, *expected])
 
 
 @pytest.mark.parametrize(("num_alive", "decoder_runs"), [(1, 1), (2, 2)])

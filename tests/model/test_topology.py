@@ -37,14 +37,6 @@ def test_thick_slices_are_halved_within_until_voxels_are_about_cubes() -> None:
     assert topology.strides[:4] == ((1, 1, 1), (2, 2, 1), (2, 2, 1), (2, 2, 2))
 
 
-def test_strides_can_be_given() -> None:
-    topology = plan((64, 64, 64), (1.0, 1.0, 5.0), strides=((1, 2, 2), (2, 2, 1)))
-    assert topology.strides == ((1, 1, 1), (1, 2, 2), (2, 2, 1))
-    assert topology.channels == (32, 64, 128)
-    with pytest.raises(ConfigError, match="model.strides are 4x4x4 in all, which leaves one voxel"):
-        plan((4, 3, 2), strides=((2, 2, 2), (2, 2, 2)))
-
-
 def test_a_spacing_of_exactly_twice_the_finest_is_halved() -> None:
     assert plan((64, 64, 32), (1.0, 1.0, 2.0)).strides[1] == (2, 2, 2)
     assert plan((64, 64, 32), (1.0, 1.0, 2.01)).strides[1] == (2, 2, 1)
@@ -73,38 +65,33 @@ def test_seven_voxels_are_not_padded_to_eight() -> None:
     assert plan((40, 56, 40)).strides == topology.strides  # the padded patch has the same network
 
 
-def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:
-    # Z is the finest, but cannot be halved; X and Y are judged among themselves.
-    topology = plan((64, 64, 6), (3.0, 3.0, 1.0))
-    assert {stride[2] for stride in topology.strides} == {1}
-    assert topology.strides[-1] == (2, 2, 1)
-    assert topology.num_levels == 5
-
-
-def test_levels_and_channels_can_be_chosen() -> None:
-    assert plan((64, 64, 64), num_levels=3, base_channels=10, max_channels=25).channels == (
-        10,
-        20,
-        25,
-    )
+def test_levels_channels_and_strides_can_be_chosen() -> None:
+    by_number = plan((64, 64, 64), num_levels=3, base_channels=10, max_channels=25)
+    assert by_number.channels == (10, 20, 25)
     chosen = plan((64, 64, 64), channels=(8, 12, 20))
     assert chosen.channels == (8, 12, 20)
     assert len(chosen.strides) == 3
     assert plan((1024, 1024, 1024), num_levels=8).num_levels == 8
+    topology = plan((64, 64, 64), (1.0, 1.0, 5.0), strides=((1, 2, 2), (2, 2, 1)))
+    assert topology.strides == ((1, 1, 1), (1, 2, 2), (2, 2, 1))
+    assert topology.channels == (32, 64, 128)
 
 
-@pytest.mark.parametrize("options", [{"num_levels": 4}, {"channels": (4, 8, 16, 32)}], ids=str)
-def test_more_levels_than_the_patch_gives_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"4 levels but a patch of 16x16x10 voxels gives 3"):
-        plan((16, 16, 10), **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"num_levels": 2}], ids=str)
-def test_a_patch_that_cannot_be_halved_is_refused(options: dict[str, object]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"2 levels but a patch of 6x6x5 voxels gives 1, .*larger"
-    ):
-        plan((6, 6, 5), **options)
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        ((16, 16, 10), {"num_levels": 4}, "4 levels but a patch of 16x16x10 voxels gives 3"),
+        ((16, 16, 10), {"channels": (4,) * 4}, "4 levels but a patch of 16x16x10 voxels gives 3"),
+        ((6, 6, 5), {}, "2 levels but a patch of 6x6x5 voxels gives 1, .*larger"),
+        ((6, 6, 5), {"num_levels": 2}, "2 levels but a patch of 6x6x5 voxels gives 1, .*larger"),
+        ((4, 3, 2), {"strides": ((2, 2, 2),) * 2}, "strides are 4x4x4 in all, which leaves one"),
+    ],
+)
+def test_patches_that_are_too_small_are_refused(
+    size: tuple[int, int, int], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(size, **options)
 
 
 def kernels_of(topology: Topology) -> list[tuple[int, int, int]]:
@@ -159,9 +146,11 @@ def test_anisotropic_kernels_are_those_of_nnunet() -> None:
     assert seen >= {1, 2, 3}
 
 
-def test_no_stride_skips_voxels_where_the_finest_axis_is_used_up() -> None:
-    # X and Y, three times as coarse as Z, are halved from level 1 on all the same.
+def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:
+    # Z is the finest, but cannot be halved; X and Y, three times as coarse, are halved all the
+    # same, judged among themselves, and no stride skips voxels.
     topology = plan((64, 64, 6), (3.0, 3.0, 1.0), kernels="anisotropic")
+    assert topology.strides == ((1, 1, 1), *[(2, 2, 1)] * 4)
     assert kernels_of(topology) == [(1, 1, 3), *[CUBE] * 4]
 
 
@@ -170,28 +159,11 @@ def test_a_network_of_few_levels_sees_across_slices_at_the_lowest() -> None:
     assert kernels_of(topology) == [(3, 3, 1), CUBE]
 
 
-def test_options_are_carried_over() -> None:
-    topology = plan((32, 32, 32), encoder="residual", norm="group", deep_supervision=True)
-    assert (topology.encoder, topology.norm, topology.deep_supervision) == (
-        "residual",
-        "group",
-        True,
-    )
-
-
 def test_round_trip_through_plain_values() -> None:
-    topology = plan((128, 128, 32), (1.0, 1.0, 5.0), encoder="residual")
+    topology = plan((128, 128, 32), (1.0, 1.0, 5.0), encoder="residual", kernels="anisotropic")
     values = topology.to_dict()
     values = {**values, "strides": [list(stride) for stride in values["strides"]]}
     assert validated(Topology, values) == topology
-
-
-def test_kernels_survive_and_files_without_them_have_cubes() -> None:
-    topology = plan((128, 128, 32), (1.0, 1.0, 5.0), kernels="anisotropic")
-    values = topology.to_dict()
-    assert validated(Topology, values) == topology
-    del values["kernels"]
-    assert validated(Topology, values) == plan((128, 128, 32), (1.0, 1.0, 5.0))
 
 
 NEW_FIELDS = {
@@ -203,41 +175,37 @@ NEW_FIELDS = {
 }
 
 
+def units_of(topology: Topology) -> tuple[list[int], list[int]]:
+    levels = range(topology.num_levels)
+    of_decoder = [topology.num_decoder_units(level) for level in levels[:-1]]
+    return [topology.num_units(level) for level in levels], of_decoder
+
+
 def test_what_earlier_files_lack_is_what_they_meant() -> None:
     topology = plan((32, 32, 32), encoder="plain", num_levels=4)
     values = topology.to_dict()
-    for name in NEW_FIELDS:
+    for name in ("kernels", *NEW_FIELDS):
         del values[name]
     assert validated(Topology, values) == topology
     assert (topology.norm_eps, topology.negative_slope) == (1e-5, 0.01)
     assert not topology.upsampling_bias
-    assert [topology.num_units(level) for level in range(4)] == [2] * 4
-    assert [topology.num_decoder_units(level) for level in range(3)] == [2] * 3
+    assert units_of(topology) == ([2] * 4, [2] * 3)
+    assert kernels_of(topology) == [CUBE] * 4
 
 
 def test_a_residual_encoder_has_nnunets_units_at_any_number_of_levels() -> None:
-    topology = validated(
-        Topology,
-        {
-            "in_channels": 1,
-            "num_classes": 2,
-            "channels": [4] * 16,
-            "strides": [[1, 1, 1]] * 16,
-            "encoder": "residual",
-        },
-    )
-    assert [topology.num_units(level) for level in range(16)] == [1, 3, 4, *[6] * 13]
-    assert [topology.num_decoder_units(level) for level in range(15)] == [1] * 15
+    values = {**plan((32, 32, 32), encoder="residual").to_dict(), "channels": [4] * 16}
+    topology = validated(Topology, {**values, "strides": [[1, 1, 1]] * 16})
+    assert units_of(topology) == ([1, 3, 4, *[6] * 13], [1] * 15)
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_units_are_those_that_are_named(encoder: str) -> None:
-    topology = plan((32, 32, 32), encoder=encoder, num_levels=4)
-    values = {**topology.to_dict(), **NEW_FIELDS}
-    named = validated(Topology, values)
-    assert [named.num_units(level) for level in range(4)] == [1, 3, 2, 1]
-    assert [named.num_decoder_units(level) for level in range(3)] == [1, 3, 2]
-    assert validated(Topology, named.to_dict()) == named
+def test_options_and_units_are_those_that_are_named(encoder: str) -> None:
+    options = {"encoder": encoder, "norm": "instance", "deep_supervision": True, **NEW_FIELDS}
+    topology = plan((32, 32, 32), num_levels=4, **options)
+    assert topology.to_dict().items() >= options.items()
+    assert units_of(topology) == ([1, 3, 2, 1], [1, 3, 2])
+    assert plan((32, 32, 32), norm="group").norm == "group"
 
 
 @pytest.mark.parametrize(
@@ -247,30 +215,25 @@ def test_units_are_those_that_are_named(encoder: str) -> None:
         ({"channels": []}, "names channels of 0 levels but 4 strides"),
         ({"channels": [4, -8, 4]}, "channels.1 must be greater than 0, but is -8"),
         ({"channels": [4, 8.0, 4]}, "channels.1 must be a valid integer, but is 8.0"),
-        ({"channels": [4, 8, True]}, "channels.2 must be a valid integer, but is True"),
         ({"channels": ["4", 8, 8]}, "channels.0 must be a valid integer, but is '4'"),
         ({"channels": [4, 10**30, 4]}, "channels.1 must be at most 65536, but is 1" + 30 * "0"),
         ({"channels": [4] * 10**6}, "channels has 1,000,000 entries, and may have 16"),
         ({"strides": [[1, 1]]}, "strides.0.2 is missing"),
-        ({"strides": [1, 2]}, "strides.0 must be a valid tuple, but is 1"),
         ({"strides": [[1, 1, 1]]}, "channels of 4 levels but 1 strides"),
         ({"strides": [[2, 2, 2]] * 4}, "the first must be (1, 1, 1)"),
         ({"strides": [[1, 1, 1], [2, 0, 2]]}, "strides.1.1 must be at least 1, but is 0"),
         ({"kernels": [[3, 3, 3]]}, "channels of 4 levels but 1 kernels"),
         ({"kernels": [[3, 3, 2]] * 4}, "kernels.0.2 must be 1 or 3, but is 2"),
-        ({"kernels": [[3, 3]] * 4}, "kernels.0.2 is missing"),
         ({"kernels": [[3, 3, 3]] * 3 + [[3, 1, 3]]}, "skip voxels of kernels (3, 1, 3)"),
         ({"units": [2, 2]}, "channels of 4 levels but 2 units"),
         ({"units": [2, 2, 0, 2]}, "units.2 must be at least 1, but is 0"),
         ({"units": [2, 2, 2, 65]}, "units.3 must be at most 64, but is 65"),
         ({"units": [2, 2, 2, 2.0]}, "units.3 must be a valid integer, but is 2.0"),
-        ({"units": [1] * 10**6}, "units has 1,000,000 entries, and may have 16"),
         ({"decoder_units": [2] * 4}, "channels of 4 levels but 4 decoder_units, not 3"),
         ({"decoder_units": [2, 0, 2]}, "decoder_units.1 must be at least 1, but is 0"),
         ({"norm_eps": 0.0}, "norm_eps must be greater than 0, but is 0.0"),
         ({"norm_eps": 2.0}, "norm_eps must be at most 1, but is 2.0"),
         ({"norm_eps": float("nan")}, "norm_eps must be a finite number, but is nan"),
-        ({"norm_eps": "1e-5"}, "norm_eps must be a valid number, but is '1e-5'"),
         ({"negative_slope": -0.01}, "negative_slope must be at least 0, but is -0.01"),
         ({"negative_slope": 1.5}, "negative_slope must be at most 1, but is 1.5"),
         ({"negative_slope": True}, "negative_slope must be a valid number, but is True"),
