@@ -12,25 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command_line import (
-    SMALL,
-    error_line,
-    in_a_process,
-    process_environment,
-    refusal,
-    run,
-    scan_array,
-)
+from tests.command_line import SMALL, Capture, Words, process_environment, refusal, run, scan_array
 from tests.reports.records import assert_is_picture
 from tests.volumes.samples import blob_label, write_json, write_msd, write_volume
 from unet3d import __version__
+from unet3d.errors import DatasetError
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = not torch.cuda.is_available()
 
 
 def test_help_is_instant() -> None:
-    commands = ["train", "predict", "evaluate", "check"]
+    commands = ["train", "predict", "evaluate", "report", "check"]
     code = f"""
 import sys
 import unet3d
@@ -64,85 +57,96 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("evaluate", "a"), "Missing argument 'LABELS'"),
     ],
 )
-def test_wrong_usage_exits_with_2(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert run(*arguments) == 2
     errors = capsys.readouterr().err
     assert words in errors and "Usage: unet3d" in errors
 
 
-@pytest.mark.parametrize("world_size", ["1", "2", "none"])
+@pytest.mark.parametrize("world_size", ["2", "none"])
 def test_a_rank_that_is_done_takes_nothing_down(world_size: str) -> None:
     """What it shares with other ranks may be in use by threads of libraries."""
     code = (
         "import atexit, sys; atexit.register(print, 'taken down')\n"
         "from unet3d.__main__ import main; sys.argv[1:] = ['--version']; main()"
     )
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**process_environment(), **ranks, "LOCAL_WORLD_SIZE": world_size},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    own = process_environment() | {"RANK": "0", "LOCAL_RANK": "0"}
+    own |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), world_size)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and not done.stderr
-    is_one_of_several = world_size == "2"
-    expected = [f"unet3d {__version__}", *([] if is_one_of_several else ["taken down"])]
+    expected = [f"unet3d {__version__}", *([] if world_size == "2" else ["taken down"])]
     assert done.stdout.splitlines() == expected
 
 
-def test_variables_of_ranks_that_contradict_one_another_are_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "unet3d", "predict", "scan.nii.gz"],
-        env={**process_environment(), "RANK": "first", "WORLD_SIZE": "2"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in error_line(done.stderr)
+def test_variables_of_ranks_that_contradict_one_another_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refusal(capsys, "predict", "scan.nii.gz")
+    assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE is no number" in line
 
 
-def test_a_traceback_only_with_debug() -> None:
-    done = in_a_process("check", "nowhere")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert error_line(done.stderr) == (
+def test_a_traceback_only_with_debug(capsys: Capture) -> None:
+    assert refusal(capsys, "check", "nowhere") == (
         "Error: there is no data set at nowhere; give its folder or its dataset.json"
     )
     for arguments in (("--debug", "check", "nowhere"), ("check", "nowhere", "--debug")):
-        done = in_a_process(*arguments)
-        assert done.returncode == 1
-        assert "Traceback" in done.stderr
-        assert "unet3d.errors.DatasetError: there is no data set at nowhere" in done.stderr
+        with pytest.raises(DatasetError, match="^there is no data set at nowhere"):
+            run(*arguments)
 
 
-@pytest.mark.nightly
-def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
-    """Before 0.15 s Python itself may still be starting; that is not ours to handle."""
-    write_msd(folder / "data")
-    ways = ([sys.executable, "-m", "unet3d"], [sys.executable, ROOT / "cli.py"])
-    for number, delay in enumerate((0.15, 0.3, 0.5, 0.8, 1.2, 1.7, 2.5, 4.0)):
-        stop = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)[number % 3]
-        words = ["train", "data", *SMALL, "--epochs", "10000", "--output", f"run-{number}"]
-        command = [*ways[number % 2], *words]
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=process_environment(),
-        ) as process:
-            try:
-                time.sleep(delay)
-                process.send_signal(stop)
-                _, errors = process.communicate(timeout=60)
-            finally:
-                process.kill()  # one that has lost the signal would train on
-        assert process.returncode == 128 + stop, (delay, errors)
-        assert errors.splitlines()[-1].startswith(f"Stopped by {stop.name}"), (delay, errors)
-        assert "Traceback" not in errors and "Error" not in errors, (delay, errors)
+IN_A_START = """
+import os, runpy, sys
+from pathlib import Path
+module, way, words = sys.argv[1], sys.argv[2], sys.argv[3:]
+class Found:  # tells that a module begins to load, and waits for what happens then
+    def find_spec(self, name, *_):
+        if name == module:
+            sys.meta_path.remove(self)
+            Path("loading").touch()
+            while not Path("go on").exists():
+                pass
+sys.meta_path.insert(0, Found())
+sys.argv = ["unet3d", *words]
+start = runpy.run_path if os.path.exists(way) else runpy.run_module
+start(way, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "way", "stop"),
+    [
+        ("torch", "unet3d", signal.SIGINT),
+        ("unet3d.cli.app", "unet3d", signal.SIGTERM),
+        ("numpy", str(ROOT / "cli.py"), signal.SIGTERM),
+        ("torch", str(ROOT / "cli.py"), signal.SIGHUP),
+        pytest.param("unet3d.training.job", "unet3d", signal.SIGHUP, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_signal_in_the_first_seconds_is_never_lost(
+    module: str, way: str, stop: signal.Signals
+) -> None:
+    """While modules load, of which the signal interrupts one."""
+    words = ["train", *SMALL, "--epochs", "10000", "--output", "run"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_START, module, way, *words],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=process_environment(),
+    )
+    try:
+        while not Path("loading").exists():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(stop)
+        Path("go on").touch()
+        _, errors = process.communicate(timeout=100)
+    finally:
+        process.kill()  # one that has lost the signal would train on
+    assert process.returncode == 128 + stop
+    assert errors.splitlines() == [f"Stopped by {stop.name}"]
 
 
 @pytest.mark.parametrize(
@@ -151,10 +155,7 @@ def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
         (("--devices", "97"), "device '97' does not exist; this machine has cpu and "),
         (("--devices", "cuda:98"), "device 'cuda:98' does not exist; this machine has"),
         (("--devices", "foo"), "device 'foo' is unknown; write 0, cuda:0 or cpu"),
-        (
-            ("--parallel", "none", "--devices", "cpu,cpu"),
-            "use --parallel auto, or name one",
-        ),
+        (("--parallel", "none", "--devices", "cpu,cpu"), "use --parallel auto, or name one"),
         (("--parallel", "model", "--devices", "cpu"), "needs a device for each of two stages"),
         pytest.param(
             ("--devices", "0"),
@@ -163,52 +164,42 @@ def test_a_signal_in_the_first_seconds_is_never_lost(folder: Path) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("command", ["train", "predict"])
 def test_devices_that_cannot_be_are_explained(
-    command: str,
-    options: tuple[str, ...],
-    words: str,
-    scan: Path,
-    checkpoint: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...], words: str, scan: Path, checkpoint: Path, capsys: Capture
 ) -> None:
-    predicting = ("predict", scan, "--checkpoint", checkpoint)
-    arguments = predicting if command == "predict" else ("train", "--output", "run")
-    assert words in refusal(capsys, *arguments, *options)
+    assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *options)
+    assert words in refusal(capsys, "train", "--output", "run", *options)
     assert not Path("run").exists() and not Path("a scan_seg.nii.gz").exists()
 
 
 def test_more_stages_than_blocks_are_refused(
-    folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, predicting: Words, capsys: Capture
 ) -> None:
-    many = ",".join(["cpu"] * 60)
     words = "60 devices for a network of 7 blocks; name at most 7 devices"
-    stages = ("--parallel", "model", "--devices", many)
-    assert words in refusal(capsys, "predict", scan, "--checkpoint", checkpoint, *stages)
+    stages = ("--parallel", "model", "--devices", ",".join(["cpu"] * 60))
+    assert words in refusal(capsys, *predicting, scan, *stages)
     write_msd(folder / "data")
     assert words in refusal(capsys, "train", "data", *SMALL, *stages)
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
-def test_a_folder_that_is_no_data_set_is_explained(
-    folder: Path, command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "empty").mkdir()
+def test_a_folder_that_is_no_data_set_is_explained(command: str, capsys: Capture) -> None:
+    Path("empty").mkdir()
     line = refusal(capsys, command, "absent")
     assert "there is no data set at " in line and "absent; give its folder" in line
     assert "holds no dataset.json; a data set is" in refusal(capsys, command, "empty")
 
 
 def test_outputs_that_cannot_be_written_are_explained(
-    folder: Path, scan: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, predicting: Words, capsys: Capture
 ) -> None:
     write_msd(folder / "data")
-    (folder / "file").touch()
+    Path("file").touch()
     for output in ("file", "file/run"):
         line = refusal(capsys, "train", "data", *SMALL, "--output", output)
         assert f"cannot write to {output}: " in line
     for output in ("file", "file/out"):
-        line = refusal(capsys, "predict", scan, "--checkpoint", checkpoint, "-o", output)
+        line = refusal(capsys, *predicting, scan, "-o", output)
         assert "cannot write to file: " in line
     label = folder / "data/labelsTr/case_0.nii.gz"
     line = refusal(capsys, "evaluate", label, label, "--json", "absent/scores.json")
@@ -241,13 +232,13 @@ def write_nnunet(root: Path, num_cases: int = 4) -> Path:
 
 
 def test_train_predict_and_evaluate_two_channels(
-    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    folder: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The whole job, on nnU-Net's layout, with two stages and no name given to anything."""
     root = write_nnunet(folder / "raw data")
     two = ("--parallel", "model", "--devices", "cpu,cpu")
-    better = ("--epochs", 60, "--set", "training.optimizer=adamw")
-    assert run("train", root, *SMALL, *two, *better, "--set", "training.validate_every=20") == 0
+    better = ("--epochs", 30, "--set", "training.optimizer=adamw")
+    assert run("train", root, *SMALL, *two, *better, "--set", "training.validate_every=30") == 0
     output = capsys.readouterr().out
     (run_folder,) = Path("runs").iterdir()
     assert run_folder.name.startswith("raw data-fold0-")
@@ -256,7 +247,7 @@ def test_train_predict_and_evaluate_two_channels(
     assert f"One of them, drawn: {run_folder}/validation/worst.png." in output
     assert_is_picture(run_folder / "validation/worst.png")
     epochs = [record.message for record in caplog.records if record.message.startswith("epoch ")]
-    assert len(epochs) == 60 and epochs[0].startswith("epoch 1/60: loss ")
+    assert len(epochs) == 30 and epochs[0].startswith("epoch 1/30: loss ")
     assert "Dice " in epochs[-1] and "(left 0." in epochs[-1] and " 0 s left" in epochs[-1]
 
     assert (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line import refusal, run
+from tests.command_line import Capture, Words, refusal, run
 from tests.networks import write_checkpoint
 from tests.nnunet.models import archive_of, write_model
 from unet3d.nnunet.reading import load_model
@@ -14,7 +14,11 @@ from unet3d.runs.checkpoint import load_checkpoint
 NAME = "nnUNetTrainer__nnUNetPlans__3d_fullres"
 
 
-def test_a_model_becomes_a_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def names_in(folder: str, pattern: str = "*") -> list[str]:
+    return sorted(path.name for path in Path(folder).glob(pattern))
+
+
+def test_a_model_becomes_a_checkpoint(capsys: Capture) -> None:
     model = write_model(Path(NAME), 0)
     assert run("convert", NAME, "-o", "model.pt") == 0
     out = capsys.readouterr().out
@@ -24,21 +28,21 @@ def test_a_model_becomes_a_checkpoint(folder: Path, capsys: pytest.CaptureFixtur
     assert run("convert", NAME, "-o", "model.pt", "--overwrite") == 0
 
 
-def test_folds_need_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folds_need_a_folder(capsys: Capture) -> None:
     write_model(Path(NAME), 0, 2)
     said = refusal(capsys, "convert", NAME, "-o", "model.pt")
     assert "it has 2 folds, and model.pt takes one network; name a fold with --folds" in said
     assert run("convert", NAME, "--folds", "2", "-o", "model.pt") == 0
     assert run("convert", NAME, "-o", "models") == 0
-    assert sorted(path.name for path in Path("models").iterdir()) == ["fold_0.pt", "fold_2.pt"]
+    assert names_in("models") == ["fold_0.pt", "fold_2.pt"]
     said = refusal(capsys, "convert", NAME, "-o", "models")
     assert "models/fold_0.pt exists; add --overwrite" in said
 
 
 def test_an_archive_is_unpacked_and_its_copy_removed(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scratch = folder / "temporary"
+    scratch = Path("temporary").absolute()
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
     model = write_model(Path(NAME), 0)
@@ -52,7 +56,7 @@ def test_an_archive_is_unpacked_and_its_copy_removed(
     assert all(after[key].equal(value) for key, value in before.items())
 
 
-def test_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_and_back(capsys: Capture) -> None:
     write_model(Path(NAME), 0, 1)
     assert run("convert", NAME, "-o", "models") == 0
     assert run("convert", "models", "--to", "nnunet", "-o", "back") == 0
@@ -66,9 +70,7 @@ def test_there_and_back(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("folds", [(2, 3), ("all",)])
-def test_folds_keep_their_numbers(
-    folder: Path, folds: tuple[int | str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folds_keep_their_numbers(folds: Words, capsys: Capture) -> None:
     write_model(Path(NAME), 0, *folds)
     chosen = ("--folds", ",".join(map(str, folds)))
     names = [f"fold_{fold}" for fold in folds]
@@ -77,45 +79,43 @@ def test_folds_keep_their_numbers(
     for source, output in (("models", "back"), (NAME, "copy")):
         words = chosen if source == NAME else ()
         assert run("convert", source, *words, "--to", "nnunet", "-o", output) == 0
-        assert sorted(path.name for path in Path(output).glob("fold_*")) == names
+        assert names_in(output, "fold_*") == names
         for fold in folds:
             content = torch.load(f"{output}/fold_{fold}/checkpoint_final.pth", weights_only=False)
             assert content["init_args"]["fold"] == fold
 
 
-def test_folds_of_a_run_keep_their_numbers(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_networks_are_numbered_as_they_are_named(capsys: Capture) -> None:
     write_model(Path(NAME), 0, 1)
     assert run("convert", NAME, "-o", "models") == 0
+    # Files of one folder keep their names.
+    assert run("convert", "models", "-o", "copies") == 0
+    for name in ("fold_0.pt", "fold_1.pt"):
+        before, after = (load_checkpoint(Path(where, name)).model for where in ("models", "copies"))
+        assert all(after[key].equal(value) for key, value in before.items())
+    # Those without a number are counted.
+    Path("copies/fold_1.pt").rename("copies/other.pt")
+    assert run("convert", "copies", "--to", "nnunet", "-o", "counted") == 0
+    assert names_in("counted", "fold_*") == ["fold_0", "fold_1"]
+    # Those of a run have the number of their folder.
     for old, fold in ((0, 1), (1, 4)):
         Path(f"run/fold{fold}").mkdir(parents=True)
         Path(f"models/fold_{old}.pt").rename(f"run/fold{fold}/checkpoint-best.pt")
-    assert run("convert", "run", "--to", "nnunet", "-o", "model") == 0
-    assert sorted(path.name for path in Path("model").glob("fold_*")) == ["fold_1", "fold_4"]
+    assert run("convert", "run", "--to", "nnunet", "-o", "of run") == 0
+    assert names_in("of run", "fold_*") == ["fold_1", "fold_4"]
 
 
-def test_networks_without_a_number_are_counted(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_model(Path(NAME), 0, 1)
-    assert run("convert", NAME, "-o", "models") == 0
-    Path("models/fold_1.pt").rename("models/other.pt")
-    assert run("convert", "models", "--to", "nnunet", "-o", "model") == 0
-    assert sorted(path.name for path in Path("model").glob("fold_*")) == ["fold_0", "fold_1"]
-
-
-def test_only_a_model_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_model_is_replaced(capsys: Capture) -> None:
     write_model(Path(NAME), 0, 1)
     to_nnunet = ("convert", NAME, "--to", "nnunet", "--overwrite", "-o")
     assert run(*to_nnunet, "back") == 0
     assert run(*to_nnunet, "back", "--folds", "1") == 0
-    assert sorted(path.name for path in Path("back").iterdir()) == [
+    assert names_in("back") == [
         "dataset.json",
         "fold_1",
         "plans.json",
     ]
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["back", NAME])
+    assert names_in(".") == sorted(["back", NAME])
     Path("mine").mkdir()
     Path("mine/precious").touch()
     Path("link").symlink_to("back")
@@ -139,33 +139,24 @@ def test_only_a_model_is_replaced(folder: Path, capsys: pytest.CaptureFixture[st
         (("--to", "nnunet", "-o", "model.zip"), "model.zip ends in .zip; name a folder"),
     ],
 )
-def test_folders_are_not_named_like_files(
-    folder: Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folders_are_not_named_like_files(words: Words, message: str, capsys: Capture) -> None:
     write_model(Path(NAME), 0)
     assert message in refusal(capsys, "convert", NAME, *words)
-    assert [path.name for path in folder.iterdir()] == [NAME]
+    assert names_in(".") == [NAME]
 
 
-@pytest.mark.parametrize("words", [(), ("--to", "nnunet")])
-def test_a_folder_may_have_a_dot_in_its_name(
-    folder: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_may_have_a_dot_in_its_name(capsys: Capture) -> None:
     write_model(Path(NAME), 0)
-    assert run("convert", NAME, *words, "-o", "models.v2") == 0
-    assert Path("models.v2").is_dir()
-
-
-def test_a_file_in_no_folder_keeps_its_name(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_checkpoint(folder / "model.pt")
+    assert run("convert", NAME, "-o", "models.v2") == 0
+    assert run("convert", NAME, "--to", "nnunet", "-o", "back.v2") == 0
+    assert Path("models.v2").is_dir() and Path("back.v2").is_dir()
+    write_checkpoint(Path("model.pt"))  # in no folder, it keeps its name
     assert run("convert", "model.pt", "-o", "copies") == 0
-    assert [path.name for path in Path("copies").iterdir()] == ["model.pt"]
+    assert names_in("copies") == ["model.pt"]
 
 
-def test_what_cannot_be_converted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(folder / "model.pt")
+def test_what_cannot_be_converted(capsys: Capture) -> None:
+    write_checkpoint(Path("model.pt"))
     said = refusal(capsys, "convert", "model.pt", "--to", "nnunet", "-o", "model")
     assert "nnU-Net cannot predict with this network: each image keeps its own spacing" in said
     assert not Path("model").exists()
@@ -175,17 +166,6 @@ def test_what_cannot_be_converted(folder: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("folds", ["0,x", "-1", "", "all,0"])
-def test_folds_that_are_none(folder: Path, folds: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folds_that_are_none(folds: str, capsys: Capture) -> None:
     assert run("convert", "model", "--folds", folds, "-o", "a.pt") == 2
     assert "names no folds" in capsys.readouterr().err
-
-
-def test_files_of_one_folder_keep_their_names(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_model(Path(NAME), 0, 1)
-    assert run("convert", NAME, "-o", "models") == 0
-    assert run("convert", "models", "-o", "copies") == 0
-    for name in ("fold_0.pt", "fold_1.pt"):
-        before, after = (load_checkpoint(Path(where, name)).model for where in ("models", "copies"))
-        assert all(after[key].equal(value) for key, value in before.items())

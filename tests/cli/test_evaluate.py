@@ -6,22 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import refusal, run
+from tests.command_line import Capture, refusal, run
+from tests.trainings import contents
 from tests.volumes.samples import blob_label, write_msd, write_volume
 
 
-def test_check_of_a_sound_data_set(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_msd(folder / "data")
+def test_check_of_a_sound_data_set(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    write_msd(Path("data"))
+    told: list[str] = []
+    monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
     assert run("check", "data", "--json", "findings.json") == 0
-    assert capsys.readouterr().out == "3 cases, 0 errors, 0 warnings\n"
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("3 cases, 0 errors, 0 warnings\n", "")
     assert json.loads(Path("findings.json").read_text()) == {"findings": []}
+    assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
 
 
-def test_evaluate_explains_what_does_not_match(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    label = write_volume(folder / "labels/x.nii.gz", blob_label((9, 8, 7)))
-    other = write_volume(folder / "predictions/y.nii.gz", blob_label((9, 8, 6)))
+def test_evaluate_explains_what_does_not_match(capsys: Capture) -> None:
+    label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
+    other = write_volume(Path("predictions/y.nii.gz"), blob_label((9, 8, 6)))
     assert run("evaluate", label, label) == 0
     assert "1.000" in capsys.readouterr().out
     assert "y" in refusal(capsys, "evaluate", "predictions", "labels")
@@ -31,22 +34,26 @@ def test_evaluate_explains_what_does_not_match(
 
 
 def test_scores_that_cannot_be_written_are_refused_before_they_are_computed(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    capsys: Capture,
 ) -> None:
-    (folder / "taken").mkdir()
+    Path("taken").mkdir()
+    os.mkfifo("pipe")
+    Path("link").symlink_to("other.json")
     for command in (("evaluate", "absent", "labels"), ("check", "absent")):
         line = refusal(capsys, *command, "--json", "nowhere/scores.json")
         assert "cannot write nowhere/scores.json: No such file or directory" in line
         assert "cannot write taken: Is a directory" in refusal(capsys, *command, "--json", "taken")
+        for name in ("pipe", "link"):
+            line = refusal(capsys, *command, "--json", name)
+            assert f"cannot write {name}: it is not a regular file" in line
+    assert Path("pipe").is_fifo() and Path("link").is_symlink()
 
 
-def test_evaluate_says_what_has_no_segmentation(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_says_what_has_no_segmentation(capsys: Capture) -> None:
     label = blob_label((9, 8, 7))
     for index in range(14):
-        write_volume(folder / f"labels/case_{index:02d}.nii.gz", label)
-    write_volume(folder / "segmentations/case_05_seg.nii.gz", label)
+        write_volume(Path(f"labels/case_{index:02d}.nii.gz"), label)
+    write_volume(Path("segmentations/case_05_seg.nii.gz"), label)
     assert run("evaluate", "segmentations", "labels", "--json", "scores.json") == 0
     *_, last = capsys.readouterr().out.splitlines()
     assert last == (
@@ -56,15 +63,15 @@ def test_evaluate_says_what_has_no_segmentation(
     scores = json.loads(Path("scores.json").read_text())
     assert len(scores["cases"]) == 1 and len(scores["without_prediction"]) == 13
     for index in range(14):
-        write_volume(folder / f"segmentations/case_{index:02d}_seg.nii.gz", label)
+        write_volume(Path(f"segmentations/case_{index:02d}_seg.nii.gz"), label)
     assert run("evaluate", "segmentations", "labels") == 0
     assert "no segmentation" not in capsys.readouterr().out
 
 
 def test_a_terminal_shows_how_many_cases_are_compared(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    label = write_volume(folder / "labels/x.nii.gz", blob_label((9, 8, 7)))
+    label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
     assert run("evaluate", label, label) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -73,13 +80,11 @@ def test_a_terminal_shows_how_many_cases_are_compared(
     assert "evaluating" in capsys.readouterr().err
 
 
-def test_results_are_not_written_over_what_they_are_made_from(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    label = write_volume(folder / "labels/x.nii.gz", blob_label((9, 8, 7)))
-    write_msd(folder / "data")
-    (folder / "link.json").symlink_to("data/dataset.json")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_results_are_not_written_over_what_they_are_made_from(capsys: Capture) -> None:
+    label = write_volume(Path("labels/x.nii.gz"), blob_label((9, 8, 7)))
+    write_msd(Path("data"))
+    Path("link.json").symlink_to("data/dataset.json")
+    before = contents(Path())
     for command in (
         ("evaluate", label, label, "--json", label),
         ("evaluate", "labels", "labels", "--json", "labels"),
@@ -88,51 +93,26 @@ def test_results_are_not_written_over_what_they_are_made_from(
         ("check", "data/dataset.json", "--json", "data/dataset.json"),
     ):
         assert "is no place for the results" in refusal(capsys, *command)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
-def test_a_terminal_shows_which_case_is_checked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_msd(folder / "data")
-    assert run("check", "data") == 0
-    assert capsys.readouterr().err == ""
-    told: list[str] = []
-    monkeypatch.setattr("rich.status.Status.update", lambda self, text: told.append(str(text)))
-    assert run("check", "data") == 0
-    assert told == ["reading headers", *(f"checking case_{n}, {n + 1} of 3" for n in range(3))]
+    assert contents(Path()) == before
 
 
 def test_results_that_fail_without_a_reason_of_the_system_have_one(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError("encoder error -2")
 
-    write_msd(folder / "data")
+    write_msd(Path("data"))
     monkeypatch.setattr("unet3d.cli.output.write_atomically", fail)
     line = refusal(capsys, "check", "data", "--json", "findings.json")
     assert "cannot write findings.json: encoder error -2" in line
 
 
-def test_results_replace_no_pipe_and_no_link(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    os.mkfifo(folder / "pipe")
-    (folder / "link").symlink_to("other.json")
-    for name in ("pipe", "link"):
-        line = refusal(capsys, "check", "absent", "--json", name)
-        assert f"cannot write {name}: it is not a regular file" in line
-    assert Path("pipe").is_fifo() and Path("link").is_symlink()
-
-
-def test_labels_are_named_by_the_data_set_that_they_lie_in(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_msd(folder / "data")
+def test_labels_are_named_by_the_data_set_that_they_lie_in(capsys: Capture) -> None:
+    write_msd(Path("data"))
     for number in range(3):
-        label = folder / f"data/labelsTr/case_{number}.nii.gz"
-        (folder / f"case_{number}_seg.nii.gz").write_bytes(label.read_bytes())
+        label = Path(f"data/labelsTr/case_{number}.nii.gz")
+        Path(f"case_{number}_seg.nii.gz").write_bytes(label.read_bytes())
     assert run("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--json", "scores.json") == 0
     out = capsys.readouterr().out
     assert "left" in out and "right" in out and "dataset.json" in out and "NSD" in out
@@ -144,7 +124,7 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(
     assert scores["mean"]["1"]["nsd"] == 1.0 and scores["tolerance_mm"] == 1.0
 
     tree = {"labels": {"both": [1, 2], "ignore": 7}, "regions_class_order": [1]}
-    (folder / "regions.json").write_text(json.dumps(tree))
+    Path("regions.json").write_text(json.dumps(tree))
     arguments = ("evaluate", "case_1_seg.nii.gz", "data/labelsTr", "--json", "scores.json")
     assert run(*arguments, "--dataset", "regions.json", "--tolerance-mm", "2.5") == 0
     assert "both" in capsys.readouterr().out
@@ -161,10 +141,10 @@ def test_labels_are_named_by_the_data_set_that_they_lie_in(
 
 
 def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warning(
-    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
-    label = write_volume(folder / "data/labelsTr/x.nii.gz", blob_label((9, 8, 7)))
-    (folder / "data/dataset.json").write_text("{")
+    label = write_volume(Path("data/labelsTr/x.nii.gz"), blob_label((9, 8, 7)))
+    Path("data/dataset.json").write_text("{")
     assert run("evaluate", label, label, "--json", "scores.json") == 0
     (warning,) = caplog.messages
     assert "labels have no names" in warning and "is not valid JSON" in warning
@@ -172,12 +152,12 @@ def test_a_description_that_nobody_named_and_nobody_understands_is_only_a_warnin
     assert "is not valid JSON" in refusal(capsys, "evaluate", label, label, "--dataset", "data")
 
 
-def test_an_ignored_value_counts_nowhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_ignored_value_counts_nowhere(capsys: Capture) -> None:
     array = blob_label((9, 8, 7))
-    prediction = write_volume(folder / "p.nii.gz", array)
+    prediction = write_volume(Path("p.nii.gz"), array)
     marked = array.copy()
     marked[0, 0, 0] = 9
-    label = write_volume(folder / "l.nii.gz", marked)
+    label = write_volume(Path("l.nii.gz"), marked)
     assert run("evaluate", prediction, label, "--json", "scores.json") == 0
     assert json.loads(Path("scores.json").read_text())["mean"].keys() == {"1", "2", "9"}
     assert run("evaluate", prediction, label, "--ignore", "9", "--json", "scores.json") == 0
@@ -185,12 +165,10 @@ def test_an_ignored_value_counts_nowhere(folder: Path, capsys: pytest.CaptureFix
     assert scores["mean"].keys() == {"1", "2"} and scores["mean_dice"] == 1.0
 
 
-def test_segmentations_without_label_map_are_left_out_on_request(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_segmentations_without_label_map_are_left_out_on_request(capsys: Capture) -> None:
     label = blob_label((9, 8, 7))
     for name in ("labels/a", "labels/b", "segmentations/a_seg", "segmentations/z_seg"):
-        write_volume(folder / f"{name}.nii.gz", label)
+        write_volume(Path(f"{name}.nii.gz"), label)
     assert "--leave-out" in refusal(capsys, "evaluate", "segmentations", "labels")
     assert run("evaluate", "segmentations", "labels", "--leave-out") == 0
     *_, without_prediction, without_label = capsys.readouterr().out.splitlines()

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.command_line import in_a_process, refusal, run
+from tests import warm
+from tests.command_line import Capture, refusal, run
 from tests.nnunet.models import archive_of, content_of, write_model
 from tests.volumes.samples import noise, write_volume
 from unet3d.cli.predict import predict
@@ -44,7 +45,7 @@ def named_in_statistics(case: str) -> list[str]:
 
 
 def test_a_network_is_called_by_its_place_in_the_archive(
-    archive: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+    archive: Path, temporary: Path, capsys: Capture
 ) -> None:
     assert run("predict", "scans", *OPTIONS, "--devices", "cpu") == 0
     assert capsys.readouterr().out.startswith(f"using {CHECKPOINT}\n")
@@ -53,7 +54,7 @@ def test_a_network_is_called_by_its_place_in_the_archive(
 
 
 def test_messages_name_the_place_in_the_archive(
-    archive: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+    archive: Path, temporary: Path, capsys: Capture
 ) -> None:
     model = Path(NAME)
     torch.save({**content_of(), "init_args": {}}, model / "fold_0/checkpoint_final.pth")
@@ -63,9 +64,8 @@ def test_messages_name_the_place_in_the_archive(
     assert str(temporary) not in said and not list(temporary.iterdir())
 
 
-@pytest.mark.nightly
 def test_ranks_call_it_so_too(archive: Path, temporary: Path) -> None:
-    done = in_a_process("predict", "scans", *OPTIONS, "--devices", "cpu,cpu")
+    done = warm.run(["predict", "scans", *OPTIONS, "--devices", "cpu,cpu"])
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"using {CHECKPOINT}\n")
     assert [named_in_statistics(case) for case in "ab"] == [[CHECKPOINT]] * 2

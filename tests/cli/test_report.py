@@ -8,14 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.command_line import SMALL, in_a_process, refusal, run, scan_array
+from tests.command_line import SMALL, Capture, refusal, run, scan_array
 from tests.networks import write_checkpoint
+from tests.trainings import contents
 from tests.volumes.samples import write_json, write_volume
 from unet3d.reports.pages.page import resource
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -32,7 +29,7 @@ def segmentation(folder: Path, scan: Path) -> Path:
 
 
 def test_a_training_and_its_prediction_have_pages(
-    folder: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, scan: Path, capsys: Capture
 ) -> None:
     """What other commands write is understood: no page finds a file damaged or missing."""
     phantoms = ("--set", "data.phantom.shape=16,16,16", "--set", "data.phantom.num_cases=4")
@@ -54,23 +51,17 @@ def test_a_training_and_its_prediction_have_pages(
     assert "ventricles" in page and "checkpoint-latest.pt" in page
 
 
-def test_pages_are_beside_what_they_show(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+def test_pages_are_beside_what_they_show_and_replace_others_only_when_asked(
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
 ) -> None:
     before = contents(folder)
     assert run("report", finished) == 0
     assert run("report", segmentation, "--image", scan) == 0
-    assert run("report", segmentation, "--image", scan, "-o", "pages.html") == 0
-    written = {finished / "report.html", folder / "a scan_seg.html", folder / "pages.html"}
+    written = {finished / "report.html", folder / "a scan_seg.html"}
     after = contents(folder)
     assert after.keys() - before.keys() == written
     assert {path: after[path] for path in before} == before
     assert all(after[path].startswith(b"<!doctype html>") for path in written)
-
-
-def test_a_page_replaces_another_only_when_asked(
-    finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     page = finished / "report.html"
     page.write_text("old")
     line = refusal(capsys, "report", finished)
@@ -78,10 +69,12 @@ def test_a_page_replaces_another_only_when_asked(
     assert page.read_text() == "old"
     assert run("report", finished, "--overwrite") == 0
     assert page.read_text().startswith("<!doctype html>")
+    assert run("report", finished, "-o", "pages.html") == 0
+    assert Path("pages.html").read_bytes() == page.read_bytes()
 
 
 def test_nothing_but_a_page_is_written_over(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
 ) -> None:
     (folder / "link.html").symlink_to(finished / "data.json")
     (folder / "folder.html").mkdir()
@@ -92,7 +85,7 @@ def test_nothing_but_a_page_is_written_over(
         ("report", segmentation, "--image", scan, "--overwrite", "-o"),
     )
     for command in commands:
-        for name in (finished / "data.json", segmentation, scan, "page", "page.png"):
+        for name in (finished / "data.json", scan, "page", "page.png"):
             assert "ends in .html" in refusal(capsys, *command, name)
         for name in ("link.html", "folder.html", "pipe.html", "absent/page.html"):
             assert f"cannot write {name}" in refusal(capsys, *command, name)
@@ -100,7 +93,7 @@ def test_nothing_but_a_page_is_written_over(
 
 
 def test_what_has_no_page_is_refused_in_one_line(
-    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, finished: Path, segmentation: Path, scan: Path, capsys: Capture
 ) -> None:
     other = write_volume(folder / "other.nii.gz", scan_array((9, 9, 9)))
     (folder / "empty").mkdir()
@@ -120,7 +113,7 @@ def test_what_has_no_page_is_refused_in_one_line(
 
 
 def test_a_network_names_the_labels(
-    folder: Path, segmentation: Path, scan: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, segmentation: Path, scan: Path, capsys: Capture
 ) -> None:
     statistics = {"labels": {"pylorus": {"value": 1, "num_voxels": 1}}}
     write_json(folder / "a scan_seg.json", statistics)
@@ -130,7 +123,7 @@ def test_a_network_names_the_labels(
     assert "label 5" in page and "pylorus" not in page
 
 
-def test_folds_have_a_page_of_their_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folds_have_a_page_of_their_own(folder: Path, capsys: Capture) -> None:
     for fold in (0, 1):
         write_json(folder / f"runs/all/fold{fold}/data.json", {"unet3d": "0.1.0", "fold": fold})
     (folder / "runs/all/config.yaml").touch()
@@ -142,7 +135,7 @@ def test_folds_have_a_page_of_their_own(folder: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_disk_that_is_full_leaves_no_page(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -157,8 +150,3 @@ def test_an_address_of_another_machine_is_nowhere_in_our_files() -> None:
         assert not re.search(r"https?:|//[a-z]", resource(f"templates/{name}")), name
     for name in ("viewer.css", "viewer.js", "table.js"):
         assert not re.search(r"https?:|url\(|fetch\(|import\(", resource(f"templates/{name}")), name
-
-
-def test_help_is_instant() -> None:
-    done = in_a_process("report", "--help")
-    assert done.returncode == 0 and "RUN|SEGMENTATION" in done.stdout
