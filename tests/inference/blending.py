@@ -1,0 +1,48 @@
+"""The logits of a volume from its windows, all of them in memory, in float64."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unet3d.inference.windows import Windows, gaussian_weight
+
+
+def is_empty(window: Tensor) -> bool:
+    """Return whether each channel is one number."""
+    return all(len(channel.unique()) == 1 for channel in window)
+
+
+def blended(
+    predict: Callable[[Tensor], Tensor],
+    image: Tensor,
+    windows: Windows,
+    empty_logits: Sequence[float] | None = None,
+) -> Tensor:
+    """Return the mean of what each window gives to a voxel, weighted; shape (K, X, Y, Z).
+
+    Args:
+        predict: Returns the logits of a window (1, C, X, Y, Z).
+        image: Shape (C, X, Y, Z).
+        windows: The windows.
+        empty_logits: Windows that are empty are skipped, and these stand where no other one is.
+    """
+    padded = torch.zeros(len(image), *windows.size, dtype=image.dtype)
+    padded[(slice(None), *windows.inside)] = image
+    weight = gaussian_weight(windows.shape).double()
+    weights = torch.zeros(windows.size, dtype=torch.float64)
+    total = torch.zeros(1, dtype=torch.float64)
+    for start in windows.starts:
+        place = (slice(None), *windows.place(start))
+        if empty_logits is not None and is_empty(padded[place]):
+            continue
+        logits = predict(padded[place][None])[0].double()
+        if total.dim() == 1:
+            total = torch.zeros(len(logits), *windows.size, dtype=torch.float64)
+        total[place] += weight * logits
+        weights[place[1:]] += weight
+    means = total / weights
+    if empty_logits is not None:
+        empty = torch.tensor(empty_logits, dtype=torch.float64)[:, None, None, None]
+        means = torch.where(weights > 0, means, empty)
+    return means[(slice(None), *windows.inside)]
