@@ -1,7 +1,6 @@
 """Windows dealt to replicas: who computes what, the same labels as of one, memory that runs out."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 from tests.networks import random_checkpoint
 from tests.parallel.cpu_graphs import CpuGraphPool
 from tests.volumes.samples import noise, write_volume
-from unet3d.config import AugmentationSettings, InferenceSettings, ParallelSettings
+from unet3d.config import InferenceSettings, ParallelSettings
 from unet3d.errors import DoesNotFitError
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
@@ -25,8 +24,8 @@ from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.nifti import ScanImage, open_channels
 
 CPU = torch.device("cpu")
-SHAPE = (40, 24, 32)
-"""Of 24 windows of 16^3 that overlap by half."""
+SHAPE = (20, 12, 16)
+"""Of 24 windows of 8^3 that overlap by half."""
 
 
 class Replica:
@@ -70,14 +69,10 @@ def test_each_replica_has_its_share_and_logits_are_in_order(
 
 
 def test_logits_outlive_the_next_call_of_several_replicas() -> None:
-    network = ReplicatedNetwork([Replica(0), Replica(1)])
+    network = ReplicatedNetwork([Replica(0), Replica(3)])
     before = network.predict(images(0, 4))
     network.predict(images(9, 4))
     assert torch.equal(before, -images(0, 4))
-
-
-def test_it_is_where_its_first_replica_is() -> None:
-    network = ReplicatedNetwork([Replica(0), Replica(3)])
     assert network.input_device == network.output_device == CPU
     assert [str(slot.device) for slot in network.slots] == ["cuda:0", "cuda:3"]
 
@@ -103,10 +98,10 @@ def image(tmp_path: Path) -> ScanImage:
     return open_channels([write_volume(tmp_path / "volume.nii", noise(SHAPE))])
 
 
-def network_of(seed: int = 7, **more: Any) -> Checkpoint:
+def network_of(*changes: str, **more: Any) -> Checkpoint:
     """Return a network in float64, whose labels do not depend on rounding."""
-    changes = ("training.precision=float64",)
-    return random_checkpoint(dtype=torch.float64, changes=changes, seed=seed, **more)
+    changes = ("training.precision=float64", *changes)
+    return random_checkpoint(dtype=torch.float64, changes=changes, patch_size=(8, 8, 8), **more)
 
 
 def placed(
@@ -132,8 +127,9 @@ def alone(image: ScanImage, *checkpoints: Checkpoint, **more: Any) -> np.ndarray
     return labels
 
 
-@pytest.mark.parametrize("batch_size", ["auto", 1, 5])
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("count", "batch_size"), [(1, "auto"), (2, 5), (3, 1), (3, 5), (5, "auto")]
+)
 def test_any_number_of_replicas_gives_the_labels_of_one(
     image: ScanImage, count: int, batch_size: Any
 ) -> None:
@@ -152,11 +148,7 @@ def test_any_number_of_replicas_gives_the_labels_of_one(
 
 
 def test_mirror_images_are_those_of_one(image: ScanImage) -> None:
-    checkpoint = network_of()
-    augmentation = AugmentationSettings(mirror_axes=("x", "z"))
-    patches = checkpoint.config.patches.model_copy(update={"augmentation": augmentation})
-    config = checkpoint.config.model_copy(update={"patches": patches})
-    checkpoint = replace(checkpoint, config=config)
+    checkpoint = network_of("patches.augmentation.mirror_axes=x,z")
     expected = alone(image, checkpoint, tta=True)
     found = placed(3, checkpoint, tta=True, batch_size=2).segment(image)
     np.testing.assert_array_equal(found, expected)
@@ -167,7 +159,7 @@ def test_mirror_images_are_those_of_one(image: ScanImage) -> None:
 def test_every_replica_gets_the_weights_of_the_next_network(
     image: ScanImage, kinds: list[tuple[int, int]]
 ) -> None:
-    members = [network_of(seed, channels=channels) for seed, channels in enumerate(kinds)]
+    members = [network_of(seed=seed, channels=channels) for seed, channels in enumerate(kinds)]
     expected = alone(image, *members)
     predictor = placed(2, *members, batch_size=3)
     for _ in "ab":  # the second time the last network is placed when it begins
@@ -178,14 +170,14 @@ def test_every_replica_gets_the_weights_of_the_next_network(
 
 def test_windows_that_are_empty_are_skipped_as_by_one(tmp_path: Path) -> None:
     array = noise(SHAPE)
-    array[:22] = 0
+    array[:11] = 0
     image = open_channels([write_volume(tmp_path / "half.nii", array)])
     one, two = (
         placed(count, network_of(), batch_size=3, skips_empty=True).segment(image)
         for count in (1, 2)
     )
     np.testing.assert_array_equal(one, two)
-    assert not one[:8].any() and one[24:].any()  # of windows that end before 22, one starts at 0
+    assert not one[:4].any() and one[12:].any()  # of windows that end before 11, one starts at 0
 
 
 def test_a_graph_of_each_replica_is_replayed(
@@ -217,22 +209,21 @@ def test_windows_are_computed_one_by_one_where_no_more_fit(
     image: ScanImage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = network_of()
-    expected = alone(image, checkpoint)
     predictor = placed(2, checkpoint)
     caplog.set_level("INFO")
     sizes = []
-    for replica in predictor._placed.replicas:
+    predict = predictor.executor.predict  # of the first replica
 
-        def limited(part: Tensor, predict: Any = replica.predict) -> Tensor:
-            sizes.append(len(part))
-            if len(part) > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-            return predict(part)
+    def limited(part: Tensor, *precision: Any) -> Tensor:
+        sizes.append(len(part))
+        if len(part) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        return predict(part, *precision)
 
-        monkeypatch.setattr(replica, "predict", limited)
-    np.testing.assert_array_equal(predictor.segment(image), expected)
-    assert "256 windows at a time do not fit; trying one" in caplog.text
-    assert sizes == [12, *[1] * 24]
+    monkeypatch.setattr(predictor.executor, "predict", limited)
+    np.testing.assert_array_equal(predictor.segment(image), alone(image, checkpoint))
+    assert "2048 windows at a time do not fit; trying one" in caplog.text
+    assert sizes == [12, *[1] * 12]
 
 
 def test_the_log_says_what_is_dealt(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,26 @@
+"""The orders and directions of a file's axes."""
+
+import itertools
+
+import nibabel as nib
+import numpy as np
+import numpy.typing as npt
+
+ORIENTATIONS = [
+    "".join(codes)
+    for axes in itertools.permutations(("RL", "AP", "SI"))
+    for codes in itertools.product(*axes)
+]
+
+
+def turn_to(codes: str, affine: npt.NDArray[np.float64] | None = None) -> npt.NDArray[np.float64]:
+    """Return what nibabel's ``as_reoriented`` and ``apply_orientation`` need for these axes.
+
+    Args:
+        codes: Where the stored axes lead, such as RAS.
+        affine: Of what is turned; None: it is RAS.
+    """
+    wanted = nib.orientations.axcodes2ornt(tuple(codes))
+    now = nib.io_orientation(np.eye(4) if affine is None else affine)
+    turn: npt.NDArray[np.float64] = nib.orientations.ornt_transform(now, wanted)
+    return turn
