@@ -101,27 +101,6 @@ def kernels_of(topology: Topology) -> list[tuple[int, int, int]]:
 CUBE = (3, 3, 3)
 
 
-@pytest.mark.parametrize(
-    ("spacing_mm", "kernels"),
-    [
-        ((1.0, 1.0, 1.0), []),
-        ((1.0, 1.0, 1.99), []),
-        ((1.0, 1.0, 2.0), [(3, 3, 1)]),  # halved at once, so that no voxel is skipped
-        ((0.977, 0.977, 3.27), [(3, 3, 1)]),
-        ((1.0, 1.0, 5.0), [(3, 3, 1), (3, 3, 1)]),
-        ((6.0, 1.0, 1.0), [(1, 3, 3), (1, 3, 3)]),
-        ((1.0, 2.5, 1.0), [(3, 1, 3)]),
-        ((4.0, 1.0, 9.0), [(1, 3, 1), (1, 3, 1), (3, 3, 1)]),
-    ],
-)
-def test_anisotropic_kernels_see_one_thick_slice_until_voxels_are_about_cubes(
-    spacing_mm: tuple[float, float, float], kernels: list[tuple[int, int, int]]
-) -> None:
-    topology = plan((128, 128, 128), spacing_mm, kernels="anisotropic")
-    assert kernels_of(topology) == kernels + [CUBE] * (topology.num_levels - len(kernels))
-    assert plan((128, 128, 128), spacing_mm) == replace(topology, kernels=())
-
-
 def nnunet_kernels(
     spacing_mm: tuple[float, float, float], strides: tuple[tuple[int, int, int], ...]
 ) -> list[tuple[int, ...]]:
@@ -135,15 +114,21 @@ def nnunet_kernels(
 
 
 def test_anisotropic_kernels_are_those_of_nnunet() -> None:
+    """Along thick slices one voxel, until voxels are about cubes; twice as thick is thick."""
     rng = np.random.default_rng(0)
+    spacings = [tuple(np.exp(rng.uniform(0, 3, 3)).tolist()) for _ in range(200)]
     seen = set()
-    for _ in range(200):
-        x, y, z = np.exp(rng.uniform(0, 3, 3)).tolist()
-        topology = plan((512, 512, 512), (x, y, z), kernels="anisotropic")
+    for spacing in [(1.0, 1.0, 1.99), (6.0, 1.0, 1.0), *spacings]:
+        topology = plan((512, 512, 512), spacing, kernels="anisotropic")
         kernels = kernels_of(topology)
-        assert kernels == nnunet_kernels((x, y, z), topology.strides)
+        assert kernels == nnunet_kernels(spacing, topology.strides)
+        assert plan((512, 512, 512), spacing) == replace(topology, kernels=())
         seen.add(len(set(kernels)))
     assert seen >= {1, 2, 3}
+    # Of exactly twice the finest it is halved at once, so that no voxel is skipped.
+    for thickness, number in ((2.0, 1), (5.0, 2)):
+        topology = plan((128, 128, 128), (1.0, 1.0, thickness), kernels="anisotropic")
+        assert kernels_of(topology) == [(3, 3, 1)] * number + [CUBE] * (6 - number)
 
 
 def test_an_axis_that_is_used_up_does_not_hold_back_the_others() -> None:

@@ -201,26 +201,3 @@ def test_wrong_arguments_are_refused() -> None:
     ]:
         with pytest.raises(ValueError):
             call(sample_affine, *given[:2], IDENTITY, np.zeros(3), *given[2:])
-
-
-def test_small_objects_keep_their_shape_better_than_with_the_nearest_label() -> None:
-    """A ball of radius 3, turned about a point beside it: Dice to the ball that was turned."""
-    generator = np.random.default_rng(0)
-    size = (21, 21, 21)
-    places = np.moveaxis(np.indices(size), 0, -1)
-    middle = np.full(3, 10.0)
-    scores = []
-    for _ in range(40):
-        centre = middle + generator.uniform(-3, 3, 3)
-        ball = np.linalg.norm(places - centre, axis=-1) <= 3
-        matrix = Rotation.random(random_state=int(generator.integers(2**31))).as_matrix()
-        offset = middle - matrix @ middle
-        label = torch.from_numpy(ball.astype(np.uint8))
-        _, found = sampled(torch.zeros(1, *size), label, matrix, offset, size)
-        at = places @ matrix.T + offset
-        truth = np.linalg.norm(at - centre, axis=-1) <= 3
-        nearest = ndimage.map_coordinates(ball, np.moveaxis(at, -1, 0), order=0)
-        of_both = (found.numpy() > 0, nearest)
-        scores.append([2 * (a & truth).sum() / (a.sum() + truth.sum()) for a in of_both])
-    voted, by_nearest = np.mean(scores, 0)
-    assert voted > 0.91 and voted > by_nearest + 0.02

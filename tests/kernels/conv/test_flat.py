@@ -1,5 +1,6 @@
 """Convolutions with one voxel of kernel along some axes: as exact as PyTorch's own."""
 
+from contextlib import AbstractContextManager
 from itertools import product
 
 import pytest
@@ -13,7 +14,9 @@ from unet3d.kernels import flat_conv, recomputed_in_backward
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels.conv import cpu, slabs
 from unet3d.kernels.halo import inner
-from unet3d.kernels.sharding import Halo, sharded
+from unet3d.kernels.sharding import sharded
+from unet3d.parallel.spatial.division import divide
+from unet3d.parallel.spatial.shard import NoMessages, VolumeShard
 
 KERNELS = [kernel for kernel in product((1, 3), repeat=3) if kernel != (1, 1, 1)]
 
@@ -28,25 +31,9 @@ def strides_of(kernel: Shape) -> list[Shape]:
     return [(1, 1, 1), (i, j, k)]
 
 
-class Between:
-    """A slab with neighbours on both sides, to which nobody speaks."""
-
-    index, count = 1, 3
-
-    def of_volume(self, number: int) -> int:
-        return 3 * number
-
-    def of_largest(self, number: int) -> int:
-        return number
-
-    def exchange(self, first: Tensor, last: Tensor) -> Halo:
-        raise AssertionError("a convolution sends nothing")
-
-    def gather(self, values: Tensor) -> Tensor:
-        raise AssertionError("a convolution sends nothing")
-
-    def sum(self, values: Tensor) -> Tensor:
-        raise AssertionError("a convolution sends nothing")
+def between() -> AbstractContextManager[None]:
+    """Compute on a slab with neighbours on both sides, to which nobody speaks."""
+    return sharded(VolumeShard(1, divide(12, 3, (1, 1, 1), 1), NoMessages()))
 
 
 @pytest.mark.parametrize("limit", [100, 400, 10**9])
@@ -76,7 +63,7 @@ def test_a_slab_with_its_halo_is_convolved_to_its_own_planes(kernel: Shape) -> N
     whole, weight = tensor(2, 3, 12, 5, 6), tensor(4, 3, *kernel, seed=1)
     for stride in strides_of(kernel):
         step = stride[0]
-        with sharded(Between()):
+        with between():
             made = flat_conv(whole[:, :, 3:9], weight, stride)  # planes 4 to 7 and those beside
         expected = plain(whole, weight, stride)[:, :, 4 // step : 8 // step]
         assert_same([made], [expected], 1e-12)
@@ -93,7 +80,7 @@ def test_what_is_recomputed_is_not_kept_for_a_slab(monkeypatch: pytest.MonkeyPat
         times += 1
         return 2 * source
 
-    with sharded(Between()), recomputed_in_backward():
+    with between(), recomputed_in_backward():
         x = 2 * source
         recomputing.offer(x, again, source)
         y = flat_conv(x, weight, (1, 1, 1))

@@ -1,7 +1,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -23,11 +22,9 @@ from tests.kernels.comparison import (
     tensor,
 )
 from tests.products import pairwise
-from unet3d.kernels import conv1x1x1, conv3x3x3, recomputed_in_backward, upsampled_conv3x3x3
-from unet3d.kernels import recompute as recomputing
+from unet3d.kernels import conv1x1x1, conv3x3x3, upsampled_conv3x3x3
 from unet3d.kernels.conv import slabs
 from unet3d.kernels.conv.api import upsample
-from unet3d.model import Topology, UNet3d, dice_cross_entropy
 
 
 class ConvolutionCalls(TorchDispatchMode):
@@ -224,40 +221,6 @@ def test_the_weights_of_many_slabs_are_summed_in_float32(monkeypatch: pytest.Mon
     monkeypatch.setattr(slabs, "MAX_ELEMENTS", 1)
     total = slabs.weight_gradient(torch.ones_like(x), x, weight, (1, 1, 1), (0, 0, 0))
     assert total.item() == 3
-
-
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
-def test_a_network_in_slabs_has_the_plain_gradients(
-    encoder: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    topology = Topology(
-        in_channels=1,
-        num_classes=3,
-        channels=(4, 8, 8),
-        strides=((1, 1, 1), (2, 2, 2), (1, 2, 2)),
-        encoder=encoder,
-        units=(2, 2, 2),
-    )
-    model = UNet3d(topology).double()
-    image, target = tensor(2, 1, 12, 8, 8), torch.randint(0, 3, (2, 12, 8, 8))
-    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 1)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        with recomputed_in_backward() if recomputes else nullcontext():
-            loss = dice_cross_entropy(model(image), target).total
-        loss.backward()
-        return [loss.detach(), *(value.grad.clone() for value in model.parameters())]
-
-    with ConvolutionCalls() as whole:
-        expected = gradients()
-    monkeypatch.setattr(slabs, "MAX_ELEMENTS", 700)
-    with ConvolutionCalls() as calls:
-        actual = gradients()
-    assert calls.count["convolution"] > 2 * whole.count["convolution"]
-    assert_same(actual, expected, 1e-10)
 
 
 def require_memory() -> None:

@@ -121,27 +121,10 @@ def test_any_integer_type_and_layout_on_a_gpu(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
-def test_fakes_are_laid_out_as_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+def test_the_operation_is_registered_as_pytorch_wants_it(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     logits, target, _ = arguments(shape, dtype, "cuda")
-
-    def layouts(logits: Tensor, target: Tensor) -> tuple[object, ...]:
-        sums = torch.ops.unet3d.dice_ce_sums(logits, target)
-        found = torch.ops.unet3d.dice_ce_sums_backward(sums, logits, target)
-        # Along an axis of length one a stride means nothing.
-        strides = [
-            [step for step, size in zip(v.stride(), v.shape, strict=True) if size > 1]
-            for v in (sums, found)
-        ]
-        return [(v.shape, v.dtype, v.device) for v in (sums, found)], strides
-
-    real = layouts(logits, target)
-    with FakeTensorMode() as mode:
-        assert layouts(mode.from_tensor(logits), mode.from_tensor(target)) == real
-
-
-@pytest.mark.gpu
-def test_the_operation_is_registered_as_pytorch_wants_it() -> None:
-    logits, target, _ = arguments((2, 3, 4, 5, 6), torch.float32, "cuda")
     given = (logits.requires_grad_(), target)
     torch.library.opcheck(torch.ops.unet3d.dice_ce_sums.default, given)
