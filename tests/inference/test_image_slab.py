@@ -29,15 +29,16 @@ class Asked(WholeImage):
         return super().planes(axis, begin, end, device)
 
 
-@pytest.mark.parametrize("size", [(60, 20, 10), (21, 47, 11), (16, 9, 40), (7, 7, 3), (40, 5, 40)])
-@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 1), (0.5, 3), (0.8, 50)])
+@pytest.mark.parametrize("size", [(60, 20, 10), (21, 47, 11), (16, 9, 40), (7, 7, 3)])
+@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 3), (0.8, 50)])
 def test_windows_are_those_of_the_padded_image(
     size: Shape, overlap: float, batch_size: int
 ) -> None:
     image = Asked(torch.randn(2, *size))
     windows = Windows.of(size, TOPOLOGY, (16, 16, 8), overlap, batch_size, [CPU])
     padded = torch.zeros(2, *windows.size)
-    padded[(slice(None), *windows.inside)] = image._image
+    padded[(slice(None), *windows.inside)] = image.planes(0, 0, size[0])
+    image.asked.clear()
     slab = ImageSlab(image, windows, torch.float64)
     for batch in windows.batches():
         expected = torch.stack([padded[(slice(None), *windows.place(start))] for start in batch])
@@ -68,13 +69,13 @@ def test_planes_are_asked_for_where_windows_are_cut() -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3, 4, 7])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_planes_are_dropped_in_place(number: int, dim: int) -> None:
-    tensor = torch.arange(49.0).reshape(7, 7) + 1
-    expected = torch.zeros(7, 7)
-    expected.narrow(dim, 0, 7 - number).copy_(tensor.narrow(dim, number, 7 - number))
-    drop_planes(tensor, dim, number)
-    assert torch.equal(tensor, expected)
+def test_planes_are_dropped_in_place(number: int) -> None:
+    for dim in (0, 1):
+        tensor = torch.arange(49.0).reshape(7, 7) + 1
+        expected = torch.zeros(7, 7)
+        expected.narrow(dim, 0, 7 - number).copy_(tensor.narrow(dim, number, 7 - number))
+        drop_planes(tensor, dim, number)
+        assert torch.equal(tensor, expected)
 
 
 class Slow(Asked):
@@ -97,11 +98,12 @@ class Slow(Asked):
 
 
 def test_the_next_planes_are_made_while_windows_are_computed() -> None:
-    image = Slow(torch.randn(2, 64, 16, 8))
+    voxels = torch.randn(2, 64, 16, 8)
+    image = Slow(voxels)
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
     slab = ImageSlab(image, windows, torch.float32)
     first, *others = windows.batches()
-    assert torch.equal(slab.cut(first)[0], image._image[:, :16])  # the others are still made
+    assert torch.equal(slab.cut(first)[0], voxels[:, :16])  # the others are still made
     image.may_end.set()
     for batch in others:
         slab.cut(batch)
@@ -111,7 +113,8 @@ def test_the_next_planes_are_made_while_windows_are_computed() -> None:
 
 @pytest.mark.parametrize("wrong", [16, 24, 56])
 def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong: int) -> None:
-    image = Slow(torch.randn(2, 64, 16, 8))
+    voxels = torch.randn(2, 64, 16, 8)
+    image = Slow(voxels)
     image.may_end.set()
     image.wrong = wrong
     windows = Windows.of((64, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
@@ -122,7 +125,7 @@ def test_an_error_of_planes_comes_with_the_windows_that_need_them(wrong: int) ->
             with pytest.raises(VolumeError, match="these are infinite"):
                 slab.cut(batch)
             break
-        assert torch.equal(slab.cut(batch)[0], image._image[:, start : start + 16])
+        assert torch.equal(slab.cut(batch)[0], voxels[:, start : start + 16])
     # They were asked for once, and so was nothing behind them.
     assert image.asked[-1] == (wrong, wrong + 8)
     assert len(image.asked) == len(set(image.asked))

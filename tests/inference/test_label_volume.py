@@ -1,11 +1,9 @@
 """Labels and probabilities on the grid of a scan, against the logits of the whole volume."""
 
 import errno
-import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.networks import place, random_checkpoint
+from tests.volumes.orientations import ORIENTATIONS, turn_to
 from tests.volumes.samples import noise, write_volume
 from unet3d.config import Shape
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
@@ -28,12 +27,6 @@ SHAPE = (6, 5, 4)
 
 BOX = Box(start=(1, 0, 1), stop=(5, 4, 4))
 
-ORIENTATIONS = [
-    "".join(codes)
-    for axes in itertools.permutations(("RL", "AP", "SI"))
-    for codes in itertools.product(*axes)
-]
-
 HALF = np.finfo(np.float16).eps
 """What float16 keeps of a number below 1."""
 
@@ -48,12 +41,6 @@ def write_oriented(array: np.ndarray, codes: str, folder: Path) -> Path:
     path = folder / f"{codes}.nii"
     nib.save(image.as_reoriented(turn_to(codes)), path)
     return path
-
-
-def turn_to(codes: str) -> Any:
-    return nib.orientations.ornt_transform(
-        nib.io_orientation(np.eye(4)), nib.orientations.axcodes2ornt(tuple(codes))
-    )
 
 
 def as_stored(array: np.ndarray, codes: str) -> np.ndarray:
@@ -91,47 +78,44 @@ def softmax(logits: torch.Tensor) -> np.ndarray:
     return exponentials / exponentials.sum(0)
 
 
-@pytest.mark.parametrize("codes", ORIENTATIONS)
-@pytest.mark.parametrize("is_memory", [True, False])
-def test_labels_of_every_orientation(codes: str, is_memory: bool, tmp_path: Path) -> None:
-    scratch = Scratch(None if is_memory else tmp_path)
-    for axis in range(3):
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_labels_and_probabilities_of_every_orientation(axis: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.npy"
+    logits = logits_of(3, SHAPE, axis)
+    for codes in ORIENTATIONS:
         header = header_of(codes, tmp_path)
-        labels = LabelVolume(header, whole_box(SHAPE), preprocessing_of(), scratch)
-        logits = logits_of(3, SHAPE, axis)
-        fill(labels, logits, axis)
-        np.testing.assert_array_equal(labels.array, logits.numpy().argmax(0))
-        assert labels.array.dtype == np.uint8
-        assert as_stored(labels.array, codes).flags.f_contiguous  # as it is written
+        for scratch in (Scratch(), Scratch(tmp_path)):
+            labels = LabelVolume(header, whole_box(SHAPE), preprocessing_of(), scratch)
+            fill(labels, logits, axis)
+            np.testing.assert_array_equal(labels.array, logits.numpy().argmax(0))
+            assert labels.array.dtype == np.uint8
+            assert as_stored(labels.array, codes).flags.f_contiguous  # as it is written
+        fill(ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of()), logits, axis)
+        found = np.load(path)
+        assert found.dtype == np.float16
+        assert found.shape == (3, *reversed(nib.load(tmp_path / f"{codes}.nii").shape))
+        for of_class, expected in zip(found, softmax(logits), strict=True):
+            np.testing.assert_allclose(of_class.T, as_stored(expected, codes), rtol=0, atol=HALF)
+        np.testing.assert_allclose(found.astype(float).sum(0), 1, atol=3 * HALF)
 
 
 @pytest.mark.parametrize(
-    ("values", "dtype"), [((0, 1, 2), "u1"), ((0, 7, 3), "u1"), ((0, 300, 2), "u2")]
+    ("values", "dtype"),
+    [((0, 1, 2), "u1"), ((0, 7, 3), "u1"), ((0, 300, 2), "u2"), (tuple(range(0, 600, 2)), "u2")],
+    ids=["as classes", "others", "large", "many"],
 )
-@pytest.mark.parametrize("axis", [0, 1, 2])
 def test_what_is_outside_of_a_box_is_background(
-    values: tuple[int, ...], dtype: str, axis: int, tmp_path: Path
+    values: tuple[int, ...], dtype: str, tmp_path: Path
 ) -> None:
     header = header_of("PSL", tmp_path)
-    labels = LabelVolume(header, BOX, preprocessing_of(values), Scratch(tmp_path))
-    logits = logits_of(3, BOX.shape)
-    fill(labels, logits, axis)
+    logits = logits_of(len(values), BOX.shape)
     expected = np.zeros(SHAPE, dtype)
     expected[BOX.slices] = np.array(values)[logits.numpy().argmax(0)]
-    np.testing.assert_array_equal(labels.array, expected)
-    assert labels.array.dtype == np.dtype(dtype)
-
-
-def test_more_classes_than_a_byte_holds(tmp_path: Path) -> None:
-    values = tuple(range(0, 600, 2))
-    labels = LabelVolume(
-        header_of("RAS", tmp_path), whole_box(SHAPE), preprocessing_of(values), Scratch()
-    )
-    logits = logits_of(300, SHAPE)
-    fill(labels, logits, 0)
-    expected = 2 * logits.numpy().argmax(0)
-    assert expected.max() > 510
-    np.testing.assert_array_equal(labels.array, expected)
+    for axis in range(3):
+        labels = LabelVolume(header, BOX, preprocessing_of(values), Scratch(tmp_path))
+        fill(labels, logits, axis)
+        np.testing.assert_array_equal(labels.array, expected)
+        assert labels.array.dtype == np.dtype(dtype)
 
 
 def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
@@ -147,39 +131,20 @@ def test_regions_are_written_in_their_order(tmp_path: Path) -> None:
     np.testing.assert_array_equal(labels.array, expected)
 
 
-@pytest.mark.parametrize("codes", ORIENTATIONS)
-def test_probabilities_of_every_orientation(codes: str, tmp_path: Path) -> None:
-    header = header_of(codes, tmp_path)
-    for axis in range(3):
-        path = tmp_path / f"{axis}.npy"
-        volume = ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of())
-        logits = logits_of(3, SHAPE, axis)
-        fill(volume, logits, axis)
-        del volume
-        found = np.load(path)
-        assert found.dtype == np.float16
-        assert found.shape == (3, *reversed(nib.load(tmp_path / f"{codes}.nii").shape))
-        for of_class, expected in zip(found, softmax(logits), strict=True):
-            np.testing.assert_allclose(of_class.T, as_stored(expected, codes), rtol=0, atol=HALF)
-        np.testing.assert_allclose(found.astype(float).sum(0), 1, atol=3 * HALF)
-
-
 @pytest.mark.parametrize("are_regions", [False, True])
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_outside_of_a_box_the_background_is_certain(
-    axis: int, are_regions: bool, tmp_path: Path
-) -> None:
+def test_outside_of_a_box_the_background_is_certain(are_regions: bool, tmp_path: Path) -> None:
     preprocessing = preprocessing_of((0, 1, 2, 5), REGIONS) if are_regions else preprocessing_of()
     path = tmp_path / "a.npy"
-    volume = ProbabilityVolume(path, header_of("RAS", tmp_path), BOX, preprocessing)
     logits = logits_of(3, BOX.shape)
-    fill(volume, logits, axis)
     expected = np.zeros((3, *SHAPE))
     if not are_regions:
         expected[0] = 1
     inside = 1 / (1 + np.exp(-logits.double().numpy())) if are_regions else softmax(logits)
     expected[:, *BOX.slices] = inside
-    np.testing.assert_allclose(np.load(path).T.transpose(3, 0, 1, 2), expected, atol=HALF)
+    for axis in range(3):
+        volume = ProbabilityVolume(path, header_of("RAS", tmp_path), BOX, preprocessing)
+        fill(volume, logits, axis)
+        np.testing.assert_allclose(np.load(path).T.transpose(3, 0, 1, 2), expected, atol=HALF)
 
 
 def test_both_begin_anew(tmp_path: Path) -> None:
@@ -223,8 +188,7 @@ def test_a_disk_that_is_full_shows_at_the_beginning(
 # From a file to a file
 
 
-@pytest.mark.parametrize("codes", ["RAS", "LPS", "PSL", "IRA"])
-@pytest.mark.parametrize("crops", [False, True])
+@pytest.mark.parametrize(("codes", "crops"), [("RAS", True), ("PSL", False), ("IRA", True)])
 def test_a_scan_has_the_probabilities_of_the_plain_network(
     codes: str, crops: bool, tmp_path: Path
 ) -> None:

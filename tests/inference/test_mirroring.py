@@ -9,20 +9,13 @@ from unet3d.inference.placing import TrainedNetwork
 from unet3d.model import UNet3d, plan_topology
 from unet3d.parallel import Layout, parallelize
 
-CPU = torch.device("cpu")
-
-
-def network() -> tuple[UNet3d, TrainedNetwork]:
-    torch.manual_seed(0)
-    settings = ModelSettings(deep_supervision=False, base_channels=4, num_levels=3)
-    model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
-    executor = parallelize(model, Layout(devices=(CPU,)))
-    return model, TrainedNetwork(executor=executor, precision="float32")
-
 
 @pytest.mark.parametrize("axes", [(), (2,), (1, 2), (0, 1, 2)], ids=str)
 def test_the_mean_over_all_combinations_of_the_axes(axes: tuple[int, ...]) -> None:
-    model, placed = network()
+    torch.manual_seed(0)
+    settings = ModelSettings(deep_supervision=False, base_channels=4, num_levels=3)
+    model = UNet3d(plan_topology(settings, (16, 16, 16), (1.0, 1.0, 1.0), 1, 3)).eval()
+    executor = parallelize(model, Layout(devices=(torch.device("cpu"),)))
     image = torch.randn(2, 1, 16, 16, 8)
     combinations = itertools.product(*([False, True] for _ in axes))
     expected = []
@@ -31,19 +24,11 @@ def test_the_mean_over_all_combinations_of_the_axes(axes: tuple[int, ...]) -> No
             dims = [2 + axis for axis, is_flipped in zip(axes, chosen, strict=True) if is_flipped]
             expected.append(torch.flip(model(torch.flip(image, dims)), dims))
     assert len(expected) == 2 ** len(axes)
-    found = MirroredNetwork(placed, axes).predict(image)
-    torch.testing.assert_close(found, torch.stack(expected).mean(0), rtol=1e-4, atol=1e-5)
-
-
-def test_a_mirrored_image_gives_the_mirrored_answer() -> None:
-    _, placed = network()
-    image = torch.randn(1, 1, 16, 16, 8)
-    mirrored = MirroredNetwork(placed, (0, 2))
-    found = mirrored.predict(image)
-    other = mirrored.predict(image.flip(2)).flip(2)
-    torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)
-    alone = MirroredNetwork(placed, ())
-    assert not torch.allclose(alone.predict(image), alone.predict(image.flip(2)).flip(2), atol=1e-3)
+    found = MirroredNetwork(TrainedNetwork(executor=executor, precision="float32"), axes)
+    mean = torch.stack(expected).mean(0)
+    torch.testing.assert_close(found.predict(image), mean, rtol=1e-4, atol=1e-5)
+    assert (found.input_device, found.output_device) == (executor.input_device, mean.device)
+    assert found.slots == executor.slots
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -64,16 +49,5 @@ def test_sums_are_exact_and_leave_what_the_network_returned(dtype: torch.dtype) 
     assert torch.equal(returned[0], first)
     mean.zero_()
     assert torch.equal(returned[0], first)
-
-
-def test_without_axes_it_is_the_network_alone() -> None:
-    image = torch.randn(1, 1, 4, 4, 4)
+    image = torch.zeros(1, 1, 4, 4, 4)
     assert mirrored_mean(lambda one: one, image, ()) is image
-
-
-def test_it_is_where_the_placed_network_is() -> None:
-    _, placed = network()
-    found = MirroredNetwork(placed, (0,))
-    assert found.input_device == placed.executor.input_device
-    assert found.output_device == placed.executor.output_device
-    assert found.slots == placed.executor.slots

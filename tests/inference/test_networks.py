@@ -31,10 +31,7 @@ def of_preparation(**changes: Any) -> Checkpoint:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (
-            {"spacing_mm": (1.0, 1.0, 2.5)},
-            r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \[1.0, 1",
-        ),
+        ({"spacing_mm": (1.0, 1.0, 2.5)}, r"its spacing_mm is \[1.0, 1.0, 2.5\] instead of \["),
         ({"spacing_mm": None}, "its spacing_mm is None instead of"),
         ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
         ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
@@ -43,8 +40,6 @@ def of_preparation(**changes: Any) -> Checkpoint:
         ({"label_values": (0, 1, 5)}, r"its label_values is \[0, 1, 5\] instead of \[0, 1, 2\]"),
         ({"channels": (replace(CT, kind="z-score"),)}, "its channels is .*z-score.* instead"),
         ({"channels": (replace(CT, mean=41.0),)}, "its channels is .*41.0"),
-        ({"orientation": "stored"}, "its orientation is 'stored' instead of 'ras'"),
-        ({"interpolation": Interpolation(clips=True)}, "its interpolation is .*'clips': True"),
     ],
     ids=str,
 )
@@ -113,14 +108,10 @@ def test_a_file_that_cannot_be_read_is_named_when_its_turn_comes(tmp_path: Path)
     found[0].build_model()
     with pytest.raises(CheckpointError, match="b.pt is not a checkpoint, or is damaged"):
         found[1]
-
-
-def test_a_file_that_was_replaced_meanwhile_is_refused(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "a.pt")
-    found = Networks.read([path], ALONE)
-    write_checkpoint(path, patch_size=(8, 8, 8))
+    replaced = Networks.read(paths[:1], ALONE)
+    write_checkpoint(paths[0], patch_size=(8, 8, 8))
     with pytest.raises(CheckpointError, match="a.pt was replaced while it was in use; give the"):
-        found[0]
+        replaced[0]
 
 
 def test_what_continues_a_training_is_not_read(tmp_path: Path) -> None:

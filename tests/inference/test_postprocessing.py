@@ -23,23 +23,23 @@ def expected(labels: np.ndarray, rule: tuple[int, ...]) -> np.ndarray:
     return np.where(mask & ~np.isin(components, kept), 0, labels)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 @pytest.mark.parametrize("rule", [(1,), (2,), (1, 3), (1, 2, 3), (9,)])
-def test_only_the_largest_component_of_the_values_stays(dtype: type, rule: tuple[int, ...]) -> None:
+def test_only_the_largest_component_of_the_values_stays(rule: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
-    labels = np.where(rng.random((20, 17, 13)) < 0.12, rng.integers(1, 4, (20, 17, 13)), 0)
-    labels = labels.astype(dtype)
-    wanted = expected(labels, rule)
-    assert rule == (9,) or not np.array_equal(wanted, labels)
-    keep_largest(labels, [rule])
-    assert labels.dtype == dtype and np.array_equal(labels, wanted)
+    noise = np.where(rng.random((20, 17, 13)) < 0.12, rng.integers(1, 4, (20, 17, 13)), 0)
+    wanted = expected(noise, rule)
+    assert rule == (9,) or not np.array_equal(wanted, noise)
+    for dtype in (np.uint8, np.uint16, np.uint32):
+        labels = noise.astype(dtype)
+        keep_largest(labels, [rule])
+        assert labels.dtype == dtype and np.array_equal(labels, wanted)
 
 
-@pytest.mark.parametrize("line", [(1, 1, 6), (1, 6, 1), (6, 1, 1)])
-def test_a_single_line_of_voxels_may_have_gaps(line: tuple[int, int, int]) -> None:
-    labels = np.array([1, 0, 1, 0, 1, 1], np.uint8).reshape(line)
-    keep_largest(labels, [(1,)])
-    assert np.array_equal(labels.reshape(-1), [0, 0, 0, 0, 1, 1])
+def test_a_single_line_of_voxels_may_have_gaps() -> None:
+    for line in ((1, 1, 6), (1, 6, 1), (6, 1, 1)):
+        labels = np.array([1, 0, 1, 0, 1, 1], np.uint8).reshape(line)
+        keep_largest(labels, [(1,)])
+        assert np.array_equal(labels.reshape(-1), [0, 0, 0, 0, 1, 1])
 
 
 def test_rules_are_applied_one_after_the_other() -> None:

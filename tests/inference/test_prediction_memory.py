@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.command_line import run
 from tests.networks import random_checkpoint
 from tests.volumes.samples import write_volume
 from unet3d.config import InferenceSettings, Shape
@@ -32,11 +33,18 @@ def planned(
     device: torch.device = CPU,
     gpu_bytes: int = 0,
     settings: InferenceSettings = AUTO,
+    count: int = 1,
+    precision: str | None = None,
 ) -> PredictionMemory:
-    precision = "bfloat16" if device == GPU else "float32"
-    packed = unpacked_bytes([path])
+    precision = precision or ("bfloat16" if device == GPU else "float32")
     return prediction_memory(
-        read_header(path), packed, [network], [settings], device, [precision], gpu_bytes
+        read_header(path),
+        unpacked_bytes([path]),
+        [network] * count,
+        [settings] * count,
+        device,
+        [precision] * count,
+        gpu_bytes,
     )
 
 
@@ -46,8 +54,7 @@ def scan_of(folder: Path, shape: Shape, name: str = "scan.nii.gz") -> Path:
 
 
 def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> None:
-    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
-    one = InferenceSettings(batch_size=1)
+    network, one = random_checkpoint(), InferenceSettings(batch_size=1)
     short, long = (
         planned(scan_of(tmp_path, (24, 24, length), f"{length}.nii.gz"), network, settings=one)
         for length in (60, 600)
@@ -57,6 +64,8 @@ def test_host_memory_does_not_grow_with_the_length_of_a_scan(tmp_path: Path) -> 
     assert long.label_bytes == 10 * short.label_bytes == 24 * 24 * 600
     assert long.scratch_bytes == long.voxel_bytes + long.label_bytes
     assert len(long.windows.starts) > 5 * len(short.windows.starts)
+    mapped = planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network)
+    assert mapped.voxel_bytes == 0
 
 
 def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path: Path) -> None:
@@ -72,13 +81,8 @@ def test_windows_are_those_of_the_axes_that_the_network_sees(tmp_path: Path) -> 
     assert found.label_bytes == found.voxel_bytes // 2 == 24 * 90 * 40
 
 
-def test_voxels_that_are_mapped_take_none(tmp_path: Path) -> None:
-    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
-    assert planned(scan_of(tmp_path, (24, 24, 60), "plain.nii"), network).voxel_bytes == 0
-
-
 def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -> None:
-    network = replace(random_checkpoint(), patch_size=(64, 64, 64))
+    network = random_checkpoint(patch_size=(64, 64, 64))
     path = scan_of(tmp_path, (64, 64, 400))
     large, small = (planned(path, network, GPU, mib * 2**20) for mib in (24_000, 1200))
     assert large.windows.batch_size > small.windows.batch_size >= 1
@@ -91,67 +95,51 @@ def test_a_gpu_has_the_windows_and_a_small_one_fewer_at_a_time(tmp_path: Path) -
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_mirror_images_need_the_sum_of_their_logits(tmp_path: Path, device: torch.device) -> None:
     """Of many classes they are most of what windows take."""
-    changes = ("patches.augmentation.mirror_axes=x,y",)
-    many = random_checkpoint(label_values=tuple(range(60)), changes=changes)
-    network = replace(many, patch_size=(32, 32, 32))
     path = scan_of(tmp_path, (64, 64, 64))
-    plain, mirrored = (
-        planned(path, network, device, 24_000 * 2**20, InferenceSettings(batch_size=2, tta=tta))
-        for tta in (False, True)
-    )
+
+    def bytes_of(axes: str, tta: bool) -> np.ndarray:
+        changes = (f"patches.augmentation.mirror_axes={axes}",)
+        labels = tuple(range(60))
+        network = random_checkpoint(label_values=labels, patch_size=(32, 32, 32), changes=changes)
+        settings = InferenceSettings(batch_size=2, tta=tta)
+        found = planned(path, network, device, 24_000 * 2**20, settings)
+        return np.array([found.device_bytes, found.host_bytes])
+
     needed = 2 * 32**3 * 60 * (4 if device == CPU else 2)  # less than the sum in float32
-    assert mirrored.device_bytes + mirrored.host_bytes > (
-        plain.device_bytes + plain.host_bytes + needed
-    )
-    without = replace(
-        network, config=many.config.with_values({"patches.augmentation.mirror_axes": ()})
-    )
-    same = planned(path, without, device, 24_000 * 2**20, InferenceSettings(batch_size=2, tta=True))
-    assert same.device_bytes == plain.device_bytes
+    plain = bytes_of("x,y", tta=False)
+    assert sum(bytes_of("x,y", tta=True)) > sum(plain) + needed
+    assert bytes_of("[]", tta=True)[0] == plain[0]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-@pytest.mark.parametrize("averaging", ["logits", "probabilities"])
 def test_logits_of_folds_are_added_up_once_and_their_probabilities_each(
-    tmp_path: Path, device: torch.device, averaging: Averaging
+    tmp_path: Path, device: torch.device
 ) -> None:
-    fold = replace(random_checkpoint(), patch_size=(16, 16, 16))
     path = scan_of(tmp_path, (40, 40, 80))
-    settings = InferenceSettings(batch_size=1, averaging=averaging)
 
-    def bytes_of(count: int) -> int:
-        found = prediction_memory(
-            read_header(path),
-            0,
-            [fold] * count,
-            [settings] * count,
-            device,
-            ["float32"] * count,
-            24 * 2**30,
-        )
+    def bytes_of(averaging: Averaging, count: int) -> int:
+        settings = InferenceSettings(batch_size=1, averaging=averaging)
+        found = planned(path, random_checkpoint(), device, 24 * 2**30, settings, count)
         return found.slab_bytes + found.device_bytes
 
-    one, three = bytes_of(1), bytes_of(3)
     sums_and_image = 40 * 40 * 16 * (3 + 1) * 4
-    if averaging == "logits":
-        assert three == one
-    else:
-        assert 2 * sums_and_image < three - one
+    assert bytes_of("logits", 3) == bytes_of("logits", 1)
+    more = bytes_of("probabilities", 3) - bytes_of("probabilities", 1)
+    assert 2 * sums_and_image < more
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize(("shape", "spacing"), [((200, 180, 160), 1.0), ((120, 100, 140), 0.5)])
-def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing: float) -> None:
-    network = random_checkpoint()
-    spacings = (spacing, spacing, spacing)
-    preprocessing = replace(network.preprocessing, spacing_mm=spacings)
-    network = replace(network, patch_size=(64, 64, 64), preprocessing=preprocessing)
+def test_it_is_near_what_the_command_takes(
+    tmp_path: Path, shape: Shape, spacing: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network = random_checkpoint(spacing_mm=(spacing,) * 3, patch_size=(64, 64, 64))
     save_checkpoint(network, tmp_path / "network.pt")
-    path = scan_of(tmp_path, shape)
-    command = ["predict", str(path), "--checkpoint", str(tmp_path / "network.pt")]
+    words = [str(scan_of(tmp_path, shape)), "--checkpoint", str(tmp_path / "network.pt")]
     child = subprocess.Popen(
-        [sys.executable, "-m", "unet3d", *command, "--devices", "cpu"], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "unet3d", "predict", *words, "--devices", "cpu"],
+        stdout=subprocess.DEVNULL,
     )
     # What the system tells of a child that has ended counts this process's memory, too.
     peak_bytes = 0
@@ -162,25 +150,17 @@ def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing
             peak_bytes = max([peak_bytes, *peaks])
         time.sleep(0.02)
     assert child.returncode == 0
-    asked = subprocess.run(
-        [sys.executable, "-m", "unet3d", "plan", "--predict", *command[1:], "--json", "m.json"],
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "windows of 64x64x64 voxels" in asked.stdout
+    assert run("plan", "--predict", *words, "--json", tmp_path / "m.json") == 0
+    assert "windows of 64x64x64 voxels" in capsys.readouterr().out
     predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]
     assert predicted == pytest.approx(peak_bytes, rel=0.25)
 
 
 def test_maps_take_twice_as_much_in_float32(tmp_path: Path) -> None:
-    network = replace(random_checkpoint(), patch_size=(16, 16, 16))
     path = scan_of(tmp_path, (40, 40, 40))
+    one = InferenceSettings(batch_size=1)
     in_types = [
-        prediction_memory(
-            read_header(path), 0, [network], [InferenceSettings(batch_size=1)], CPU, [precision], 0
-        ).slab_bytes
+        planned(path, random_checkpoint(), settings=one, precision=precision).slab_bytes
         for precision in ("bfloat16", "float32")
     ]
     # Three maps of 4 channels at full resolution, which have 2 bytes and 4.

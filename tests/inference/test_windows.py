@@ -23,9 +23,8 @@ TOPOLOGY = Topology(
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 0.5, 0.75, 0.9, 0.99])
-@pytest.mark.parametrize("window", [1, 2, 10, 20, 31])
-def test_starts_cover_an_axis_with_the_overlap_asked_for(window: int, overlap: float) -> None:
-    for size in range(window, 4 * window + 3):
+def test_starts_cover_an_axis_with_the_overlap_asked_for(overlap: float) -> None:
+    for window, size in ((n, size) for n in (1, 2, 10, 20, 31) for size in range(n, 4 * n + 3)):
         starts = window_starts(size, window, overlap)
         assert starts[0] == 0
         assert starts[-1] == size - window
@@ -63,23 +62,17 @@ def test_weights_are_scipys_gaussian_of_a_point(window: Shape) -> None:
     assert weight.min() > 1e-11  # far from what float32 rounds to nothing
 
 
-@pytest.mark.parametrize("window", [(16, 16, 16), (64, 9, 4), (40, 56, 40)])
-def test_weights_are_those_of_nnunet(window: Shape) -> None:
+def test_weights_and_starts_are_those_of_nnunet() -> None:
     theirs = pytest.importorskip(
         "nnunetv2.inference.sliding_window_prediction", reason="needs nnU-Net"
-    ).compute_gaussian(window, 1 / 8, 10, dtype=torch.float32, device=CPU)
-    torch.testing.assert_close(10 * gaussian_weight(window), theirs, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("overlap", [0.5, 0.25, 0.75])
-@pytest.mark.parametrize("window", [7, 16, 31, 40, 64])
-def test_starts_are_those_of_nnunet(window: int, overlap: float) -> None:
-    sliding = pytest.importorskip(
-        "nnunetv2.inference.sliding_window_prediction", reason="needs nnU-Net"
     )
-    for size in range(window, 8 * window):
-        (theirs,) = sliding.compute_steps_for_sliding_window((size,), (window,), 1 - overlap)
-        assert window_starts(size, window, overlap) == theirs
+    for window in ((16, 16, 16), (64, 9, 4), (40, 56, 40)):
+        weights = theirs.compute_gaussian(window, 1 / 8, 10, dtype=torch.float32, device=CPU)
+        torch.testing.assert_close(10 * gaussian_weight(window), weights, rtol=1e-5, atol=0)
+    for overlap, length in itertools.product((0.5, 0.25, 0.75), (7, 16, 31, 40, 64)):
+        for size in range(length, 8 * length):
+            (starts,) = theirs.compute_steps_for_sliding_window((size,), (length,), 1 - overlap)
+            assert window_starts(size, length, overlap) == starts
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,7 @@ def test_a_cpu_takes_small_windows_together(
 
 
 @pytest.mark.parametrize("size", [(40, 20, 10), (21, 37, 11), (16, 9, 30), (7, 7, 7)])
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 0.8])
-@pytest.mark.parametrize("batch_size", [1, 4, 100])
+@pytest.mark.parametrize(("overlap", "batch_size"), [(0.0, 1), (0.5, 4), (0.8, 100)])
 def test_windows_advance_along_the_longest_axis_and_reach_no_further(
     size: Shape, overlap: float, batch_size: int
 ) -> None:
