@@ -5,19 +5,19 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.model.shapes import topology_of
 from tests.products import pairwise
 from unet3d.kernels import recompute as recomputing
 from unet3d.kernels import recomputed_in_backward
 from unet3d.memory.saved_tensors import handling, storage_key
 from unet3d.model import (
     Block,
-    Topology,
     UNet3d,
     in_running_order,
     run_block,
@@ -36,17 +36,10 @@ def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
 
 
-def make_model(encoder: Literal["plain", "residual"] = "plain", **options: Any) -> UNet3d:
-    topology = Topology(
-        in_channels=2,
-        num_classes=3,
-        channels=(4, 8, 8),
-        strides=((1, 1, 1), (2, 2, 2), (2, 2, 2)),
-        encoder=encoder,
-        **options,
-    )
+def make_model(**options: Any) -> UNet3d:
     torch.manual_seed(0)
-    return UNet3d(topology).double()
+    given = {"channels": (4, 8, 8), "deep_supervision": False, "upsampling_bias": False}
+    return UNet3d(topology_of(**given | options)).double()
 
 
 def make_image() -> Tensor:
@@ -75,11 +68,11 @@ def backward(model: UNet3d, made: dict[str, Tensor]) -> list[Tensor | None]:
     num_alive=[1, 2],
 )
 def test_results_and_gradients_are_the_same_to_the_bit(
-    encoder: Literal["plain", "residual"], options: dict[str, Any], num_alive: int
+    encoder: str, options: dict[str, Any], num_alive: int
 ) -> None:
     found = []
     for alive in (None, num_alive):
-        model = make_model(encoder, **options)
+        model = make_model(encoder=encoder, **options)
         made = forward(model, alive)
         found.append([*made.values(), *backward(model, made), *model.buffers()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -125,42 +118,32 @@ def test_of_the_encoder_only_what_the_first_block_of_each_level_made_is_kept(
 
 
 @pytest.mark.parametrize(("num_alive", "decoder_runs"), [(1, 1), (2, 2)])
-def test_a_block_runs_twice_at_most_and_the_first_once_more(
-    num_alive: int, decoder_runs: int
-) -> None:
-    model = make_model()
-    num_runs: Counter[str] = Counter()
-    for block in model.blocks():
-        block.module.register_forward_hook(lambda *_, name=block.name: num_runs.update([name]))
-    made = forward(model, num_alive)
-    assert set(num_runs.values()) == {1}
-    backward(model, made)
-    paths = {block.name: block.path for block in model.blocks()}
-    assert num_runs.pop("encoder.0.0") == 3
-    for name, number in num_runs.items():
-        assert number == (2 if paths[name] == "encoder" else decoder_runs), name
+def test_a_part_runs_again_when_backward_comes_to_it(num_alive: int, decoder_runs: int) -> None:
+    """And not before: the features of one level exist at a time.
 
-
-def test_a_part_runs_again_when_backward_comes_to_it() -> None:
-    """And not before: the features of one level exist at a time."""
+    A block runs twice at most, and the first once more.
+    """
     model = make_model()
     order: list[str] = []
     for block in model.blocks():
         block.module.register_forward_hook(lambda *_, name=block.name: order.append(name))
-    made = forward(model, 1)
-    for name in ("encoder.levels.2.1.conv", "encoder.levels.1.1.conv", "encoder.levels.0.1.conv"):
-        weight = model.get_submodule(name).weight
-        weight.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    order.clear()
+    weights = [f"encoder.levels.{level}.1.conv.weight" for level in (2, 1, 0)]
+    for name in weights:
+        model.get_parameter(name).register_post_accumulate_grad_hook(
+            lambda _, name=name: order.append(name)
+        )
+    made = forward(model, num_alive)
+    paths = {block.name: block.path for block in model.blocks()}
+    assert sorted(order) == sorted(paths)
     backward(model, made)
-    assert [name for name in order if name.startswith("encoder.levels") or name[-1] == "1"] == [
-        "encoder.2.1",
-        "encoder.levels.2.1.conv",
-        "encoder.1.1",
-        "encoder.levels.1.1.conv",
-        "encoder.0.1",
-        "encoder.levels.0.1.conv",
-    ]
+    num_runs = Counter(name for name in order if name not in weights)
+    assert num_runs.pop("encoder.0.0") == 3
+    for name, number in num_runs.items():
+        assert number == (2 if paths[name] == "encoder" else decoder_runs), name
+    again = [name for name in order[len(paths) :] if name in weights or name[-2:] == ".1"]
+    assert [name for name in again if name.startswith("encoder")] == [
+        "encoder.2.1", weights[0], "encoder.1.1", weights[1], "encoder.0.1", weights[2],
+    ]  # fmt: skip
 
 
 def test_what_enters_a_level_of_a_chain_is_kept() -> None:

@@ -65,33 +65,36 @@ SHAPES = [
     (3, 70, 3, 5, 7),
     (1, 320, 6, 6, 6),
     (2, 1, 8, 8, 8),
+    (2, 33, 16, 17, 18),
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-@pairwise(shape=SHAPES, mean=[0.0, 1e4], slope=[0.01, 1.0])
-def test_float32_on_a_gpu_against_float64(
-    shape: tuple[int, ...], mean: float, slope: float
+@pairwise(
+    shape=SHAPES,
+    kind=[
+        (torch.float32, 0.0, 1e-6),
+        (torch.float32, 1e4, 1e-6),
+        (torch.bfloat16, 1.0, 4e-3),
+        (torch.float16, 1.0, 5e-4),
+    ],
+    slope=[0.01, 1.0],
+    layout=LAYOUTS,
+)
+def test_on_a_gpu_against_float64(
+    shape: tuple[int, ...],
+    kind: tuple[torch.dtype, float, float],
+    slope: float,
+    layout: torch.memory_format,
 ) -> None:
-    inputs = arguments(shape, mean, torch.float32, "cuda")
+    dtype, mean, tolerance = kind
+    inputs = arguments(shape, mean, dtype, "cuda", layout)
     actual = value_and_gradients(inputs, instance_norm, slope)
-    assert_as_in_float64(actual, in_float64(inputs, slope), inputs[3], 1e-6)
+    assert actual[0].dtype == dtype
+    assert_as_in_float64(actual, in_float64(inputs, slope), inputs[3], tolerance)
     again = value_and_gradients(inputs, instance_norm, slope)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("triton_at_any_size")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_low_precision_on_a_gpu(
-    dtype: torch.dtype, tolerance: float, layout: torch.memory_format
-) -> None:
-    inputs = arguments((2, 33, 16, 17, 18), 1.0, dtype, "cuda", layout)
-    actual = value_and_gradients(inputs, instance_norm, 0.01)
-    assert actual[0].dtype == dtype
-    assert_near(actual, in_float64(inputs, 0.01), tolerance)
 
 
 @pytest.mark.gpu

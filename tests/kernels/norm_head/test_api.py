@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.kernels.comparison import assert_near, assert_same, channels_last
 from tests.kernels.comparison import results as results_of
 from tests.kernels.norm.closed_form import EPS, arguments, closed_form
+from tests.products import pairwise
 from unet3d.kernels import instance_norm_head
 from unet3d.kernels.norm import api as norm_api
 from unet3d.kernels.norm import op as norm
@@ -20,7 +21,6 @@ from unet3d.kernels.padding import MAX_CHANNELS, mark_folded, with_padding
 from unet3d.memory.saved_tensors import handling
 
 SLOPE = 0.01
-NAMES = ("y", "x", "weight", "bias", "head", "head bias", "added")
 
 
 def inputs_of(
@@ -122,41 +122,37 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("triton_at_any_size")
-@pytest.mark.parametrize(("adds", "mean"), [(False, 0.0), (False, 1e4), (True, 1.0)])
-@pytest.mark.parametrize(("shape", "classes"), CASES, ids=str)
-def test_float32_on_a_gpu_against_float64(
-    shape: tuple[int, ...], classes: int, adds: bool, mean: float
+@pairwise(
+    case=CASES,
+    kind=[
+        (torch.float32, 0.0, 2e-6),
+        (torch.float32, 1e4, 2e-6),
+        (torch.bfloat16, 1.0, 8e-3),
+        (torch.float16, 1.0, 1e-3),
+    ],
+)
+def test_on_a_gpu_against_float64(
+    case: tuple[tuple[int, ...], int], kind: tuple[torch.dtype, float, float]
 ) -> None:
-    inputs = inputs_of(shape, classes, torch.float32, "cuda", adds=adds, mean=mean)
-    expected = results(apart, [value.cpu().double() for value in inputs])
-    actual = results(joined, inputs)
-    voxels = expected[0][0, 0].numel() * shape[0]
-    for name, a, b in zip(NAMES, actual, expected, strict=False):
-        # What is summed over voxels may cancel: judged by how much was added up.
-        scale = b.norm().item()
-        scale = max(scale, (voxels * b.numel()) ** 0.5) if b.dim() == 1 or name == "head" else scale
-        assert (a.cpu().double() - b).norm().item() <= 2e-6 * scale, name
-    again = results(joined, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("triton_at_any_size")
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
-def test_low_precision_on_a_gpu(dtype: torch.dtype, tolerance: float) -> None:
-    inputs = inputs_of((2, 33, 16, 17, 18), 3, dtype, "cuda", adds=False)
+    (shape, classes), (dtype, mean, tolerance) = case, kind
+    inputs = inputs_of(shape, classes, dtype, "cuda", adds=False, mean=mean)
     inputs[3] = inputs[3].to(dtype).float()
     expected = results(apart, [value.cpu().double() for value in inputs])
     actual = results(joined, inputs)
     assert actual[0].dtype == dtype
-    assert_near(actual, expected, tolerance)
+    voxels = expected[0][0, 0].numel() * shape[0]
+    for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        # What is summed over voxels may cancel: judged by how much was added up.
+        scale = max(b.norm().item(), (voxels * b.numel()) ** 0.5 if number > 1 else 0)
+        assert (a.cpu().double() - b).norm().item() <= tolerance * scale, number
+    again = results(joined, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
     # What is added is added in float32 and rounded once.
     x, *others, dy = inputs
     added = torch.randn_like(x)
     in_sum = results(joined, [x, *others, added, dy])
     of_sum = results(joined, [(x.float() + added.float()).to(dtype), *others, dy])
-    for a, b in zip(in_sum, [*of_sum, of_sum[1]], strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(in_sum, [*of_sum, of_sum[1]], strict=True))
 
 
 @pytest.mark.gpu
