@@ -227,6 +227,7 @@ def _as_process(work: Callable[[], object], environment: Mapping[str, str]) -> N
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
         interruption._stop = interruption._Stop()  # that of the process that was forked is in use
         logging.getLogger().handlers.clear()
+        tempfile.tempdir = None  # which the variables may name
         # New ones, because what is open as 1 and 2 may be a pipe now, and was a file.
         sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
         work()

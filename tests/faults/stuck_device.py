@@ -1,0 +1,53 @@
+"""Ranks on CPUs that are watched as GPUs are, and get stuck as those do."""
+
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import unet3d.config
+from tests.warm import run_command
+from unet3d.config import Config
+from unet3d.distributed import device_watch
+
+
+class StuckProgress:
+    """A device that is as far as its main thread, until that stops, in rank 0."""
+
+    def __init__(self, stuck: Path, device: torch.device) -> None:
+        self._stuck = stuck
+        self._number = 0
+
+    def queue(self, number: int) -> None:
+        if os.environ["RANK"] == "0" and self._stuck.exists():
+            self._stuck.with_suffix(".0").touch()
+            while True:
+                time.sleep(1000)
+        self._number = number
+
+    def reached(self) -> int:
+        return self._number
+
+
+def run(words: list[str], stuck: Path | None, limit: int | None = None) -> None:
+    """Run ``unet3d WORDS``.
+
+    Args:
+        words: Arguments.
+        stuck: As soon as this file is there, rank 0 stops in the call that would wait for its
+            device; None: no device is watched.
+        limit: Seconds after which a rank is lost, of a prediction, which has no option for it.
+    """
+    load_config = unet3d.config.load_config
+
+    def with_limit(path: Path | None, changes: Sequence[str] = ()) -> Config:
+        return load_config(path, [*changes, f"parallel.timeout_seconds={limit}"])
+
+    if limit is not None:
+        unet3d.config.load_config = with_limit
+    if stuck is not None:
+        device_watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
+    run_command(words)

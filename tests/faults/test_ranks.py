@@ -1,0 +1,292 @@
+"""Ranks that are killed, hang or are asked to stop: one line says so, none is left, and it goes on.
+
+Of each there is one training by day; the other modes and GPUs are for the night.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests import trainings, warm
+from tests.faults import stuck_device
+from tests.networks import write_checkpoint
+from tests.process_trees import assert_all_end, children_of, family_of
+from tests.ranks import free_port, rank_variables
+from tests.trainings import losses, words
+from tests.volumes.samples import noise, write_volume
+from unet3d.runs.checkpoint import load_checkpoint
+
+MODES = {
+    "data": ("parallel.mode=data", "training.batch_size=3"),
+    "spatial": ("parallel.mode=spatial",),
+}
+CPUS, GPUS = "cpu,cpu", "0,1"
+LIMITS = {CPUS: 4, GPUS: 20}
+"""Seconds after which a rank is lost; on GPUs ranks compile kernels, one longer than another."""
+
+LONG = ("training.epochs=1000", "training.validate_every=1000")
+SECONDS = 100
+"""More than any of these takes."""
+
+Process = warm.Warm | subprocess.Popen[str]
+
+by_night = pytest.mark.nightly
+on_gpus = (pytest.mark.nightly, pytest.mark.multigpu)
+
+
+def start(folder: Path, cache: Path, mode: str, devices: str, *changes: str) -> Process:
+    """Start a training in two ranks, or continue it; on GPUs, in processes that nobody forks."""
+    more = (*MODES[mode], f"parallel.devices={devices}", *changes)
+    more = ("training.save_every_seconds=0", f"parallel.timeout_seconds={LIMITS[devices]}", *more)
+    if devices == GPUS:
+        return trainings.start(folder, cache, *more)
+    resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
+    return warm.start([*words(folder, cache, *more), *resume])
+
+
+def wait_until(is_so: Callable[[], bool], process: Process) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not is_so():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_ends(process: Process, family: list[int], status: int) -> list[str]:
+    """Return the lines of a command that ends as it should, and nothing of it is left."""
+    try:
+        _, errors = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        for one in (process.pid, *family):
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        raise
+    assert process.returncode == status, errors
+    assert "Traceback" not in errors
+    assert_all_end(family, 10)
+    return errors.splitlines()
+
+
+def assert_named(lines: Sequence[str], begin: str, advice: str) -> None:
+    """See that one line alone says what happened, and what to do."""
+    (reason,) = (line for line in lines if "rror" in line)
+    assert reason.startswith(begin) and advice in reason, lines
+
+
+def assert_goes_on(folder: Path, cache: Path, *changes: str) -> None:
+    """See that a run takes two epochs more than it had, in a mode of its own."""
+    state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
+    number = state["epoch"] + 2
+    done = warm.run([*words(folder, cache, *changes, f"training.epochs={number}"), "--resume"])
+    assert done.returncode == 0, done.stderr
+    assert [epoch for epoch, _ in losses(folder)] == list(range(1, number + 1))
+
+
+LOSSES = {
+    signal.SIGKILL: "Error: rank 1 was killed by SIGKILL",
+    signal.SIGSTOP: "Error: rank 1 (in",
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss", "devices"),
+    [
+        ("data", signal.SIGKILL, CPUS),
+        ("spatial", signal.SIGSTOP, CPUS),
+        pytest.param("data", signal.SIGSTOP, CPUS, marks=by_night),
+        pytest.param("spatial", signal.SIGKILL, CPUS, marks=by_night),
+        pytest.param("data", signal.SIGSTOP, GPUS, marks=on_gpus),
+        pytest.param("spatial", signal.SIGSTOP, GPUS, marks=on_gpus),
+        pytest.param("spatial", signal.SIGKILL, GPUS, marks=on_gpus),
+    ],
+)
+def test_a_lost_rank_is_named(
+    mode: str, loss: signal.Signals, devices: str, cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, cache, mode, devices, *LONG)
+    wait_until((folder / "checkpoint-latest.pt").exists, process)
+    family = family_of(process.pid)
+    os.kill(children_of(process.pid)[1], loss)
+    assert_named(assert_ends(process, family, 1), LOSSES[loss], "--resume")
+    assert_goes_on(folder, cache, "parallel.mode=none", "parallel.devices=cpu")
+
+
+@pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
+    mode: str, cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    changes = ("training.epochs=8", "training.validate_every=8", "training.precision=float64")
+    trainings.run(trainings.settings(cache, *MODES[mode][1:], *changes), tmp_path / "undisturbed")
+    process = start(folder, cache, mode, CPUS, *changes, "parallel.max_restarts=1")
+    wait_until((folder / "metrics.jsonl").exists, process)
+    family = family_of(process.pid)
+    os.kill(children_of(process.pid)[1], signal.SIGKILL)
+    lines = assert_ends(process, family, 0)
+    assert "rank 1 was killed by SIGKILL; all ranks are started again (1 of 1)" in lines
+    assert [line for line in lines if line.startswith("resumed after epoch")]
+    found, expected = (dict(losses(one)) for one in (folder, tmp_path / "undisturbed"))
+    assert found == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "devices"),
+    [
+        ("spatial", signal.SIGTERM, CPUS),
+        ("data", signal.SIGINT, CPUS),
+        pytest.param("spatial", signal.SIGINT, CPUS, marks=by_night),
+        pytest.param("data", signal.SIGTERM, CPUS, marks=by_night),
+        pytest.param("spatial", signal.SIGTERM, GPUS, marks=on_gpus),
+        pytest.param("spatial", signal.SIGINT, GPUS, marks=on_gpus),
+    ],
+)
+def test_a_signal_stops_all_ranks_which_save_first(
+    mode: str, number: signal.Signals, devices: str, cache: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    process = start(folder, cache, mode, devices, *LONG, "training.save_every_seconds=1000")
+    wait_until((folder / "metrics.jsonl").exists, process)
+    family = family_of(process.pid)
+    assert not (folder / "checkpoint-latest.pt").exists()
+    # A terminal sends Ctrl-C to all of a group, an operator SIGTERM to the first process.
+    for one in (process.pid, *(family if number == signal.SIGINT else [])):
+        os.kill(one, number)
+    lines = assert_ends(process, family, 128 + number)
+    assert lines[-1] == f"Stopped by {number.name}; continue with --resume"
+    assert load_checkpoint(folder / "checkpoint-latest.pt").training["state"]["epoch"] >= 1
+    assert_goes_on(folder, cache, "parallel.mode=data", "parallel.devices=cpu,cpu")
+
+
+def test_nobody_is_told_to_resume_before_there_is_anything(cache: Path, tmp_path: Path) -> None:
+    process = start(tmp_path / "run", cache, "data", CPUS, *LONG)
+    wait_until(lambda: len(children_of(process.pid)) == 2, process)
+    family = family_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    assert assert_ends(process, family, 143)[-1] == "Stopped by SIGTERM"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_of_ranks_are_no_orphans(
+    number: signal.Signals, cache: Path, tmp_path: Path
+) -> None:
+    process = start(tmp_path / "run", cache, "data", CPUS, *LONG, "data.num_workers=1")
+    # A rank has a server that forks its worker.
+    wait_until(lambda: len(family_of(process.pid)) >= 6, process)
+    family = family_of(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=SECONDS)
+    assert_all_end(family, 10)
+
+
+@pytest.mark.nightly
+def test_a_signal_stops_a_validation_of_shards(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of them gets it; none waits for another that has left."""
+    folder, meeting = tmp_path / "run", tmp_path / "meeting"
+    meeting.mkdir()
+    monkeypatch.setenv("TMPDIR", str(meeting))
+    changes = ("training.epochs=2", "training.validate_every=1", "training.save_every_seconds=1000")
+    changes += ("data.phantom.num_cases=40", "data.num_folds=2", "inference.overlap=0.8")
+    process = start(folder, cache, "spatial", CPUS, *changes)
+    wait_until(lambda: b"validation" in notes_in(meeting), process)
+    family = family_of(process.pid)
+    os.kill(children_of(process.pid)[1], signal.SIGTERM)
+    assert assert_ends(process, family, 143)[-1] == "Stopped by SIGTERM; continue with --resume"
+    assert not (folder / "metrics.jsonl").exists()
+    assert load_checkpoint(folder / "checkpoint-latest.pt").training["state"]["epoch"] == 0
+
+
+def notes_in(meeting: Path) -> bytes:
+    """Return what ranks have written down of how far they are."""
+    found = b""
+    for path in meeting.glob("unet3d-ranks-*/start-0/*"):
+        with suppress(OSError):
+            found += path.read_bytes()
+    return found
+
+
+# Devices that wait for ever for another rank: the main thread of rank 0 stops where nothing reaches
+# it, and rank 1 altogether
+
+WATCHED = (*LONG, "training.save_every_seconds=0", "parallel.timeout_seconds=2")
+WATCHED += ("parallel.devices=cpu,cpu",)
+
+
+def lose_second(stuck: Path, process: Process, second: int) -> None:
+    """Have rank 0 stop in its next call, then stop rank 1 while it waits for it."""
+    stuck.touch()
+    wait_until(stuck.with_suffix(".0").exists, process)
+    os.kill(second, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
+def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
+    mode: str, cache: Path, tmp_path: Path
+) -> None:
+    folder, stuck = tmp_path / "run", tmp_path / "stuck"
+    process = warm.call(stuck_device.run, words(folder, cache, *MODES[mode], *WATCHED), stuck)
+    wait_until((folder / "checkpoint-latest.pt").exists, process)
+    family = family_of(process.pid)
+    lose_second(stuck, process, children_of(process.pid)[1])
+    assert_named(assert_ends(process, family, 1), "Error: rank 1 (in epoch ", "--resume")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("devices", "is_stuck"),
+    [(CPUS, True), (CPUS, False), pytest.param(GPUS, False, marks=pytest.mark.multigpu)],
+)
+def test_a_rank_of_a_prediction_that_hangs_is_named(
+    devices: str, is_stuck: bool, tmp_path: Path
+) -> None:
+    """Many scans in one piece each are segmented, of which the first is done."""
+    first = write_volume(tmp_path / "scans/0.nii.gz", noise((40, 36, 33)))
+    for number in range(1, 200):
+        shutil.copy(first, tmp_path / f"scans/{number}.nii.gz")
+    stuck, out = tmp_path / "stuck", tmp_path / "out"
+    checkpoint = write_checkpoint(tmp_path / "network.pt")
+    arguments = ("predict", first.parent, "--checkpoint", checkpoint, "-o", out, "--window")
+    arguments += ("whole", "--parallel", "spatial", "--devices", devices)
+    visible = {"CUDA_VISIBLE_DEVICES": GPUS} if devices == GPUS else {}
+    process = warm.call(
+        stuck_device.run,
+        [*map(str, arguments)],
+        stuck if is_stuck else None,
+        LIMITS[devices],
+        **visible,
+    )
+    wait_until(lambda: any(out.glob("*_seg.nii.gz")), process)
+    family, (_, second) = family_of(process.pid), children_of(process.pid)
+    if is_stuck:
+        lose_second(stuck, process, second)
+    else:
+        os.kill(second, signal.SIGSTOP)
+    lines = assert_ends(process, family, 1)
+    assert_named(lines, "Error: rank 1 (in ", "give the same command again")
+
+
+@pytest.mark.nightly
+def test_a_rank_of_torchrun_says_it_once_itself(cache: Path, tmp_path: Path) -> None:
+    folder, stuck, port = tmp_path / "run", tmp_path / "stuck", free_port()
+    arguments = words(folder, cache, *MODES["spatial"], *WATCHED)
+    ranks = [
+        warm.call(stuck_device.run, arguments, stuck, **rank_variables(rank, 2, port))
+        for rank in range(2)
+    ]
+    try:
+        wait_until((folder / "checkpoint-latest.pt").exists, ranks[0])
+        lose_second(stuck, ranks[0], ranks[1].pid)
+        assert_named(assert_ends(ranks[0], [], 1), "Error: rank 1 (in epoch ", "--resume")
+    finally:
+        for one in ranks:
+            one.kill()
