@@ -5,6 +5,7 @@ import struct
 import zipfile
 import zlib
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def small_archive() -> bytes:
     return file.getvalue()
 
 
-@property_test
+@partial(property_test, share=0.5)
 @given(damaged(small_archive()))
 def test_mutations_of_the_bytes(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "mutated.zip"

@@ -4,8 +4,8 @@ import copy
 import io
 import json
 import os
-import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from unet3d.nnunet import reading
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.reading import Part, load_model, load_network, network_from_first
 from unet3d.nnunet.weights import to_nnunet
-from unet3d.runs.checkpoint import load_checkpoint, save_checkpoint
+from unet3d.runs.checkpoint import save_checkpoint
 
 ALONE = Group(Ranks())
 
@@ -48,11 +48,9 @@ def saved(content: Any, folder: Path) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """Return why a file is refused: one short printable line, soon."""
-    began = time.monotonic()
+    """Return why a file is refused: one short printable line."""
     with pytest.raises(CheckpointError) as caught:
         load_model(path)
-    assert time.monotonic() - began < 5
     message = str(caught.value).replace(str(path), "")
     assert is_printable(message), repr(message)
     assert len(message) < 900, message
@@ -89,28 +87,23 @@ def test_a_description_has_no_memory(tmp_path: Path) -> None:
     assert described.topology == TOPOLOGY
 
 
-def test_it_is_kept_as_a_checkpoint_of_ours(tmp_path: Path) -> None:
-    read = load_model(saved(CONTENT, tmp_path))
-    save_checkpoint(read, tmp_path / "model.pt")
-    again = load_checkpoint(tmp_path / "model.pt")
-    assert again.preprocessing == read.preprocessing
-    assert again.topology == read.topology
-    assert again.config == read.config
-    assert again.patch_size == read.patch_size
-    for name, value in read.model.items():
-        assert torch.equal(again.model[name], value)
-
-
 @pytest.mark.parametrize("part", ["network", "description"])
 def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> None:
     theirs = saved(CONTENT, tmp_path)
     ours = tmp_path / "ours.pth"
-    save_checkpoint(load_model(theirs), ours)
+    wanted = load_model(theirs)
+    save_checkpoint(wanted, ours)
     renamed = theirs.rename(theirs.with_suffix(".pt"))
     for path in (ours, renamed):
         for read in (load_network(path, part), network_from_first(path, ALONE)):
-            assert read.topology == TOPOLOGY
-            assert read.preprocessing.channel_names == ("CT", "MRI")
+            for name in ("topology", "preprocessing", "config", "patch_size"):
+                assert getattr(read, name) == getattr(wanted, name)
+    assert all(
+        torch.equal(load_network(ours).model[name], one) for name, one in wanted.model.items()
+    )
+    again = saved({**CONTENT, "init_args": None}, tmp_path)
+    with pytest.raises(CheckpointError, match="does not say which configuration"):
+        load_network(again.rename(again.with_suffix(".pt")), part)
 
 
 @pytest.mark.parametrize(
@@ -124,19 +117,14 @@ def test_files_of_others_are_refused_by_their_name(tmp_path: Path, name: str, me
             read(tmp_path / name)
 
 
-def test_what_is_wrong_with_a_file_of_another_name_is_said(tmp_path: Path) -> None:
-    path = saved({**CONTENT, "init_args": None}, tmp_path)
-    renamed = path.rename(path.with_suffix(".pt"))
-    with pytest.raises(CheckpointError, match="does not say which configuration"):
-        load_network(renamed)
-
-
 def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", 0)
+    path = model / "fold_0" / "checkpoint_final.pth"
     labels = {"background": 0, "other organ": 1, "other": 2}
     (model / "dataset.json").write_text(json.dumps({**DATASET, "labels": labels}))
-    read = load_model(model / "fold_0" / "checkpoint_final.pth")
-    assert read.preprocessing.label_names == tuple(labels)
+    assert load_model(path).preprocessing.label_names == tuple(labels)
+    (model / "plans.json").write_text("{")
+    assert "plans.json cannot be read" in refusal(path)
 
 
 @pytest.mark.parametrize(
@@ -163,28 +151,21 @@ def test_normalisations(tmp_path: Path, scheme: str, is_masked: bool, kind: str)
 def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
     labels = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3, "ignore": 4}
     dataset = {**DATASET, "labels": labels, "regions_class_order": [1, 2, 3]}
-    content = {**CONTENT, "init_args": {**CONTENT["init_args"], "dataset_json": dataset}}
-    prepared = load_model(saved(content, tmp_path)).preprocessing
+    prepared = load_model(saved(with_args(dataset_json=dataset), tmp_path)).preprocessing
     assert [(one.name, one.values, one.written) for one in prepared.regions] == [
         ("whole", (1, 2, 3), 1),
         ("core", (2, 3), 2),
         ("enhancing", (3,), 3),
     ]
     assert prepared.ignore_value == 4
-
-
-def test_lists_of_one_value_are_labels(tmp_path: Path) -> None:
+    # Lists of one value are labels.
     dataset = {**DATASET, "labels": {"background": 0, "organ": [1], "lésion": [2]}}
-    content = {**CONTENT, "init_args": {**CONTENT["init_args"], "dataset_json": dataset}}
-    prepared = load_model(saved(content, tmp_path)).preprocessing
-    assert not prepared.regions
-    assert prepared.label_values == (0, 1, 2)
-
-
-def test_without_mirroring_there_is_none(tmp_path: Path) -> None:
-    read = load_model(saved({**CONTENT, "inference_allowed_mirroring_axes": None}, tmp_path))
-    assert read.mirror_axes == ()
-    assert not read.config.inference.tta
+    content = with_args(dataset_json=dataset) | {"inference_allowed_mirroring_axes": None}
+    read = load_model(saved(content, tmp_path))
+    assert not read.preprocessing.regions
+    assert read.preprocessing.label_values == (0, 1, 2)
+    # Without mirroring there is none.
+    assert read.mirror_axes == () and not read.config.inference.tta
 
 
 def with_args(**changes: Any) -> dict[str, Any]:
@@ -306,17 +287,10 @@ def test_what_is_refused_or_damaged_is_named(tmp_path: Path) -> None:
     assert "or is damaged: File is not a zip file; copy it again, or use another" in refusal(path)
 
 
-def test_damaged_files_above_a_checkpoint(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", 0)
-    (model / "plans.json").write_text("{")
-    assert "plans.json cannot be read" in refusal(model / "fold_0" / "checkpoint_final.pth")
-
-
 def assert_refused_or_read(content: bytes, folder: Path) -> None:
     """Load a file; if it is taken, its network can be built."""
     path = folder / "mutated.pth"
     path.write_bytes(content)
-    began = time.monotonic()
     try:
         read = load_model(path)
     except CheckpointError as error:
@@ -324,10 +298,9 @@ def assert_refused_or_read(content: bytes, folder: Path) -> None:
         assert len(str(error)) < 1200
     else:
         read.build_model()
-    assert time.monotonic() - began < 5
 
 
-@property_test
+@partial(property_test, share=0.4)
 @given(mutated({**CONTENT, "network_weights": {}}))
 def test_mutations_of_the_values(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
     file = io.BytesIO()
@@ -354,7 +327,7 @@ def pickle_of(file: bytes) -> bytes:
 
 # pickletools decodes text with escapes before the step is refused.
 @pytest.mark.filterwarnings("ignore:invalid escape sequence:DeprecationWarning")
-@property_test
+@partial(property_test, share=0.4)
 @given(damaged(pickle_of(without_numbers())))
 def test_mutations_of_the_pickle(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     with zipfile.ZipFile(io.BytesIO(without_numbers())) as old:
@@ -366,7 +339,7 @@ def test_mutations_of_the_pickle(tmp_path_factory: pytest.TempPathFactory, conte
     assert_refused_or_read(file.getvalue(), tmp_path_factory.getbasetemp())
 
 
-@property_test
+@partial(property_test, share=0.4)
 @given(mutated({"plans": PLANS, "dataset": DATASET}))
 def test_mutations_of_the_files(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
     folder = tmp_path_factory.getbasetemp() / "mutated model"

@@ -1,7 +1,6 @@
 """Models of nnU-Net segment as nnU-Net did; ``tests/recorded/nnunet`` says what was recorded."""
 
 import shutil
-import zipfile
 from pathlib import Path
 
 import nibabel as nib
@@ -11,6 +10,7 @@ import torch
 
 import unet3d
 from tests.command_line import run
+from tests.nnunet.models import archive_of
 from tests.nnunet.recordings import (
     FOLDER,
     KINDS,
@@ -28,50 +28,36 @@ from unet3d.nnunet.reading import load_network
 
 pytestmark = pytest.mark.usefixtures("float32")
 
-WAYS = {"plain": False, "mirrored": True}
-"""The folders of segmentations, and whether mirror images are averaged for them."""
-
-FILES_OF_A_MODEL = (
-    "plans.json",
-    "dataset.json",
-    "dataset_fingerprint.json",
-    "fold_*/checkpoint_final.pth",
-)
-
 
 def assert_scan(found: nib.Nifti1Image, expected: nib.Nifti1Image) -> None:
     assert_agree({"": found}, {"": expected})
 
 
-def label_values(kind: str) -> list[int]:
-    return list(range(3 if kind == "thick_slices" else 4))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_recorded_can_tell_mistakes(kind: str) -> None:
     """All labels are there, and mirror images change more than may differ."""
-    for how in WAYS:
-        for scan in scans_of(kind):
-            if scan != "zeros":
-                found = np.unique(labels_of(recorded(kind, scan, how)))
-                assert list(found) == label_values(kind)
+    plain, mirrored = all_recorded(kind, "plain"), all_recorded(kind, "mirrored")
+    for image in (plain["small"], mirrored["small"], plain["plain"]):
+        assert list(np.unique(labels_of(image))) == list(range(3 if kind == "thick_slices" else 4))
     with pytest.raises(AssertionError):
-        assert_agree(all_recorded(kind, "plain"), all_recorded(kind, "mirrored"))
+        assert_agree(plain, mirrored)
 
 
-@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_segments_as_nnunet_does(kind: str, how: str) -> None:
-    segmenter = unet3d.load(model_of(kind), devices="cpu", tta=WAYS[how])
+def test_a_model_segments_as_nnunet_does(kind: str) -> None:
+    segmenter = unet3d.load(model_of(kind), devices="cpu", tta=False)
     found = {scan: segmenter.segment(files_of(kind, scan)) for scan in scans_of(kind)}
-    assert_agree(found, all_recorded(kind, how))
+    assert_agree(found, all_recorded(kind, "plain"))
 
 
-def test_mirror_images_are_averaged_unless_that_is_refused() -> None:
-    found = unet3d.load(model_of("isotropic"), devices="cpu").segment(
-        files_of("isotropic", "plain")
-    )
-    assert_scan(found, recorded("isotropic", "plain", "mirrored"))
+@pytest.mark.parametrize("is_small", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_mirror_images_are_averaged_unless_that_is_refused(kind: str, is_small: bool) -> None:
+    segmenter = unet3d.load(model_of(kind), devices="cpu")
+    for scan in scans_of(kind):
+        if is_small == (scan == "small"):
+            found = segmenter.segment(files_of(kind, scan))
+            assert_scan(found, recorded(kind, scan, "mirrored"))
 
 
 def test_names_of_channels_and_labels_are_those_of_the_model() -> None:
@@ -83,31 +69,15 @@ def test_names_of_channels_and_labels_are_those_of_the_model() -> None:
     assert sorted(segmenter.label_names) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("fold", [0, 1])
-def test_a_fold_alone_segments_as_nnunet_does_with_it(fold: int) -> None:
-    expected = recorded("isotropic", "plain", f"fold_{fold}")
+def test_a_fold_alone_segments_as_nnunet_does_with_it() -> None:
     model = model_of("isotropic")
-    checkpoint = model / f"fold_{fold}" / "checkpoint_final.pth"
-    for segmenter in (
-        unet3d.load(model, folds=[fold], devices="cpu", tta=False),
-        unet3d.load(checkpoint, devices="cpu", tta=False),
-        unet3d.load(checkpoint.parent, devices="cpu", tta=False),
+    checkpoint = model / "fold_1" / "checkpoint_final.pth"
+    for fold, segmenter in (
+        (0, unet3d.load(model, folds=[0], devices="cpu", tta=False)),
+        (1, unet3d.load(checkpoint, devices="cpu", tta=False)),
     ):
-        assert_scan(segmenter.segment(files_of("isotropic", "plain")), expected)
-
-
-def test_the_command_segments_as_nnunet_does(tmp_path: Path) -> None:
-    (scan,) = files_of("isotropic", "plain")
-    command = ("predict", scan, "--checkpoint", model_of("isotropic"), "--devices", "cpu")
-    for options, how in (
-        ([], "mirrored"),
-        (["--no-tta"], "plain"),
-        (["--no-tta", "--folds", "0"], "fold_0"),
-        (["--no-tta", "--folds", "0,1"], "plain"),
-    ):
-        output = tmp_path / f"{len(list(tmp_path.iterdir()))}.nii.gz"
-        assert run(*command, *options, "-o", output) == 0
-        assert_scan(nib.load(output), recorded("isotropic", "plain", how))
+        found = segmenter.segment(files_of("isotropic", "plain"))
+        assert_scan(found, recorded("isotropic", "plain", f"fold_{fold}"))
 
 
 def test_the_command_segments_a_folder_of_scans_in_several_channels(tmp_path: Path) -> None:
@@ -118,23 +88,8 @@ def test_the_command_segments_a_folder_of_scans_in_several_channels(tmp_path: Pa
     assert_agree(found, all_recorded("regions", "plain"))
 
 
-@pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    """An archive as ``nnUNetv2_export_model_to_zip`` writes it."""
-    model = model_of("isotropic")
-    path = tmp_path / "model.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as members:
-        for pattern in FILES_OF_A_MODEL:
-            for file in sorted(model.glob(pattern)):
-                members.write(file, f"Dataset991_isotropic/{file.relative_to(model.parent)}")
-        for fold in (0, 1):
-            folder = f"Dataset991_isotropic/{model.name}/fold_{fold}"
-            members.writestr(f"{folder}/progress.png", b"a picture")
-            members.writestr(f"{folder}/validation/summary.json", "{}")
-    return path
-
-
-def test_an_exported_model_segments_as_nnunet_does(archive: Path, tmp_path: Path) -> None:
+def test_an_exported_model_segments_as_nnunet_does(tmp_path: Path) -> None:
+    archive = archive_of(model_of("isotropic"), tmp_path / "model.zip", "Dataset991_isotropic/")
     (scan,) = files_of("isotropic", "plain")
     segmenter = unet3d.load(archive, devices="cpu", tta=False)
     assert_scan(segmenter.segment(scan), recorded("isotropic", "plain", "plain"))
@@ -149,9 +104,8 @@ def test_an_exported_model_segments_as_nnunet_does(archive: Path, tmp_path: Path
 def test_a_converted_model_segments_as_nnunet_does(kind: str, tmp_path: Path) -> None:
     ours = tmp_path / "model.pt"
     assert run("convert", model_of(kind), "-o", ours) == 0
-    (scan, *_) = scans_of(kind)
-    found = unet3d.load(ours, devices="cpu", tta=True).segment(files_of(kind, scan))
-    assert_scan(found, recorded(kind, scan, "mirrored"))
+    found = unet3d.load(ours, devices="cpu").segment(files_of(kind, "small"))
+    assert_scan(found, recorded(kind, "small", "mirrored"))
 
 
 def test_a_model_without_the_files_above_it_is_read_from_its_checkpoint(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import pytest
 from unet3d.nnunet.trainers import keeps_network
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_trainers_that_only_train_are_told_from_others() -> None:
+    for name in (
         "nnUNetTrainer",
         "nnUNetTrainer_4000epochs_NoMirroring",
         "nnUNetTrainer_DASegOrd0_NoMirroring",
@@ -19,19 +18,13 @@ from unet3d.nnunet.trainers import keeps_network
         "nnUNetTrainerDiceCELoss_noSmooth",
         "nnUNetTrainerAdan1en3",
         "nnUNet_Trainer_BS8",
-    ],
-)
-def test_trainers_that_only_train(name: str) -> None:
-    assert keeps_network(name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", "None", "Mine", "DA5", "nnUNetTrainerBN", "nnUNetTrainerGELU_250epochs", "MynnUNetTrainer"]
-    + ["nnUNet_Primus_M_Trainer", "nnUNetTrainer nnUNetTrainer"],
-)
-def test_others(name: str) -> None:
-    assert not keeps_network(name)
+    ):
+        assert keeps_network(name), name
+    for name in (
+        *("", "None", "Mine", "DA5", "nnUNetTrainerBN", "nnUNetTrainerGELU_250epochs"),
+        *("MynnUNetTrainer", "nnUNet_Primus_M_Trainer", "nnUNetTrainer nnUNetTrainer"),
+    ):
+        assert not keeps_network(name), name
 
 
 def test_every_trainer_of_nnunet_is_judged_by_whether_it_builds_a_network() -> None:
