@@ -35,6 +35,7 @@ ARCHITECTURE = {
     "arch_kwargs": KWARGS,
     "_kw_requires_import": ["conv_op", "norm_op", "dropout_op", "nonlin"],
 }
+SLICES = {"is_seg": False, "order_z": 0, "force_separate_z": None}
 FULLRES: dict[str, Any] = {
     "preprocessor_name": "DefaultPreprocessor",
     "patch_size": [16, 32, 48],
@@ -42,19 +43,9 @@ FULLRES: dict[str, Any] = {
     "normalization_schemes": ["CTNormalization", "ZScoreNormalization"],
     "use_mask_for_norm": [False, True],
     "resampling_fn_data": "resample_data_or_seg_to_shape",
-    "resampling_fn_data_kwargs": {
-        "is_seg": False,
-        "order": 3,
-        "order_z": 0,
-        "force_separate_z": None,
-    },
+    "resampling_fn_data_kwargs": {"order": 3, **SLICES},
     "resampling_fn_probabilities": "resample_data_or_seg_to_shape",
-    "resampling_fn_probabilities_kwargs": {
-        "is_seg": False,
-        "order": 1,
-        "order_z": 0,
-        "force_separate_z": None,
-    },
+    "resampling_fn_probabilities_kwargs": {"order": 1, **SLICES},
     "architecture": ARCHITECTURE,
     "batch_dice": True,
 }

@@ -1,5 +1,6 @@
 """Which networks a path means."""
 
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -39,23 +40,17 @@ def names(paths: tuple[Path, ...]) -> list[str]:
     return [path.parent.name for path in paths]
 
 
-def test_all_folds_of_a_model(tmp_path: Path) -> None:
+def test_folds_of_a_model(tmp_path: Path) -> None:
     model = model_of(tmp_path / NAME, 0, 1, 10, 2, "all")
     touched(model / "fold_3" / "checkpoint_best.pth")  # has not ended
     assert names(networks_in(model)) == ["fold_0", "fold_1", "fold_2", "fold_10"]
     assert names(networks_in(model, [2, 0])) == ["fold_2", "fold_0"]
     assert names(networks_in(model, ["all"])) == ["fold_all"]
-
-
-def test_the_fold_on_all_cases_where_there_is_no_other(tmp_path: Path) -> None:
-    assert names(networks_in(model_of(tmp_path / NAME, "all"))) == ["fold_all"]
-
-
-def test_a_checkpoint_or_a_fold_may_be_named(tmp_path: Path) -> None:
-    model = model_of(tmp_path / NAME, 0, 1)
     best = model / "fold_1" / "checkpoint_best.pth"
     assert networks_in(best) == (best,)
     assert names(networks_in(model / "fold_1")) == ["fold_1"]
+    # The fold on all cases, where there is no other.
+    assert names(networks_in(model_of(tmp_path / "other" / NAME, "all"))) == ["fold_all"]
 
 
 def test_the_folder_of_a_data_set_with_one_model(tmp_path: Path) -> None:
@@ -113,24 +108,17 @@ def test_an_archive_is_unpacked(tmp_path: Path, stack: ExitStack) -> None:
     archive = archive_of(model, tmp_path / "model.zip")
     found = networks_in(archive, None, stack)
     assert names(found) == ["fold_0", "fold_1"]
-    original = model / "fold_1" / "checkpoint_final.pth"
-    assert found[1].read_bytes() == original.read_bytes()
-    for name in ("plans.json", "dataset.json"):
+    for name in ("plans.json", "dataset.json", "fold_1/checkpoint_final.pth"):
         assert (found[1].parents[1] / name).read_bytes() == (model / name).read_bytes()
     assert not list((tmp_path / "temporary").rglob("progress.png"))
     assert names(networks_in(archive, [1], stack)) == ["fold_1"]
     assert len(list((tmp_path / "temporary").rglob("fold_0"))) == 1  # of the first time
-
-
-def test_an_archive_may_hold_the_model_without_folders(tmp_path: Path, stack: ExitStack) -> None:
-    model = write_model(tmp_path / NAME, 0)
-    path = tmp_path / "model.ZIP"
-    with zipfile.ZipFile(path, "w") as archive:
+    # It may hold the model without folders.
+    path = tmp_path / "other.ZIP"
+    with zipfile.ZipFile(path, "w") as other:
         for file in model.rglob("*.*"):
-            archive.write(file, file.relative_to(model))
-    found = networks_in(path, None, stack)
-    assert names(found) == ["fold_0"]
-    assert known_as(found[0]) == path / "fold_0" / "checkpoint_final.pth"
+            other.write(file, file.relative_to(model))
+    assert known_as(networks_in(path, None, stack)[0]) == path / "fold_0" / "checkpoint_final.pth"
 
 
 def test_a_place_in_an_archive_may_be_named(tmp_path: Path, stack: ExitStack) -> None:
@@ -138,26 +126,23 @@ def test_a_place_in_an_archive_may_be_named(tmp_path: Path, stack: ExitStack) ->
     model_of(folder / NAME, 0, 1)
     model_of(folder / "nnUNetTrainer__nnUNetPlans__3d_lowres", 0)
     archive = archive_of(folder, tmp_path / "model.zip", prefix="")
-    with pytest.raises(CheckpointError) as caught:
-        networks_in(archive, None, stack)
     inside = archive / "Dataset001_Phantoms"
-    assert (
-        f"has several models: {inside / NAME}, {inside}/nnUNetTrainer__nnUNetPlans__3d_lowres;"
-        in (str(caught.value))
-    )
-    assert names(networks_in(inside / NAME, [1], stack)) == ["fold_1"]
     fold = inside / NAME / "fold_1"
+    assert names(networks_in(inside / NAME, [1], stack)) == ["fold_1"]
     assert names(networks_in(fold, None, stack)) == ["fold_1"]
     for file in ("checkpoint_final.pth", "checkpoint_best.pth"):
         (found,) = networks_in(fold / file, None, stack)
         assert (found.name, known_as(found)) == (file, fold / file)
         assert (found.parents[1] / "plans.json").is_file()
-    with pytest.raises(CheckpointError, match="is one network, which has no folds"):
-        networks_in(fold, [1], stack)
-    with pytest.raises(CheckpointError, match=r"no .*/fold_7; name what it has: .*/fold_0/ch"):
-        networks_in(inside / NAME / "fold_7", None, stack)
-    with pytest.raises(CheckpointError, match=r"model\.zip/elsewhere has no plans\.json"):
-        networks_in(archive / "elsewhere", None, stack)
+    models = f"{inside / NAME}, {inside}/nnUNetTrainer__nnUNetPlans__3d_lowres;"
+    for place, folds, message in (
+        (archive, None, f"has several models: {re.escape(models)}"),
+        (fold, [1], "is one network, which has no folds"),
+        (inside / NAME / "fold_7", None, "no .*/fold_7; name what it has: .*/fold_0/ch"),
+        (archive / "elsewhere", None, r"model\.zip/elsewhere has no plans\.json"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            networks_in(place, folds, stack)
 
 
 def test_checkpoints_that_are_not_the_final_ones_are_named(
@@ -166,19 +151,17 @@ def test_checkpoints_that_are_not_the_final_ones_are_named(
     model = model_of(tmp_path / NAME)
     best = touched(model / "fold_0" / "checkpoint_best.pth")
     archive = archive_of(model, tmp_path / "model.zip")
-    inside = archive / "Dataset001_Phantoms" / NAME
-    for place, one in ((model, best), (archive, inside / "fold_0" / best.name)):
-        with pytest.raises(CheckpointError) as caught:
+    inside = archive / "Dataset001_Phantoms" / NAME / "fold_0" / best.name
+    missing = "has no fold_0/checkpoint_final.pth, or of another fold; name what it has"
+    for place, one, said in (
+        (model, best, missing),
+        (archive, inside, missing),
+        (best.parent, best, "has no checkpoint_final.pth; name what it has"),
+        (inside.parent, inside, "has no checkpoint_final.pth; name what it has"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{said}.*: {re.escape(str(one))}$"):
             networks_in(place, None, stack)
-        said = str(caught.value)
-        assert "has no fold_0/checkpoint_final.pth, or of another fold; name what it has" in said
-        assert said.endswith(f": {one}")
         assert len(networks_in(one, None, stack)) == 1
-    for fold in (model / "fold_0", inside / "fold_0"):
-        with pytest.raises(CheckpointError) as caught:
-            networks_in(fold, None, stack)
-        said = str(caught.value)
-        assert said == f"{fold} has no checkpoint_final.pth; name what it has: {fold / best.name}"
     touched(model / "fold_1" / "checkpoint_final.pth")
     with pytest.raises(CheckpointError, match="of fold 0; it has 1; name what it has: .*_best"):
         networks_in(model, [0])
@@ -187,18 +170,16 @@ def test_checkpoints_that_are_not_the_final_ones_are_named(
 def test_archives_that_cannot_be_used(
     tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    empty = tmp_path / "empty.zip"
+    empty, broken = tmp_path / "empty.zip", tmp_path / "broken.zip"
     zipfile.ZipFile(empty, "w").close()
-    with pytest.raises(CheckpointError, match=r"has no plans\.json"):
-        networks_in(empty, None, stack)
-    broken = tmp_path / "broken.zip"
     broken.write_bytes(b"PK\3\4 and no more")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        networks_in(broken, None, stack)
-    model = write_model(tmp_path / NAME, 0)
-    archive = archive_of(model, tmp_path / "model.zip")
-    with pytest.raises(CheckpointError, match="unpack it, and name its folder"):
-        networks_in(archive)
+    archive = archive_of(write_model(tmp_path / NAME, 0), tmp_path / "model.zip")
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(CheckpointError, match="unpacked, and .*/temporary has 10 bytes; set TMPD"):
-        networks_in(archive, None, stack)
+    for path, where, message in (
+        (empty, stack, r"has no plans\.json"),
+        (broken, stack, "is damaged"),
+        (archive, None, "unpack it, and name its folder"),
+        (archive, stack, "unpacked, and .*/temporary has 10 bytes; set TMPD"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            networks_in(path, None, where)

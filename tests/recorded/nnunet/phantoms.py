@@ -14,7 +14,7 @@ Triple = tuple[float, float, float]
 SUFFIX = ".nii.gz"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Scan:
     """What is written of one scan, along the stored axes of its file."""
 
@@ -91,10 +91,8 @@ def regions(scan: Scan) -> tuple[list[Array], Labels]:
     label = np.zeros(scan.shape, np.uint8)
     for _ in range(2):
         centre = extent / 2 + random.uniform(-0.17, 0.17, 3) * extent
-        radius, size = (
-            _radius(mm, centre, tuple(random.uniform(0.8, 1.2, 3))),
-            random.uniform(13, 16),
-        )
+        radius = _radius(mm, centre, tuple(random.uniform(0.8, 1.2, 3)))
+        size = random.uniform(13, 16)
         for value, share in ((2, 1.0), (3, 0.8), (1, 0.6)):
             label[(radius < share * size) & head] = value
     contrasts = (

@@ -70,22 +70,13 @@ KINDS = (
         name="isotropic",
         dataset_id=991,
         draw=phantoms.isotropic,
-        training=Scan(name="case", seed=100, shape=(40, 38, 36), spacing_mm=(1.25, 1.2, 1.3)),
+        training=Scan("case", 100, (40, 38, 36), (1.25, 1.2, 1.3)),
         scans=(
-            Scan(name="plain", seed=1, shape=(44, 36, 40), spacing_mm=(0.9, 1.4, 1.1)),
-            Scan(
-                name="turned",
-                seed=2,
-                shape=(34, 40, 37),
-                spacing_mm=(1.4, 1.0, 1.2),
-                axes="SLP",
-                tilt_degrees=10,
-            ),
-            Scan(name="sheared", seed=3, shape=(36, 36, 30), spacing_mm=(1.1, 1.1, 1.5), shear=0.2),
-            Scan(name="small", seed=4, shape=(21, 17, 25), spacing_mm=(1.25, 1.2, 1.3)),
-            Scan(
-                name="zeros", seed=5, shape=(20, 21, 22), spacing_mm=(1.3, 1.2, 1.1), is_empty=True
-            ),
+            Scan("plain", 1, (44, 36, 40), (0.9, 1.4, 1.1)),
+            Scan("turned", 2, (34, 40, 37), (1.4, 1.0, 1.2), axes="SLP", tilt_degrees=10),
+            Scan("sheared", 3, (36, 36, 30), (1.1, 1.1, 1.5), shear=0.2),
+            Scan("small", 4, (21, 17, 25), (1.25, 1.2, 1.3)),
+            Scan("zeros", 5, (20, 21, 22), (1.3, 1.2, 1.1), is_empty=True),
         ),
         description={
             "channel_names": {"0": "MRI"},
@@ -107,21 +98,13 @@ KINDS = (
         name="thick_slices",
         dataset_id=992,
         draw=phantoms.thick_slices,
-        training=Scan(name="case", seed=200, shape=(14, 50, 46), spacing_mm=(5.0, 1.2, 1.3)),
+        training=Scan("case", 200, (14, 50, 46), (5.0, 1.2, 1.3)),
         scans=(
-            Scan(name="plain", seed=1, shape=(12, 56, 44), spacing_mm=(6.0, 1.0, 1.35)),
-            Scan(
-                name="turned",
-                seed=2,
-                shape=(17, 43, 49),
-                spacing_mm=(4.2, 1.35, 1.1),
-                axes="IPR",
-            ),
-            Scan(name="small", seed=10, shape=(6, 33, 36), spacing_mm=(5.0, 1.2, 1.3)),
-            Scan(name="other_axis", seed=4, shape=(44, 40, 16), spacing_mm=(1.3, 1.25, 4.5)),
-            Scan(
-                name="zeros", seed=5, shape=(9, 30, 31), spacing_mm=(5.0, 1.1, 1.1), is_empty=True
-            ),
+            Scan("plain", 1, (12, 56, 44), (6.0, 1.0, 1.35)),
+            Scan("turned", 2, (17, 43, 49), (4.2, 1.35, 1.1), axes="IPR"),
+            Scan("small", 10, (6, 33, 36), (5.0, 1.2, 1.3)),
+            Scan("other_axis", 4, (44, 40, 16), (1.3, 1.25, 4.5)),
+            Scan("zeros", 5, (9, 30, 31), (5.0, 1.1, 1.1), is_empty=True),
         ),
         description={
             "channel_names": {"0": "CT"},
@@ -144,20 +127,12 @@ KINDS = (
         name="regions",
         dataset_id=993,
         draw=phantoms.regions,
-        training=Scan(name="case", seed=300, shape=(42, 40, 44), spacing_mm=(1.5, 1.5, 1.5)),
+        training=Scan("case", 300, (42, 40, 44), (1.5, 1.5, 1.5)),
         scans=(
-            Scan(name="plain", seed=1, shape=(42, 36, 48), spacing_mm=(1.5, 1.7, 1.3)),
-            Scan(
-                name="turned",
-                seed=2,
-                shape=(40, 44, 38),
-                spacing_mm=(1.4, 1.5, 1.6),
-                axes="ARI",
-            ),
-            Scan(name="small", seed=3, shape=(30, 28, 26), spacing_mm=(1.6, 1.6, 1.8)),
-            Scan(
-                name="zeros", seed=5, shape=(18, 20, 19), spacing_mm=(1.5, 1.6, 1.7), is_empty=True
-            ),
+            Scan("plain", 1, (42, 36, 48), (1.5, 1.7, 1.3)),
+            Scan("turned", 2, (40, 44, 38), (1.4, 1.5, 1.6), axes="ARI"),
+            Scan("small", 3, (30, 28, 26), (1.6, 1.6, 1.8)),
+            Scan("zeros", 5, (18, 20, 19), (1.5, 1.6, 1.7), is_empty=True),
         ),
         description={
             "channel_names": {"0": "T1", "1": "T1ce", "2": "T2", "3": "FLAIR"},
@@ -309,18 +284,7 @@ def record_arrays(kind: Kind, model: Path, output: Path) -> None:
     )
 
 
-def trained_before(kind: Kind) -> Path | None:
-    """Return the folder of the model that was trained in this folder of work, if it is whole."""
-    models = (Path(os.environ["nnUNet_results"]) / kind.dataset).glob("*__*__*")
-    whole = (
-        model
-        for model in models
-        if all((model / f"fold_{fold}" / CHECKPOINT).exists() for fold in kind.folds)
-    )
-    return next(whole, None)
-
-
-def record(kind: Kind, keeps: bool) -> None:
+def record(kind: Kind) -> None:
     """Train a model, and record it with scans and segmentations."""
     folder = HERE / kind.name
     if folder.exists():
@@ -328,11 +292,8 @@ def record(kind: Kind, keeps: bool) -> None:
     for scan in kind.scans:
         channels, _ = kind.draw(scan)
         phantoms.write(scan, channels, folder / "scans")
-    trained = trained_before(kind) if keeps else None
-    if trained is None:
-        plans_name = prepare(kind)
-        for fold in kind.folds:
-            trained = train(kind, fold, plans_name)
+    plans_name = prepare(kind)
+    trained = [train(kind, fold, plans_name) for fold in kind.folds][0]
     model = folder / trained.name
     for fold in kind.folds:
         (model / f"fold_{fold}").mkdir(parents=True)
@@ -347,13 +308,9 @@ def record(kind: Kind, keeps: bool) -> None:
             output = folder / "segmentations" / f"fold_{fold}"
             segment(kind, model, kind.scans[:1], output, folds=(fold,), mirrors=False)
     record_arrays(kind, model, folder)
-    versions = {
-        **{name: importlib.metadata.version(name) for name in ("nnunetv2", "numpy", "torch")},
-        "dynamic_network_architectures": importlib.metadata.version(
-            "dynamic_network_architectures"
-        ),
-        "python": platform.python_version(),
-    }
+    packages = ("nnunetv2", "numpy", "torch", "dynamic_network_architectures")
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    versions["python"] = platform.python_version()
     (folder / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
     check(kind)
 
@@ -365,18 +322,11 @@ def check(kind: Kind) -> None:
         SystemExit: It has not.
     """
     for scan in kind.scans:
-        _, label = kind.draw(scan)
-        values = np.unique(label)
+        values = np.unique(kind.draw(scan)[1])
         for path in sorted((HERE / kind.name / "segmentations").glob(f"*/{scan.name}.nii.gz")):
             found = np.asarray(nib.load(path).dataobj)
-            dice = {
-                int(value): 2
-                * ((found == value) & (label == value)).sum()
-                / max(1, (found == value).sum() + (label == value).sum())
-                for value in values[1:]
-            }
-            counts = {int(value): int((found == value).sum()) for value in values}
-            logger.info("%s %s: %s voxels, Dice %s", path.parent.name, scan.name, counts, dice)
+            counts = {int(value): np.count_nonzero(found == value) for value in values}
+            logger.info("%s %s: %s voxels", path.parent.name, scan.name, counts)
             if not scan.is_empty and min(counts.values()) < 20:
                 raise SystemExit(f"{path} lacks a label: train longer, or take another seed")
 
@@ -386,7 +336,6 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--work", type=Path, required=True, help="folder for nnU-Net's own files")
-    parser.add_argument("--keep", action="store_true", help="take models that are there already")
     parser.add_argument("kinds", nargs="*", help="default: all")
     options = parser.parse_args()
     for name in ("raw", "preprocessed", "results"):
@@ -397,7 +346,7 @@ def main() -> None:
     torch.set_num_threads(1)  # so small a network gains nothing from more
     for kind in KINDS:
         if not options.kinds or kind.name in options.kinds:
-            record(kind, options.keep)
+            record(kind)
 
 
 if __name__ == "__main__":
