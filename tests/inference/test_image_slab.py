@@ -50,16 +50,6 @@ def test_windows_are_those_of_the_padded_image(
     assert image.asked[-1][1] == size[windows.axis]
 
 
-def test_no_more_planes_are_asked_for_than_the_next_batch_reaches() -> None:
-    image = Asked(torch.randn(2, 160, 16, 8))
-    windows = Windows.of((160, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])
-    slab = ImageSlab(image, windows, torch.float32)
-    for batch in windows.batches():
-        slab.cut(batch)
-        assert image.asked[-1][1] <= batch[-1][0] + 16 + 8  # half a window ahead
-    assert max(end - begin for begin, end in image.asked) == 16
-
-
 def test_planes_are_asked_for_where_windows_are_cut() -> None:
     image = Asked(torch.randn(2, 48, 16, 8))
     windows = Windows.of((48, 16, 8), TOPOLOGY, (16, 16, 8), 0.5, 1, [CPU])

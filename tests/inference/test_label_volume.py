@@ -12,7 +12,7 @@ import torch
 
 from tests.networks import place, random_checkpoint
 from tests.volumes.orientations import ORIENTATIONS, turn_to
-from tests.volumes.samples import noise, write_volume
+from tests.volumes.samples import noise
 from unet3d.config import Shape
 from unet3d.inference.label_volume import LabelVolume, ProbabilityVolume
 from unet3d.volumes.classes import Region
@@ -162,13 +162,10 @@ def test_both_begin_anew(tmp_path: Path) -> None:
 
 
 def test_certain_logits_are_certain_and_never_nan(tmp_path: Path) -> None:
-    path = tmp_path / "a.npy"
-    volume = ProbabilityVolume(
-        path, header_of("RAS", tmp_path), whole_box(SHAPE), preprocessing_of()
-    )
+    path, header = tmp_path / "a.npy", header_of("RAS", tmp_path)
     logits = torch.full((3, *SHAPE), -1e30)
     logits[1] = 1e30
-    fill(volume, logits, 0)
+    fill(ProbabilityVolume(path, header, whole_box(SHAPE), preprocessing_of()), logits, 0)
     np.testing.assert_array_equal(np.load(path)[1], 1)
     np.testing.assert_array_equal(np.load(path)[[0, 2]], 0)
 
@@ -215,16 +212,3 @@ def test_a_scan_has_the_probabilities_of_the_plain_network(
         np.testing.assert_allclose(of_class.T, as_stored(wanted, codes), atol=1e-3)
     assert (labels == expected.argmax(0)).mean() > 0.999  # normalised in float32
     np.testing.assert_array_equal(labels, predictor.segment(scan))
-
-
-def test_probabilities_are_those_of_all_windows_on_the_grid_of_the_scan(tmp_path: Path) -> None:
-    """Resampled as logits, from what windows make of them: the labels are the likeliest."""
-    predictor = place(random_checkpoint(spacing_mm=(1.3, 1.1, 2.0)))
-    scan = open_channels([write_volume(tmp_path / "scan.nii", noise((24, 21, 19)))])
-    labels = predictor.segment(scan, probabilities=tmp_path / "a.npy")
-    found = np.load(tmp_path / "a.npy").T.astype(float)
-    assert found.shape == (24, 21, 19, 3)
-    np.testing.assert_allclose(found.sum(-1), 1, atol=3 * HALF)
-    likeliest = np.take_along_axis(found, labels[..., None].astype(int), -1)[..., 0]
-    assert (likeliest >= found.max(-1)).all()
-    assert len(np.unique(labels)) == 3

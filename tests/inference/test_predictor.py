@@ -4,7 +4,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import nibabel as nib
 import numpy as np
@@ -15,19 +15,17 @@ from tests.inference.blending import blended
 from tests.networks import place, random_checkpoint, reseeded
 from tests.volumes.orientations import ORIENTATIONS, turn_to
 from tests.volumes.samples import SPACING_MM, noise, write_volume
-from unet3d.config import InferenceSettings, Spacing
+from unet3d.config import InferenceSettings, Shape, Spacing
 from unet3d.errors import CheckpointError, DoesNotFitError, VolumeError
 from unet3d.inference import placing
 from unet3d.inference.averaging import Averaging
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
-from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.windows import Windows
 from unet3d.memory import host
 from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
-from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
@@ -148,28 +146,6 @@ def test_a_network_that_sees_the_axes_of_the_file_does_so_wherever_they_run(
     assert np.array_equal(usual.dataobj, found.dataobj) == (codes == "RAS")
 
 
-@pytest.mark.parametrize(("clips", "windows"), [(True, 2), (False, 3)], ids=["nnU-Net", "ours"])
-@pytest.mark.parametrize("orientation", ["ras", "stored"])
-def test_a_network_of_nnunet_takes_the_spacing_as_it_does(
-    orientation: Literal["ras", "stored"], clips: bool, windows: int, tmp_path: Path
-) -> None:
-    """49 voxels of 500 mm / 512 are 24.5 of twice that, so 24; at six digits they are 25."""
-    target_mm = (1.953125, 1.0, 1.0)
-    path = write_volume(tmp_path / "scan.nii", noise((49, 16, 16)), (0.9765625, 1.0, 1.0))
-    checkpoint = random_checkpoint(spacing_mm=target_mm, patch_size=(16, 16, 16))
-    plan = replace(
-        checkpoint.preprocessing, orientation=orientation, interpolation=Interpolation(clips=clips)
-    )
-    network = replace(checkpoint, preprocessing=plan)
-    totals: set[int] = set()
-    scan = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
-    place(network).segment(scan, lambda done, total: totals.add(total))
-    assert totals == {windows}
-    settings, cpu = InferenceSettings(), torch.device("cpu")
-    memory = prediction_memory(read_header(path), 0, [network], [settings], cpu, ["float32"], 0)
-    assert len(memory.windows.starts) == windows
-
-
 def segmented(predictor: Predictor, path: Path) -> tuple[nib.Nifti1Image, np.ndarray]:
     """Return the labels and the probabilities of a file, as they are written."""
     output = path.with_name("labels.nii")
@@ -184,73 +160,35 @@ def segmented(predictor: Predictor, path: Path) -> tuple[nib.Nifti1Image, np.nda
     return nib.Nifti1Image(found, loaded.affine), np.load(path.with_suffix(".npy"))
 
 
-def test_channels_of_several_files_are_seen_with_the_axes_of_the_first(tmp_path: Path) -> None:
-    first, second = noise((20, 17, 12)), noise((20, 17, 12), seed=1)
-    affine = np.diag([-1.0, 1.0, 2.0, 1.0])
-    nib.save(nib.Nifti1Image(np.stack([first, second], 3), affine), tmp_path / "one.nii")
-    nib.save(nib.Nifti1Image(first, affine), tmp_path / "a.nii")
-    lower = nib.Nifti1Image(second, affine)
-    turn = [[2, -1], [0, 1], [1, 1]]
-    nib.save(lower.as_reoriented(np.array(turn)), tmp_path / "b.nii")
-    predictor = place(as_it_is_stored(random_checkpoint(num_channels=2)))
-    images = ((tmp_path / "one.nii",), (tmp_path / "a.nii", tmp_path / "b.nii"))
-    together, apart = (
-        predictor.segment(read_scan(Scan(images=one, output=tmp_path / "unused.nii")))
-        for one in images
-    )
-    np.testing.assert_array_equal(together, apart)
-    assert len(np.unique(together)) == 3
-
-
-@pytest.mark.parametrize("codes", [(1, 2), (2, 0), (0, 4), (3, 1)])
-def test_the_segmentation_has_the_geometry_of_the_scan(
-    predictor: Predictor, tmp_path: Path, codes: tuple[int, int]
-) -> None:
-    # Axes stored as posterior, superior, left; qform and sform lie apart.
-    image = nib.Nifti1Image(noise((17, 13, 20)), None)
-    image.set_qform(oblique() @ np.eye(4)[[2, 0, 1, 3]].T, code=codes[0])
-    image.set_sform(oblique() @ np.diag([1, -1, 1, 1]), code=codes[1])
-    image.header.set_xyzt_units("mm", "sec")
-    nib.save(image, tmp_path / "scan.nii.gz")
-    scan = nib.load(tmp_path / "scan.nii.gz")
-    segmentation = segment_file(predictor, tmp_path / "scan.nii.gz")
-    assert Path(segmentation.get_filename()) == tmp_path / "scan_seg.nii.gz"
-    assert segmentation.get_data_dtype() == np.uint8
-    assert segmentation.shape == scan.shape
-    np.testing.assert_array_equal(segmentation.affine, scan.affine)
-    for name in ("qform_code", "sform_code", "pixdim", "xyzt_units", "srow_x", "qoffset_x"):
-        np.testing.assert_array_equal(segmentation.header[name], scan.header[name], err_msg=name)
-
-
-def test_label_values_are_those_of_the_data_set(tmp_path: Path) -> None:
+def test_label_values_are_those_of_the_data_set(predictor: Predictor, tmp_path: Path) -> None:
     """Classes 0, 1, 2 stand for the labels 0, 7 and 300, which needs 16 bits."""
     path = write_volume(tmp_path / "scan.nii", noise())
-    classes = np.asarray(segment_file(place(random_checkpoint()), path).dataobj)
-    predictor = place(random_checkpoint(label_values=(0, 7, 300)))
-    segmentation = segment_file(predictor, path, tmp_path / "values.nii")
+    classes = np.asarray(segment_file(predictor, path).dataobj)
+    others = place(random_checkpoint(label_values=(0, 7, 300)))
+    segmentation = segment_file(others, path, tmp_path / "values.nii")
     assert segmentation.get_data_dtype() == np.uint16
     np.testing.assert_array_equal(segmentation.dataobj, np.array([0, 7, 300])[classes])
 
 
 def test_the_components_that_the_network_keeps_are_kept(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    predictor: Predictor, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    path = write_volume(tmp_path / "scan.nii", noise())
-    usual = np.asarray(segment_file(place(random_checkpoint()), path).dataobj)
+    image = volume_of(noise(), tmp_path)
+    usual = predictor.segment(image)
     assert "post-processing" not in caplog.text
     rules = ((1, 2), (2,))
     expected = usual.copy()
     keep_largest(expected, rules)
     assert not np.array_equal(expected, usual)
     checkpoint = random_checkpoint(postprocessing=rules)
-    kept = segment_file(place(checkpoint), path, tmp_path / "kept.nii")
-    np.testing.assert_array_equal(kept.dataobj, expected)
+    np.testing.assert_array_equal(place(checkpoint).segment(image), expected)
     (line,) = [message for message in caplog.messages if "post-processing" in message]
     assert line.endswith("the largest component is kept of all labels together, label 2")
     off = place(checkpoint, inference=InferenceSettings(postprocessing=False))
-    whole = segment_file(off, path, tmp_path / "whole.nii")
-    np.testing.assert_array_equal(whole.dataobj, usual)
+    np.testing.assert_array_equal(off.segment(image), usual)
+    place(Networks.of(checkpoint, random_checkpoint()))
+    assert "post-processing: none, because the networks have none in common" in caplog.messages
 
 
 @pytest.mark.parametrize(
@@ -379,25 +317,17 @@ def test_a_network_that_had_no_place_is_placed_by_the_next_image(
     """As from Python, where a program goes on after an error."""
     first = random_checkpoint()
     networks = Networks.of(first, wider(first))
-    image = volume_of(noise((24, 20, 16)), tmp_path)
+    image = volume_of(noise(), tmp_path)
     expected = place(networks).segment(image)
     predictor = place(networks)
+
+    def failing(*arguments: Any) -> None:
+        raise DoesNotFitError("no place")
+
     with monkeypatch.context() as patch, pytest.raises(DoesNotFitError, match="no place"):
-
-        def failing(*arguments: Any) -> None:
-            raise DoesNotFitError("no place")
-
         patch.setattr(placing.PlacedNetworks, "make", failing)
         predictor.segment(image)
     np.testing.assert_array_equal(predictor.segment(image), expected)
-
-
-def test_one_network_of_several_that_has_diverged_is_named(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
-    found = place(Networks.of(checkpoint, scaled(checkpoint, 1e9)))
-    with pytest.raises(CheckpointError, match="^network 2's weights reach .*has diverged"):
-        found.segment(volume_of(noise(), tmp_path))
 
 
 def test_tta_averages_over_the_axes_of_training(tmp_path: Path) -> None:
@@ -466,15 +396,19 @@ def scaled(checkpoint: Checkpoint, factor: float, part: str = "") -> Checkpoint:
 
 
 @pytest.mark.parametrize("factor", [1e10, math.inf, math.nan])
-def test_weights_of_a_training_that_diverged_are_refused(factor: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_of_a_training_that_diverged_are_refused(
+    factor: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """With 1e10 every variance overflows, every logit is 0 and everything background."""
+    sound = random_checkpoint(dtype=dtype)
+    message = "weights (reach|are NaN).*has diverged; use another"
     for part in ("", "encoder.levels.0"):
-        for dtype in (torch.float32, torch.float64):
-            diverged = scaled(random_checkpoint(dtype=dtype), factor, part)
-            with pytest.raises(
-                CheckpointError, match="weights (reach|are NaN).*has diverged; use another"
-            ):
-                place(diverged)
+        with pytest.raises(CheckpointError, match=f"^the network's {message}"):
+            place(scaled(sound, factor, part))
+    found = place(Networks.of(sound, scaled(sound, factor)))
+    with pytest.raises(CheckpointError, match=f"^network 2's {message}"):
+        found.segment(volume_of(noise(), tmp_path))
 
 
 def test_large_weights_that_change_nothing_are_taken(
@@ -574,12 +508,25 @@ def test_a_network_of_whole_volumes_falls_back_to_windows(
     np.testing.assert_array_equal(found, windows.segment(image))
 
 
+@pytest.mark.parametrize(
+    ("patch_size", "window", "max_voxels", "message"),
+    [
+        (None, "auto", 0, "do not fit on cpu .*inference.window"),
+        ((16, 16, 16), "whole", 16**3, "20x18x14"),  # is not cut up where it was asked for
+    ],
+)
 def test_memory_too_small_for_any_window_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    patch_size: Shape | None,
+    window: Any,
+    max_voxels: int,
+    message: str,
 ) -> None:
-    predictor = place(random_checkpoint(patch_size=None))
-    limit_memory(monkeypatch, predictor, 0)
-    with pytest.raises(DoesNotFitError, match="do not fit on cpu .*inference.window"):
+    checkpoint = random_checkpoint(patch_size=patch_size)
+    predictor = place(checkpoint, inference=InferenceSettings(window=window))
+    limit_memory(monkeypatch, predictor, max_voxels)
+    with pytest.raises(DoesNotFitError, match=message):
         predictor.segment(volume_of(noise(), tmp_path))
 
 
@@ -596,12 +543,3 @@ def test_a_small_scan_is_not_padded_to_a_window_that_the_host_cannot_hold(
     for checkpoint in (random_checkpoint(patch_size=(512, 512, 512)), strided):
         with pytest.raises(DoesNotFitError, match=r"window of 512x512x512 voxels, with .* takes "):
             place(checkpoint).segment(image)
-
-
-def test_whole_volumes_that_were_asked_for_are_not_cut_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    predictor = place(random_checkpoint(), inference=InferenceSettings(window="whole"))
-    limit_memory(monkeypatch, predictor, 16**3)
-    with pytest.raises(DoesNotFitError, match="20x18x14"):
-        predictor.segment(volume_of(noise(), tmp_path))

@@ -294,17 +294,13 @@ def test_a_slab_is_finished_before_the_windows_after_it_are_computed(batch_size:
 def test_the_memory_of_a_slab_does_not_depend_on_the_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    needed: list[int] = []
-    monkeypatch.setattr(sliding_window, "refuse_beyond_memory", lambda n, *_: needed.append(n))
+    # Two classes in float32, of as many planes as a window has.
+    needed = 16 * 20 * 8 * 2 * 4
+    monkeypatch.setattr(host, "SMALL_BYTES", 0)
+    monkeypatch.setattr(host, "available_bytes", lambda: needed)
     for length in (48, 480):
         all_slabs(Voxelwise(), make_image((length, 20, 8)), WINDOW, 0.5, 1)
-    # Two classes in float32, of as many planes as a window has.
-    assert needed == [16 * 20 * 8 * 2 * 4] * 2
-
-
-def test_logits_that_the_host_cannot_add_up_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "SMALL_BYTES", 0)
-    monkeypatch.setattr(host, "available_bytes", lambda: 16 * 20 * 8 * 2 * 4 - 1)
+    monkeypatch.setattr(host, "available_bytes", lambda: needed - 1)
     with pytest.raises(VolumeError, match="logits of 16x20x8 voxels and 2 classes"):
         all_slabs(Voxelwise(), make_image((48, 20, 8)), WINDOW, 0.5, 1)
 
