@@ -1,5 +1,4 @@
 import gc
-import sys
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.cpu_graphs import CpuGraphPool
+from tests.plain_network import gradients_of
 from unet3d.config import ModelSettings, TrainingSettings
 from unet3d.kernels import recompute as recomputing
 from unet3d.memory.measurement import measured_steps
@@ -31,6 +31,9 @@ TOPOLOGY = Topology(
 )
 
 
+DEEP = replace(
+    TOPOLOGY, channels=(4, 4, 8, 8), strides=((1, 1, 1), (2, 2, 2), (2, 2, 2), (1, 1, 1))
+)
 CPU = torch.device("cpu")
 SIZE = 16 if torch.cuda.is_available() else 8
 
@@ -38,7 +41,7 @@ SIZE = 16 if torch.cuda.is_available() else 8
 def make_executor(devices: tuple[torch.device, ...], **options: Any) -> Executor:
     torch.manual_seed(0)
     fields = {name: options.pop(name, False) for name in ("deep_supervision", "upsampling_bias")}
-    model = UNet3d(replace(TOPOLOGY, **fields))
+    model = UNet3d(replace(options.pop("topology", TOPOLOGY), **fields))
     on_gpu = devices[0].type == "cuda"
     if not on_gpu:
         model.double()
@@ -94,16 +97,15 @@ def cpu_graphs(monkeypatch: pytest.MonkeyPatch) -> type[CpuGraphPool]:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "num_micro_batches", "schedule", "recompute", "by_buffer"),
+    ("cuts", "num_micro_batches", "schedule", "recompute", "by_buffer", "bias"),
     [
-        ((), 1, "1f1b", "norm", False),
-        ((), 4, "all-forward", "level", False),
-        ((6,), 1, "1f1b", "level", True),
-        ((6,), 4, "1f1b", "norm", False),
-        ((6,), 4, "1f1b", "norm", True),
-        ((6,), 4, "all-forward", "level", True),
-        ((2, 9), 2, "1f1b", "level", True),
-        ((2, 9), 2, "all-forward", "norm", False),
+        ((), 1, "1f1b", "norm", False, False),
+        ((), 2, "all-forward", "level", False, False),
+        ((6,), 1, "1f1b", "level", True, True),  # a bias begins at zero, and changes in each step
+        ((6,), 2, "1f1b", "norm", False, True),
+        ((6,), 4, "all-forward", "level", True, False),
+        ((2, 9), 2, "1f1b", "level", True, False),
+        ((2, 9), 2, "all-forward", "norm", False, False),
     ],
 )
 def test_replayed_steps_train_as_launched_ones_on_a_cpu(
@@ -114,6 +116,7 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
     schedule: Literal["1f1b", "all-forward"],
     recompute: Literal["norm", "level"],
     by_buffer: bool,
+    bias: bool,
 ) -> None:
     monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
     if by_buffer:  # as between two GPUs
@@ -125,81 +128,60 @@ def test_replayed_steps_train_as_launched_ones_on_a_cpu(
         num_micro_batches=num_micro_batches,
         schedule=schedule,
         recompute=recompute,
+        upsampling_bias=bias,
     )
     num_stages = len(cuts) + 1
     assert cpu_graphs.num_captured == num_micro_batches * (2 * num_stages + 1)
 
 
-@pytest.mark.parametrize("recompute", ["norm", "level"])
-def test_what_a_bias_of_the_upsampling_adds_is_replayed(
-    cpu_graphs: type[CpuGraphPool],
-    monkeypatch: pytest.MonkeyPatch,
-    recompute: Literal["norm", "level"],
-) -> None:
-    """A bias begins at zero, and is another one in each step."""
-    monkeypatch.setattr(recomputing, "MIN_ELEMENTS", 0)
-    given = {"upsampling_bias": True, "recompute": recompute, "cuts": (6,)}
-    check_replayed_steps((CPU, CPU), tolerance=1e-10, **given)
-    assert cpu_graphs.num_captured
-
-
-def test_coarse_logits_of_an_earlier_stage_reach_the_loss(
-    cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strides = ((1, 1, 1), (2, 2, 2), (2, 2, 2), (1, 1, 1))
-    deep = replace(TOPOLOGY, channels=(4, 4, 8, 8), strides=strides)
-    monkeypatch.setattr(sys.modules[__name__], "TOPOLOGY", deep)
-    names = [block.name for block in UNet3d(replace(deep, deep_supervision=True)).blocks()]
-    cut = names.index("head.1") + 1
-    check_replayed_steps((CPU, CPU), 1e-10, deep_supervision=True, num_micro_batches=2, cuts=(cut,))
+def test_coarse_logits_of_an_earlier_stage_reach_the_loss(cpu_graphs: type[CpuGraphPool]) -> None:
+    names = [block.name for block in UNet3d(replace(DEEP, deep_supervision=True)).blocks()]
+    more = {"topology": DEEP, "deep_supervision": True, "cuts": (names.index("head.1") + 1,)}
+    check_replayed_steps((CPU, CPU), 1e-10, num_micro_batches=2, **more)
     assert cpu_graphs.num_captured > 0
 
 
-def take_steps(executor: Executor, number: int = NUM_WARM_UP_STEPS + 2) -> list[Tensor | None]:
+def take_steps(
+    executor: Executor, number: int = NUM_WARM_UP_STEPS + 2, loss: Any = dice_cross_entropy
+) -> dict[str, Tensor]:
+    """Take steps on one batch, and return the gradients, and as one of them the loss."""
     image, target = make_batch(1)
     for _ in range(number):
         executor.module.zero_grad()
-        terms = executor.forward_backward(image.double(), target, dice_cross_entropy)
-    return [terms.total, *(parameter.grad for parameter in executor.module.parameters())]
+        terms = executor.forward_backward(image.double(), target, loss)
+    return {"loss": terms.total, **gradients_of(executor.module)}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert_close(list(found.values()), list(expected.values()), 1e-10)
 
 
 @pytest.mark.parametrize(("num_micro_batches", "num_captured"), [(1, 5), (2, 0)])
 def test_batch_dice_is_captured_where_its_sums_are_those_of_one_micro_batch(
     cpu_graphs: type[CpuGraphPool], num_micro_batches: int, num_captured: int
 ) -> None:
+    replayed, launched = (
+        make_executor((CPU, CPU), num_micro_batches=num_micro_batches, cuda_graphs=choice)
+        for choice in ("auto", "off")
+    )
     loss = SegmentationLoss(joins_samples=True)
-
-    def found(choice: str) -> list[Tensor]:
-        executor = make_executor(
-            (CPU, CPU), num_micro_batches=num_micro_batches, cuda_graphs=choice
-        )
-        image, target = make_batch(1)
-        for _ in range(NUM_WARM_UP_STEPS + 2):
-            executor.module.zero_grad()
-            terms = executor.forward_backward(image.double(), target, loss)
-        gradients = [p.grad for p in executor.module.parameters() if p.grad is not None]
-        return [terms.total, *gradients]
-
-    assert_close(found("auto"), found("off"), 1e-10)
+    assert_same(take_steps(replayed, loss=loss), take_steps(launched, loss=loss))
     assert cpu_graphs.num_captured == num_captured
 
 
 def test_a_changed_network_is_captured_anew(cpu_graphs: type[CpuGraphPool]) -> None:
     """Other storage, other frozen parameters, another mode: none of it is in the old graphs."""
 
-    def changed(executor: Executor) -> list[Tensor | None]:
+    def changed(choice: str) -> dict[str, Tensor]:
+        executor = make_executor((CPU, CPU), cuda_graphs=choice)
         take_steps(executor)
         for index, parameter in enumerate(executor.module.parameters()):
             parameter.data = parameter.data * 1.5
             parameter.requires_grad_(index > 0)
         return take_steps(executor)
 
-    replayed = changed(make_executor((CPU, CPU)))
-    launched = changed(make_executor((CPU, CPU), cuda_graphs="off"))
-    for actual, expected in zip(replayed, launched, strict=True):
-        assert (actual is None) == (expected is None)
-        if actual is not None and expected is not None:
-            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+    assert_same(changed("auto"), changed("off"))
 
 
 def test_a_weight_that_modules_share_gets_the_gradient_of_both(
@@ -211,9 +193,9 @@ def test_a_weight_that_modules_share_gets_the_gradient_of_both(
         first, second = executor.module.decoder.levels["0"]["units"]  # type: ignore[attr-defined]
         second.norm.weight = first.norm.weight
         executor = parallelize(executor.module, Layout(devices=(CPU,), cuda_graphs=choice))  # type: ignore[arg-type]
-        found.append([value for value in take_steps(executor) if value is not None])
+        found.append(take_steps(executor))
     assert cpu_graphs.num_captured > 0
-    assert_close(found[0], found[1], 1e-10)
+    assert_same(*found)
 
 
 def test_a_loss_that_cannot_be_captured_is_launched(
@@ -227,11 +209,8 @@ def test_a_loss_that_cannot_be_captured_is_launched(
             raise RuntimeError("operation not permitted when stream is capturing")
         return dice_cross_entropy(logits, target)
 
-    executor = make_executor((CPU,))
-    image, target = make_batch(1)
-    for _ in range(NUM_WARM_UP_STEPS + 3):
-        terms = executor.forward_backward(image.double(), target, loss)
-    assert is_captured[0] and terms.total.isfinite()
+    found = take_steps(make_executor((CPU,)), NUM_WARM_UP_STEPS + 3, loss)
+    assert is_captured[0] and found["loss"].isfinite()
     (record,) = caplog.records
     assert "parallel.cuda_graphs=off" in record.getMessage() and "\n" not in record.getMessage()
 
@@ -245,29 +224,24 @@ def check_accumulation(executor: Executor, tolerance: float) -> None:
     image, target = make_batch(1)
     dtype, parameters = image_dtype(executor.module), list(executor.module.parameters())
     image, target = image.to(executor.input_device, dtype), target.to(executor.output_device)
+
+    def added() -> list[Tensor]:
+        executor.forward_backward(image, target, dice_cross_entropy)
+        return [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+
     for _ in range(NUM_WARM_UP_STEPS + 2):
         executor.module.zero_grad()
-        executor.forward_backward(image, target, dice_cross_entropy)
-    once = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
-    executor.forward_backward(image, target, dice_cross_entropy)
-    twice = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert_close(twice, [2 * gradient for gradient in once], tolerance)
+        once = added()
+    assert_close(added(), [2 * gradient for gradient in once], tolerance)
     for parameter in parameters:  # a gradient of somebody else's making
         parameter.grad = torch.ones_like(parameter)
-    executor.forward_backward(image, target, dice_cross_entropy)
-    more = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    assert_close(more, [1 + gradient for gradient in once], tolerance)
+    assert_close(added(), [1 + gradient for gradient in once], tolerance)
 
 
-def test_off_captures_nothing(cpu_graphs: type[CpuGraphPool]) -> None:
-    batches = [make_batch(number) for number in range(NUM_WARM_UP_STEPS + 2)]
-    train(make_executor((CPU,), cuda_graphs="off"), batches)
-    assert cpu_graphs.num_captured == 0
-
-
-def test_a_large_or_uneven_batch_is_launched(
+def test_a_large_or_uneven_batch_is_launched_and_with_off_all_are(
     cpu_graphs: type[CpuGraphPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    train(make_executor((CPU,), cuda_graphs="off"), [make_batch(1)] * (NUM_WARM_UP_STEPS + 2))
     train(make_executor((CPU,), num_micro_batches=2), [make_batch(1, 3)] * (NUM_WARM_UP_STEPS + 2))
     monkeypatch.setattr(step_capture, "MAX_ELEMENTS", 1000)
     train(make_executor((CPU,)), [make_batch(1)] * (NUM_WARM_UP_STEPS + 2))
@@ -312,38 +286,21 @@ def test_what_a_capture_does_leaves_the_parameters_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
 @pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-@pytest.mark.parametrize("indices", [(0,), (0, 0), (0, 0, 0)])
+@pytest.mark.parametrize(
+    "indices",
+    [(0,), (0, 0), (0, 0, 0), pytest.param((0, 1), marks=pytest.mark.multigpu)],
+    ids=str,
+)
 def test_replayed_steps_train_as_launched_ones(
     indices: tuple[int, ...], schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
 ) -> None:
     gpus = tuple(torch.device("cuda", index) for index in indices)
-    check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
-
-
-@pytest.mark.gpu
-def test_replayed_steps_have_a_bias_of_the_upsampling() -> None:
-    check_replayed_steps((torch.device("cuda", 0),), upsampling_bias=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("num_micro_batches", "schedule"), [(1, "1f1b"), (2, "all-forward")])
-@pytest.mark.parametrize("indices", [(0,), (0, 0)])
-def test_replayed_steps_recompute_levels(
-    indices: tuple[int, ...], schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
-) -> None:
-    gpus = tuple(torch.device("cuda", index) for index in indices)
     options = {"schedule": schedule, "num_micro_batches": num_micro_batches}
-    check_replayed_steps(gpus, recompute="level", **options)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "all-forward"])
-def test_replayed_steps_over_two_gpus(
-    schedule: Literal["1f1b", "all-forward"], num_micro_batches: int
-) -> None:
-    gpus = torch.device("cuda", 0), torch.device("cuda", 1)
-    check_replayed_steps(gpus, schedule=schedule, num_micro_batches=num_micro_batches)
+    check_replayed_steps(gpus, **options)
+    if indices in ((0,), (0, 0)):
+        check_replayed_steps(gpus, recompute="level", **options)
+    if len(indices) == 1:
+        check_replayed_steps(gpus, upsampling_bias=True, **options)
 
 
 @pytest.mark.gpu

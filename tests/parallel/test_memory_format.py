@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.products import pairwise
 from unet3d.model import Topology, UNet3d, dice_cross_entropy
 from unet3d.parallel import Layout, parallelize
 from unet3d.parallel.memory_format import memory_format
@@ -17,27 +18,20 @@ needs_onednn = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("device", [GPU, FAKE_GPU], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [(torch.bfloat16, LAST), (torch.float16, LAST), (torch.float32, FIRST), (torch.float64, FIRST)],
-)
-def test_gpus(device: torch.device, dtype: torch.dtype, expected: torch.memory_format) -> None:
-    assert memory_format(device, dtype) == expected
+def test_what_is_lowered_on_a_gpu_has_its_channels_last() -> None:
+    for device in (GPU, FAKE_GPU):
+        for dtype in (torch.bfloat16, torch.float16):
+            assert memory_format(device, dtype) == LAST
+        for dtype in (torch.float32, torch.float64):
+            assert memory_format(device, dtype) == FIRST
 
 
 @pytest.mark.parametrize("has_onednn", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(torch.bfloat16, LAST), (torch.float32, LAST), (torch.float64, FIRST)]
-)
-def test_cpus(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    expected: torch.memory_format,
-    has_onednn: bool,
-) -> None:
+def test_cpus(monkeypatch: pytest.MonkeyPatch, has_onednn: bool) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
-    assert memory_format(CPU, dtype) == (expected if has_onednn else FIRST)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert memory_format(CPU, dtype) == (LAST if has_onednn else FIRST)
+    assert memory_format(CPU, torch.float64) == FIRST
 
 
 class Formats(TorchDispatchMode):
@@ -60,10 +54,12 @@ class Formats(TorchDispatchMode):
 
 
 @needs_onednn
-@pytest.mark.parametrize("recompute", ["norm", "off", "level"])
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
-@pytest.mark.parametrize("autocast", [torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pairwise(
+    encoder=["plain", "residual"],
+    autocast=[torch.bfloat16, None],
+    batch_size=[1, 2],
+    recompute=["norm", "off", "level"],
+)
 def test_no_map_of_a_network_changes_its_format(
     encoder: str, autocast: torch.dtype | None, batch_size: int, recompute: str
 ) -> None:

@@ -4,14 +4,17 @@ On a CPU the real code parks in "host" memory too, where a test lets it: memory 
 read at the wrong time finds nothing.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.steps import measure
-from unet3d.config import ModelSettings, TrainingSettings
+from tests.plain_network import gradients_of
+from tests.products import pairwise
+from tests.steps import LARGE, make_step, measure
+from unet3d.config import ModelSettings
 from unet3d.kernels import recompute as remake
 from unet3d.kernels.pad import padded_copy
 from unet3d.kernels.padding import mark_padded, with_padding
@@ -20,7 +23,7 @@ from unet3d.model import Topology, UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Executor, Layout, offload, parallelize
 from unet3d.parallel.offload import OffloadedMemory, SkipOffloader, skip_names
 from unet3d.parallel.pipeline import PipelineExecutor
-from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.memory_estimate import predict_memory
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -46,25 +49,15 @@ def make_batch(num_samples: int = 2, size: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def step(topology: Topology, layout: Layout, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take a step, and return the loss and the gradients."""
     torch.manual_seed(0)
-    executor = parallelize(UNet3d(topology), layout)
-    return step_of(executor, **batch)
+    return step_of(parallelize(UNet3d(topology), layout), **batch)
 
 
 def step_of(executor: Executor, **batch: int) -> tuple[Tensor, dict[str, Tensor]]:
     image, target = make_batch(**batch)
-    image, target = image.to(executor.input_device), target.to(executor.output_device)
     terms = executor.forward_backward(image, target, dice_cross_entropy)
-    found = executor.module.named_parameters()
-    return terms.total, {name: p.grad.cpu() for name, p in found if p.grad is not None}
-
-
-def assert_equal(
-    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
-) -> None:
-    assert torch.equal(found[0].cpu(), expected[0].cpu())
-    assert found[1].keys() == expected[1].keys()
-    assert [name for name in found[1] if not torch.equal(found[1][name], expected[1][name])] == []
+    return terms.total, gradients_of(executor.module)
 
 
 @pytest.mark.parametrize("encoder", ["plain", "residual"])
@@ -75,34 +68,30 @@ def test_skips_are_what_the_encoder_hands_to_the_decoder(encoder: str) -> None:
 
 
 @pytest.mark.usefixtures("parking_cpu")
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}, {"num_levels": 2}],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("num_devices", "cuts", "num_micro_batches", "schedule"),
-    [
+@pairwise(
+    options=[
+        {},
+        {"encoder": "residual", "deep_supervision": True},
+        {"norm": "group", "num_levels": 2},
+    ],
+    stages=[
         (1, None, 1, "1f1b"),
         (1, None, 2, "1f1b"),
-        (2, None, 3, "1f1b"),
         (2, (2,), 3, "all-forward"),
         (2, (6,), 2, "1f1b"),
         (3, (1, 5), 3, "1f1b"),
     ],
+    remade_from=[0, 2**21],
 )
-@pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
 def test_gradients_are_the_same_to_the_bit(
     options: dict[str, object],
-    num_devices: int,
-    cuts: tuple[int, ...] | None,
-    num_micro_batches: int,
-    schedule: Any,
+    stages: tuple[int, tuple[int, ...] | None, int, Any],
     remade_from: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
     topology = topology_of(**options)
+    num_devices, cuts, num_micro_batches, schedule = stages
     layout = Layout(
         devices=(CPU,) * num_devices,
         cuts=cuts,
@@ -110,15 +99,12 @@ def test_gradients_are_the_same_to_the_bit(
         autocast=None,
         schedule=schedule,
     )
-    offloader = Layout(
-        devices=(CPU,) * num_devices,
-        cuts=cuts,
-        num_micro_batches=num_micro_batches,
-        autocast=None,
-        schedule=schedule,
-        offload="skips",
+    (loss, gradients), (expected_loss, expected) = (
+        step(topology, one, num_samples=3) for one in (replace(layout, offload="skips"), layout)
     )
-    assert_equal(step(topology, offloader, num_samples=3), step(topology, layout, num_samples=3))
+    assert torch.equal(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    assert [name for name in gradients if not torch.equal(gradients[name], expected[name])] == []
 
 
 def test_a_cpu_parks_nothing() -> None:
@@ -129,12 +115,11 @@ def test_a_cpu_parks_nothing() -> None:
 
 
 class Sizes(MemoryMeter):
-    """Notes what comes and goes, and what is kept meanwhile."""
+    """Notes what comes and goes."""
 
     def __init__(self, executor: Executor) -> None:
         super().__init__(executor.slots, executor.module)
         self.seen: dict[tuple[int, ...], list[int]] = {}
-        self.at_loss = 0
         executor.observer = self
         self.start()
 
@@ -142,11 +127,6 @@ class Sizes(MemoryMeter):
         super().resized(tensor)
         sizes = self.seen.setdefault(tuple(tensor.shape), [])
         sizes.append(tensor.untyped_storage().nbytes())
-
-    def during(self, slot: Any, kind: str, micro_batch: int) -> Any:
-        if kind == "loss":
-            self.at_loss = sum(kept.now for kept in self._kept.values())
-        return super().during(slot, kind, micro_batch)
 
 
 def test_a_skip_is_parked_with_the_zeros_around_it() -> None:
@@ -163,24 +143,14 @@ def test_a_skip_is_parked_with_the_zeros_around_it() -> None:
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("remade_from", [0, 2**21], ids=["remade", "kept"])
-def test_a_skip_is_away_at_the_peak_and_comes_back_once(
-    remade_from: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_skip_goes_and_comes_back_once(remade_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or, where it is made again in backward, what it is made from."""
     monkeypatch.setattr(remake, "MIN_ELEMENTS", remade_from)
-    kept = []
-    for choice in ("none", "skips"):
-        layout = Layout(devices=(CPU,), offload=choice)  # type: ignore[arg-type]
-        executor = parallelize(UNet3d(topology_of()), layout)
-        sizes = Sizes(executor)
-        step_of(executor, num_samples=1)
-        kept.append(sizes.at_loss)
-    expected = {(1, 4 * 2**level, *[16 // 2**level] * 3) for level in range(2)}
-    assert set(sizes.seen) == expected
-    for shape, seen in sizes.seen.items():
-        assert seen == [0, 4 * torch.Size(shape).numel()]
-    assert kept[0] - kept[1] == sum(4 * torch.Size(shape).numel() for shape in expected)
-    assert [sizes._kept[slot.index].now for slot in executor.slots] == [0]
+    executor = parallelize(UNet3d(topology_of()), Layout(devices=(CPU,), offload="skips"))
+    sizes = Sizes(executor)
+    step_of(executor, num_samples=1)
+    shapes = [(1, 4 * 2**level, *[16 // 2**level] * 3) for level in range(2)]
+    assert sizes.seen == {shape: [0, 4 * torch.Size(shape).numel()] for shape in shapes}
 
 
 @pytest.mark.usefixtures("parking_cpu")
@@ -209,7 +179,10 @@ def test_skips_are_away_while_the_decoder_works_at_full_resolution() -> None:
 
 
 class Copies:
-    """Stands for the compute stream and for events on the streams of copies."""
+    """Stands for the compute stream and for events on the streams of copies.
+
+    The copy is patched, because without a GPU nothing else tells whether its end is waited for.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waited_for: list[str] = []
@@ -226,100 +199,69 @@ class Copies:
         self.waited_for.append(event)
 
 
+@pytest.mark.parametrize("is_used", [True, False])
 def test_work_waits_for_a_copy_back_but_not_for_a_copy_to_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+    is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both read the skip; only its memory must not be freed before."""
-    copies = Copies(monkeypatch)
-    memory = OffloadedMemory(torch.arange(8.0), lambda tensor: None)
+    copies, values = Copies(monkeypatch), torch.arange(8.0)
+    memory = OffloadedMemory(values, lambda tensor: None)
     memory.use()
     memory.use()
     assert copies.waited_for == []
     memory.release()
     memory.fetch()
     assert copies.waited_for == ["out"]
-    memory.use()
-    memory.use()
-    assert copies.waited_for == ["out", "in"]
-    assert torch.equal(memory._tensor, torch.arange(8.0))
-
-
-def test_memory_that_was_fetched_and_not_used_is_freed_after_its_copy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copies = Copies(monkeypatch)
-    memory = OffloadedMemory(torch.arange(8.0), lambda tensor: None)
-    memory.release()
-    memory.fetch()
-    memory.release()
+    if is_used:
+        memory.use()
+        memory.use()
+    else:  # it is freed after its copy
+        memory.release()
     assert copies.waited_for == ["out", "in"]
     memory.use()
-    assert copies.waited_for == ["out", "in", "in"]
+    assert copies.waited_for == ["out", "in"] + ["in"] * (not is_used)
+    assert torch.equal(values, torch.arange(8.0))
 
 
 @pytest.mark.usefixtures("parking_cpu")
-def test_nothing_of_a_parked_skip_is_left_behind() -> None:
-    executor = parallelize(
-        UNet3d(topology_of()),
-        Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips"),
-    )
-    alive: list[int] = []
-    made = OffloadedMemory.__init__
-    deleted: list[int] = []
+def test_nothing_of_a_parked_skip_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(devices=(CPU, CPU), cuts=None, num_micro_batches=2, offload="skips")
+    executor = parallelize(UNet3d(topology_of()), layout)
+    made: list[str] = []
+    deleted: list[str] = []
 
     class Counted(OffloadedMemory):
         def __init__(self, *arguments: Any) -> None:
-            made(self, *arguments)
-            alive.append(id(self))
+            super().__init__(*arguments)
+            made.append("one")
 
         def __del__(self) -> None:
-            deleted.append(id(self))
+            deleted.append("one")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unet3d.parallel.offload.OffloadedMemory", Counted)
-        step_of(executor)
-    assert len(alive) == 2 * 2  # both stages share the memory, for they share the device
-    assert len(deleted) == len(alive)
+    monkeypatch.setattr(offload, "OffloadedMemory", Counted)
+    step_of(executor)
+    assert len(made) == 2 * 2  # both stages share the memory, for they share the device
+    assert deleted == made
 
 
 @pytest.mark.usefixtures("parking_cpu")
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_the_prediction_counts_it_to_the_byte(num_devices: int) -> None:
-    topology = topology_of()
     predicted = []
     for choice in ("none", "skips"):
-        layout = Layout(
-            devices=(CPU,) * num_devices, cuts=None, num_micro_batches=num_devices, offload=choice
-        )  # type: ignore[arg-type]
-        planned = Step(
-            topology=topology,
-            layout=layout,
-            size=(16, 16, 16),
-            batch_size=2,
-            settings=TrainingSettings(),
-            precision="float32",
-        )
+        layout = {"cuts": None, "num_micro_batches": num_devices, "offload": choice}
+        planned = make_step((CPU,) * num_devices, **layout)
         predicted.append(predict_memory(planned).memory)
         assert predicted[-1] == measure(planned)
     assert predicted[1][0].activations_bytes < predicted[0][0].activations_bytes
 
 
 def test_a_gpu_that_is_not_here_is_predicted_to_need_less() -> None:
-    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
-    topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 1, 3)
-    found = []
-    for choice in ("none", "skips"):
-        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=choice)  # type: ignore[arg-type]
-        planned = Step(
-            topology=topology,
-            layout=layout,
-            size=(128,) * 3,
-            batch_size=1,
-            settings=TrainingSettings(),
-            precision="bfloat16",
-        )
-        found.append(predict_memory(planned).memory[0])
-    skips = sum(2 * c * (128 >> level) ** 3 for level, c in enumerate(topology.channels[:-1]))
+    step = make_step((GPU,), (128,) * 3, 1, precision="bfloat16", model=LARGE)
+    parking = replace(step, layout=replace(step.layout, offload="skips"))
+    found = [predict_memory(one, counts_reserved=False).memory[0] for one in (step, parking)]
+    channels = step.topology.channels[:-1]
+    skips = sum(2 * c * (128 >> level) ** 3 for level, c in enumerate(channels))
     fewer = found[0].activations_bytes - found[1].activations_bytes
     assert fewer == pytest.approx(skips, rel=0.01)
     assert found[1].peak_bytes < found[0].peak_bytes
@@ -356,8 +298,6 @@ def test_no_memory_is_reused_or_read_too_early(
     late: str, num_slots: int, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever is late, copies or the work that they run beside, the gradients are the same."""
-    from unet3d.parallel import offload
-
     find_stream = offload._copy_stream
 
     def late_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
@@ -372,12 +312,8 @@ def test_no_memory_is_reused_or_read_too_early(
     for parks in ("none", "skips"):
         torch.manual_seed(0)
         model = UNet3d(topology_of()).double()
-        layout = Layout(
-            devices=(GPU,) * num_slots,
-            cuts=None,
-            num_micro_batches=num_micro_batches,
-            offload=parks,
-        )  # type: ignore[arg-type]
+        more = {"num_micro_batches": num_micro_batches, "offload": parks}
+        layout = Layout(devices=(GPU,) * num_slots, cuts=None, **more)
         executor = parallelize(model, layout)
         poison = Poison(executor, 20_000_000 if late == "work" else 0)
         for _ in range(2):  # the second time with pinned memory that was used before
@@ -386,7 +322,7 @@ def test_no_memory_is_reused_or_read_too_early(
             terms = executor.forward_backward(
                 image.double().to(GPU), target.to(GPU), dice_cross_entropy
             )
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients = gradients_of(model).values()
         found.append(torch.cat([terms.total.view(1), *(g.flatten() for g in gradients)]))
     assert poison.num_poisoned >= 2 * num_micro_batches
     assert torch.isfinite(found[1]).all()
@@ -396,24 +332,13 @@ def test_no_memory_is_reused_or_read_too_early(
 
 @pytest.mark.gpu
 def test_a_gpu_needs_less_by_what_was_predicted() -> None:
-    model = ModelSettings(channels=(32, 64, 128, 256, 320, 320), deep_supervision=False)
-    topology = plan_topology(model, (128,) * 3, (1.0, 1.0, 1.0), 2, 3)
-    predicted, measured = [], []
+    measured = []
     for choice in ("none", "skips"):
-        layout = Layout(devices=(GPU,), autocast=torch.bfloat16, offload=choice)  # type: ignore[arg-type]
-        planned = Step(
-            topology=topology,
-            layout=layout,
-            size=(128,) * 3,
-            batch_size=2,
-            settings=TrainingSettings(),
-            precision="bfloat16",
-        )
-        predicted.append(predict_memory(planned).memory[0])
+        step = make_step((GPU,), (128,) * 3, precision="bfloat16", model=LARGE, offload=choice)
+        predicted = predict_memory(step).memory[0]
         torch.cuda.empty_cache()
-        measured.append(measure(planned)[0])
-        assert predicted[-1].activations_bytes == pytest.approx(
-            measured[-1].activations_bytes, rel=0.02
-        )
-        assert predicted[-1].peak_bytes == pytest.approx(measured[-1].peak_bytes, rel=0.05)
-    assert measured[1].peak_bytes < measured[0].peak_bytes
+        found = measure(step)[0]
+        assert predicted.activations_bytes == pytest.approx(found.activations_bytes, rel=0.02)
+        assert predicted.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
+        measured.append(found.peak_bytes)
+    assert measured[1] < measured[0]

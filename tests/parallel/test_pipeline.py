@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.plain_network import gradients_of
 from unet3d.errors import ConfigError
 from unet3d.model import (
     SegmentationLoss,
@@ -34,12 +35,10 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def assert_same_gradients(model: UNet3d, plain: UNet3d) -> None:
-    for (name, value), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        if expected.grad is None:
-            assert value.grad is None, name
-        else:
-            scale = expected.grad.norm().clamp_min(1e-8)
-            assert value.grad is not None and (value.grad - expected.grad).norm() < 1e-9 * scale
+    found, expected = gradients_of(model), gradients_of(plain)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert (value - expected[name]).norm() < 1e-9 * expected[name].norm().clamp_min(1e-8)
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
@@ -55,7 +54,9 @@ def test_a_frozen_encoder_is_passed_by(num_micro_batches: int) -> None:
     assert_same_gradients(model, plain)
 
 
-def test_dropout_cannot_pass_forward_twice_for_batch_dice() -> None:
+def test_dropout_cannot_pass_forward_twice() -> None:
+    """Neither for batch Dice, nor where a level is recomputed."""
+
     def with_dropout() -> SequentialNetwork:
         chain = nn.Sequential(nn.Conv3d(1, 3, 1), nn.Dropout3d(0.5), nn.Conv3d(3, 3, 1))
         return SequentialNetwork(chain, (1, 4, 4, 4))
@@ -69,6 +70,8 @@ def test_dropout_cannot_pass_forward_twice_for_batch_dice() -> None:
     with pytest.raises(ConfigError, match=r"dropout.*training\.batch_dice=false"):
         twice.forward_backward(image, target, loss)
     assert twice.forward_backward(image, target, dice_cross_entropy).total.isfinite()
+    with pytest.raises(ConfigError, match="memory.recompute=norm"):
+        parallelize(with_dropout(), Layout(devices=(CPU,), recompute="level"))
 
 
 def test_a_loss_may_leave_out_a_result() -> None:
@@ -81,10 +84,3 @@ def test_a_loss_may_leave_out_a_result() -> None:
     parallelize(model, Layout(devices=(CPU, CPU))).forward_backward(image, target, fine_only)
     dice_cross_entropy(plain(image)[0], target).total.backward()
     assert_same_gradients(model, plain)
-
-
-def test_a_level_with_dropout_is_not_recomputed() -> None:
-    chain = nn.Sequential(nn.Conv3d(1, 4, 3), nn.Dropout(0.5), nn.Conv3d(4, 2, 3))
-    layout = Layout(devices=(CPU,), recompute="level")
-    with pytest.raises(ConfigError, match="memory.recompute=norm"):
-        parallelize(SequentialNetwork(chain, (1, 8, 8, 8)), layout)

@@ -1,13 +1,16 @@
+from typing import Any
+
 import pytest
 import torch
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, DeviceError, Unet3dError
+from unet3d.errors import ConfigError, Unet3dError
 from unet3d.parallel import Layout, Machine, ParallelDims
 
 CPU = torch.device("cpu")
 GPUS = [torch.device("cuda", index) for index in range(4)]
+THREADS = {"mode": "data", "engine": "dataparallel"}
 
 
 def machine(num_gpus: int) -> Machine:
@@ -16,77 +19,70 @@ def machine(num_gpus: int) -> Machine:
     return Machine(num_gpus=num_gpus, description=f"cpu and {gpus or 'no CUDA GPU'}")
 
 
-def resolve(num_gpus: int, mode: str, devices: str | None) -> tuple[torch.device, ...]:
-    settings = ParallelSettings(mode=mode, devices=devices)
-    return ParallelDims.resolve(settings, machine(num_gpus)).devices
+def resolve(num_gpus: int, ranks: Ranks | None = None, **settings: Any) -> ParallelDims:
+    return ParallelDims.resolve(ParallelSettings(**settings), machine(num_gpus), ranks)
 
 
-def refusal(num_gpus: int, mode: str, devices: str | None) -> str:
-    with pytest.raises(DeviceError) as caught:
-        resolve(num_gpus, mode, devices)
+def spatial(devices: str | None, replicas: int = 1, ranks: Ranks | None = None) -> ParallelDims:
+    return resolve(4, ranks, mode="spatial", devices=devices, replicas=replicas)
+
+
+def rank_of(rank: int, world_size: int, local_rank: int, local_world_size: int) -> Ranks:
+    return Ranks(
+        rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local_world_size
+    )
+
+
+def refusal(num_gpus: int, ranks: Ranks | None, **settings: Any) -> str:
+    with pytest.raises(Unet3dError) as caught:
+        resolve(num_gpus, ranks, **settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("mode", "names", "devices"),
+    ("num_gpus", "mode", "names", "devices"),
     [
-        ("none", "cpu", (CPU,)),
-        ("none", "1", (GPUS[1],)),
-        ("none", "cuda", (GPUS[0],)),
-        ("model", "cpu,cpu", (CPU, CPU)),
-        ("model", "cpu,0", (CPU, GPUS[0])),
-        ("model", "0, cuda:1,cpu", (GPUS[0], GPUS[1], CPU)),
-        ("model", "1,1", (GPUS[1], GPUS[1])),
+        (2, "none", "cpu", (CPU,)),
+        (2, "none", "1", (GPUS[1],)),
+        (2, "none", "cuda", (GPUS[0],)),
+        (2, "model", "cpu,cpu", (CPU, CPU)),
+        (2, "model", "cpu,0", (CPU, GPUS[0])),
+        (2, "model", "0, cuda:1,cpu", (GPUS[0], GPUS[1], CPU)),
+        (2, "model", "1,1", (GPUS[1], GPUS[1])),
+        # The default follows the machine.
+        (0, "none", None, (CPU,)),
+        (3, "none", None, (GPUS[0],)),
+        (0, "model", None, (CPU, CPU)),
+        (3, "model", None, (GPUS[0], GPUS[1])),
     ],
 )
-def test_names_become_devices(mode: str, names: str, devices: tuple[torch.device, ...]) -> None:
-    assert resolve(2, mode, names) == devices
-
-
-@pytest.mark.parametrize(
-    ("num_gpus", "mode", "devices"),
-    [
-        (0, "none", (CPU,)),
-        (3, "none", (GPUS[0],)),
-        (0, "model", (CPU, CPU)),
-        (3, "model", (GPUS[0], GPUS[1])),
-    ],
-)
-def test_defaults_follow_the_machine(
-    num_gpus: int, mode: str, devices: tuple[torch.device, ...]
+def test_names_become_devices(
+    num_gpus: int, mode: str, names: str | None, devices: tuple[torch.device, ...]
 ) -> None:
-    assert resolve(num_gpus, mode, None) == devices
+    assert resolve(num_gpus, mode=mode, devices=names).devices == devices
 
 
 @pytest.mark.parametrize("name", ["gpu0", "cuda:", "cuda:x", "-1", "CPU", "cpu:0", "mps", "1.5"])
 def test_an_unknown_name_is_refused(name: str) -> None:
-    message = refusal(2, "none", name)
+    message = refusal(2, None, mode="none", devices=name)
     assert message == f"device {name!r} is unknown; write 0, cuda:0 or cpu"
 
 
-def test_a_gpu_that_does_not_exist_says_what_there_is() -> None:
-    assert refusal(2, "none", "2") == (
+def test_what_does_not_suit_the_machine_or_the_mode_says_what_there_is() -> None:
+    assert refusal(2, None, mode="none", devices="2") == (
         "device '2' does not exist; this machine has cpu and cuda:0 (Model 0), cuda:1 (Model 1)"
     )
-    assert "device 'cuda:7' does not exist" in refusal(2, "model", "0,cuda:7")
-    assert refusal(0, "model", "cpu,0") == (
+    assert refusal(0, None, mode="model", devices="cpu,0") == (
         "device '0' does not exist; this machine has cpu and no CUDA GPU"
     )
-
-
-def test_the_number_of_devices_suits_the_mode() -> None:
-    message = refusal(2, "none", "0,1")
-    assert message == (
+    assert refusal(2, None, mode="none", devices="0,1") == (
         "devices 0,1 but parallel mode none uses one; use --parallel auto, or name one device"
     )
-    assert "needs a device for each of two stages or more, got 0;" in refusal(2, "model", "0")
-
-
-def test_one_gpu_is_too_few_to_guess_a_second() -> None:
-    message = refusal(1, "model", None)
+    # One GPU is too few to guess a second.
+    message = refusal(1, None, mode="model")
     assert "cuda:0 (Model 0)" in message and "--devices 0,cpu" in message
-    message = refusal(1, "spatial", None)
+    message = refusal(1, None, mode="spatial")
     assert "cuda:0 (Model 0)" in message and "use --parallel none" in message
 
 
@@ -109,7 +105,7 @@ def test_a_plan_may_be_for_another_machine() -> None:
         ({"mode": "data"}, ((GPUS[0],), (GPUS[1],), (GPUS[2],), (GPUS[3],))),
         ({"mode": "data", "devices": "3,1"}, ((GPUS[3],), (GPUS[1],))),
         ({"mode": "data", "devices": "cpu,cpu"}, ((CPU,), (CPU,))),
-        ({"mode": "data", "engine": "dataparallel", "devices": "0,1"}, ((GPUS[0],), (GPUS[1],))),
+        ({**THREADS, "devices": "0,1"}, ((GPUS[0],), (GPUS[1],))),
         ({"mode": "model", "replicas": 2}, (tuple(GPUS[:2]), tuple(GPUS[2:]))),
         (
             {"mode": "model", "replicas": 2, "devices": "0,cpu,1,cpu"},
@@ -120,173 +116,109 @@ def test_a_plan_may_be_for_another_machine() -> None:
     ids=str,
 )
 def test_devices_are_divided_over_the_replicas(
-    settings: dict[str, object],
-    replicas: tuple[tuple[torch.device, ...], ...],
+    settings: dict[str, object], replicas: tuple[tuple[torch.device, ...], ...]
 ) -> None:
-    assert ParallelDims.resolve(ParallelSettings(**settings), machine(4)).replicas == replicas
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"mode": "model", "replicas": 2, "devices": "0,1,2"}, "do not divide by 2 replicas"),
-        ({"mode": "model", "replicas": 3, "devices": "0,1"}, "do not divide by 3 replicas"),
-        ({"mode": "model", "replicas": 2, "devices": "0,1"}, "give each of 2 replicas one, but"),
-        ({"mode": "model", "replicas": 2, "devices": "0,1,0,1"}, "put two replicas on one GPU"),
-        ({"mode": "data", "devices": "0,0"}, "put two replicas on one GPU"),
-        ({"mode": "data", "devices": "0,cpu"}, "cuda:0 and cpu cannot exchange gradients"),
-        ({"mode": "data", "devices": "0,7"}, "device '7' does not exist"),
-    ],
-    ids=str,
-)
-def test_devices_that_replicas_cannot_share_are_refused(
-    settings: dict[str, object], reason: str
-) -> None:
-    with pytest.raises(DeviceError) as caught:
-        ParallelDims.resolve(ParallelSettings(**settings), machine(4))
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
+    assert resolve(4, **settings).replicas == replicas
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "settings", "ranks", "devices"),
     [
-        (
-            4,
-            {"mode": "data"},
-            Ranks(rank=5, world_size=8, local_rank=1, local_world_size=4),
-            (GPUS[1],),
-        ),
-        (
-            4,
-            {"mode": "data", "devices": "2,3"},
-            Ranks(rank=3, world_size=4, local_rank=1, local_world_size=2),
-            (GPUS[3],),
-        ),
-        (
-            4,
-            {"mode": "model"},
-            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
-            (GPUS[2], GPUS[3]),
-        ),
-        (
-            4,
-            {"mode": "model"},
-            Ranks(rank=1, world_size=2, local_rank=0, local_world_size=1),
-            tuple(GPUS),
-        ),
-        (
-            4,
-            {"mode": "model", "replicas": 2},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
-            (GPUS[0], GPUS[1]),
-        ),
-        (
-            0,
-            {"mode": "data"},
-            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
-            (CPU,),
-        ),
-        (
-            0,
-            {"mode": "model"},
-            Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2),
-            (CPU, CPU),
-        ),
+        (4, {"mode": "data"}, rank_of(5, 8, 1, 4), (GPUS[1],)),
+        (4, {"mode": "data", "devices": "2,3"}, rank_of(3, 4, 1, 2), (GPUS[3],)),
+        (4, {"mode": "model"}, rank_of(1, 2, 1, 2), (GPUS[2], GPUS[3])),
+        (4, {"mode": "model"}, rank_of(1, 2, 0, 1), tuple(GPUS)),
+        (4, {"mode": "model", "replicas": 2}, rank_of(0, 2, 0, 2), (GPUS[0], GPUS[1])),
+        (0, {"mode": "data"}, rank_of(1, 2, 1, 2), (CPU,)),
+        (0, {"mode": "model"}, rank_of(1, 2, 1, 2), (CPU, CPU)),
     ],
     ids=str,
 )
 def test_a_rank_drives_its_share_of_the_machine(
-    num_gpus: int,
-    settings: dict[str, object],
-    ranks: Ranks,
-    devices: tuple[torch.device, ...],
+    num_gpus: int, settings: dict[str, object], ranks: Ranks, devices: tuple[torch.device, ...]
 ) -> None:
-    assert (
-        ParallelDims.resolve(ParallelSettings(**settings), machine(num_gpus), ranks).devices
-        == devices
-    )
+    assert resolve(num_gpus, ranks, **settings).devices == devices
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "kind", "reason"),
+    ("settings", "ranks", "reason"),
     [
+        ("mode=model devices=0,cuda:7", None, "'cuda:7' does not exist"),
+        ("mode=model devices=0", None, "needs a device for each of two stages or more, got 0;"),
+        ("mode=model replicas=2 devices=0,1,2", None, "do not divide by 2 replicas"),
+        ("mode=model replicas=2 devices=0,1", None, "give each of 2 replicas one, but"),
+        ("mode=model replicas=2 devices=0,1,0,1", None, "put two replicas on one GPU"),
+        ("mode=data devices=0,0", None, "put two replicas on one GPU"),
+        ("mode=data devices=0,cpu", None, "cuda:0 and cpu cannot exchange gradients"),
+        ("replicas=2", None, "is 2, but there is one device, 0;"),
+        # Ranks without devices of their own.
+        ("mode=data", rank_of(0, 5, 0, 5), "'4' does not exist"),
+        ("mode=data devices=0,1,2", rank_of(0, 2, 0, 2), "do not divide by 2"),
+        ("mode=data devices=0,1", rank_of(0, 2, 0, 1), "needs one"),
+        ("mode=model devices=0,1", rank_of(0, 2, 0, 2), "at least two"),
+        ("mode=model replicas=3", rank_of(0, 2, 0, 2), "2 ranks were start"),
         (
-            {"mode": "data"},
-            Ranks(rank=0, world_size=5, local_rank=0, local_world_size=5),
-            DeviceError,
-            "'4' does not exist",
-        ),
-        (
-            {"mode": "data", "devices": "0,1,2"},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
-            DeviceError,
-            "do not divide by 2",
-        ),
-        (
-            {"mode": "data", "devices": "0,1"},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=1),
-            DeviceError,
-            "needs one",
-        ),
-        (
-            {"mode": "model", "devices": "0,1"},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
-            DeviceError,
-            "at least two",
-        ),
-        (
-            {"mode": "model", "replicas": 3},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
-            ConfigError,
-            "2 ranks were started",
-        ),
-        (
-            {"mode": "data", "engine": "dataparallel"},
-            Ranks(rank=0, world_size=2, local_rank=0, local_world_size=2),
-            ConfigError,
+            "mode=data engine=dataparallel",
+            rank_of(0, 2, 0, 2),
             "parallel.engine=ddp under torchrun",
         ),
+        # nn.DataParallel takes different GPUs.
+        ("mode=data engine=dataparallel devices=0,cpu", None, "named once, not to cuda:0,cpu"),
+        (
+            "mode=data engine=dataparallel devices=0,0",
+            None,
+            "to GPUs, each named once, not to cuda:0,cuda:0",
+        ),
+        (
+            "mode=data engine=dataparallel devices=0,1 output_device=2",
+            None,
+            "parallel.output_device is cuda:2, which is none of",
+        ),
+        # Devices that cannot share a volume.
+        ("mode=spatial devices=0,0", None, "put two slabs on one GPU, which NCCL refuses"),
+        (
+            "mode=spatial devices=0,cpu",
+            None,
+            "cuda:0,cpu are of different kinds, which cannot share a volume",
+        ),
+        ("mode=spatial devices=0,cpu,1,cpu replicas=2", None, "are of different kinds"),
+        (
+            "mode=spatial devices=0,1 replicas=2",
+            None,
+            "give each of 2 replicas one, but parallel mode spatial needs",
+        ),
+        (
+            "mode=spatial replicas=2",
+            rank_of(0, 3, 0, 3),
+            "parallel.replicas is 2 but 3 ranks were started",
+        ),
+        (
+            "mode=spatial replicas=2",
+            rank_of(0, 2, 0, 2),
+            "groups of two slabs or more; start 4 ranks or a multiple",
+        ),
+        ("mode=spatial devices=0,1,2,3", rank_of(0, 2, 0, 2), "needs one"),
+        (
+            "mode=spatial devices=0,1",
+            rank_of(0, 3, 0, 3),
+            "do not divide by 3 ranks of this machine",
+        ),
+        ("mode=spatial devices=0,0", rank_of(0, 2, 0, 2), "on one GPU"),
     ],
     ids=str,
 )
-def test_a_rank_without_devices_of_its_own_is_refused(
-    settings: dict[str, object],
-    ranks: Ranks,
-    kind: type[Unet3dError],
-    reason: str,
+def test_what_cannot_be_is_refused_in_one_line(
+    settings: str, ranks: Ranks | None, reason: str
 ) -> None:
-    with pytest.raises(kind) as caught:
-        ParallelDims.resolve(ParallelSettings(**settings), machine(4), ranks)
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
-
-
-def threads(devices: str, output_device: str | None = None) -> ParallelDims:
-    settings = ParallelSettings(
-        mode="data", engine="dataparallel", devices=devices, output_device=output_device
-    )
-    return ParallelDims.resolve(settings, machine(4))
-
-
-@pytest.mark.parametrize(
-    ("devices", "output_device", "kind", "reason"),
-    [
-        ("0,cpu", None, DeviceError, "to GPUs, each named once, not to cuda:0,cpu"),
-        ("0,0", None, DeviceError, "to GPUs, each named once, not to cuda:0,cuda:0"),
-        ("0,1", "2", DeviceError, "parallel.output_device is cuda:2, which is none of"),
-        ("0,1", "7", DeviceError, "device '7' does not exist"),
-    ],
-)
-def test_nn_data_parallel_takes_different_gpus(
-    devices: str, output_device: str | None, kind: type[Unet3dError], reason: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        threads(devices, output_device)
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
+    named: dict[str, Any] = dict(setting.split("=") for setting in settings.split())
+    replicas = int(named.pop("replicas", 1))
+    assert reason in refusal(4, ranks, replicas=replicas, **named)
 
 
 def test_threads_are_one_process_with_a_patch_for_each() -> None:
-    dims = threads("0,1,3", "1")
+    dims = resolve(4, **THREADS, devices="0,1,3", output_device="1")
     assert (dims.num_processes, dims.num_replicas, dims.devices) == (1, 3, (*GPUS[:2], GPUS[3]))
+    assert (dims.world_size, dims.num_stages, dims.has_reducers) == (1, 1, False)
     assert dims.gather_device == GPUS[1] and not dims.predicts_memory
     assert dims.check_batch(3) is None
     with pytest.raises(ConfigError, match="a batch of 2 gives 1 of the 3 devices no patch"):
@@ -294,15 +226,10 @@ def test_threads_are_one_process_with_a_patch_for_each() -> None:
 
 
 def test_replicas_in_processes_may_be_idle_and_say_so() -> None:
-    dims = ParallelDims.resolve(ParallelSettings(mode="data", devices="cpu,cpu,cpu"), machine(0))
-    assert (dims.num_processes, dims.num_replicas) == (3, 3)
+    dims = resolve(0, mode="data", devices="cpu,cpu,cpu")
+    assert (dims.num_processes, dims.num_replicas, dims.has_reducers) == (3, 3, True)
     assert (dims.share_of(7), dims.check_batch(3)) == (3, None)
     assert "a batch of 2 leaves 1 of 3 replicas without work" in (dims.check_batch(2) or "")
-
-
-def spatial(devices: str | None, replicas: int = 1, ranks: Ranks | None = None) -> ParallelDims:
-    settings = ParallelSettings(mode="spatial", devices=devices, replicas=replicas)
-    return ParallelDims.resolve(settings, machine(4), ranks)
 
 
 @pytest.mark.parametrize(
@@ -323,8 +250,7 @@ def test_each_shard_has_a_process_and_a_device(
     num_replicas: int,
     replicas: tuple[tuple[torch.device, ...], ...],
 ) -> None:
-    settings = ParallelSettings(mode="spatial", devices=devices, replicas=num_replicas)
-    dims = ParallelDims.resolve(settings, machine(num_gpus))
+    dims = resolve(num_gpus, mode="spatial", devices=devices, replicas=num_replicas)
     assert dims.mode == "spatial" and dims.replicas == replicas
     assert (dims.num_replicas, dims.num_shards) == (num_replicas, len(replicas[0]))
     assert dims.num_processes == num_replicas * dims.num_shards == len(dims.all_devices)
@@ -337,11 +263,11 @@ def test_each_shard_has_a_process_and_a_device(
     [
         # Two groups of two on one machine; one group over two machines; and groups of three on
         # machines of two.
-        (Ranks(rank=3, world_size=4, local_rank=3, local_world_size=4), None, 2, GPUS[3], (1, 1)),
-        (Ranks(rank=4, world_size=8, local_rank=0, local_world_size=4), None, 1, GPUS[0], (0, 4)),
-        (Ranks(rank=3, world_size=6, local_rank=1, local_world_size=2), None, 2, GPUS[1], (1, 0)),
-        (Ranks(rank=2, world_size=6, local_rank=0, local_world_size=2), "3,1", 2, GPUS[3], (0, 2)),
-        (Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2), "cpu,cpu", 1, CPU, (0, 1)),
+        (rank_of(3, 4, 3, 4), None, 2, GPUS[3], (1, 1)),
+        (rank_of(4, 8, 0, 4), None, 1, GPUS[0], (0, 4)),
+        (rank_of(3, 6, 1, 2), None, 2, GPUS[1], (1, 0)),
+        (rank_of(2, 6, 0, 2), "3,1", 2, GPUS[3], (0, 2)),
+        (rank_of(1, 2, 1, 2), "cpu,cpu", 1, CPU, (0, 1)),
     ],
     ids=str,
 )
@@ -363,67 +289,19 @@ def test_a_rank_has_one_slab_of_one_replica(
     assert layout.shard == group[1]
 
 
-@pytest.mark.parametrize(
-    ("devices", "replicas", "batch_dice", "expected"),
-    [
+def test_replicas_that_tell_one_another_sums_launch_their_steps() -> None:
+    for devices, replicas, batch_dice, expected in (
         ("0,1", 1, "true", "auto"),
         ("0,1,2,3", 2, "true", "off"),
         ("0,1,2,3", 2, "false", "auto"),
-    ],
-)
-def test_replicas_that_tell_one_another_sums_launch_their_steps(
-    devices: str, replicas: int, batch_dice: str, expected: str
-) -> None:
-    config = load_config(None, [f"training.batch_dice={batch_dice}"])
-    dims = spatial(devices, replicas)
-    assert Layout.of(config, dims, "float32").cuda_graphs == expected
+    ):
+        config = load_config(None, [f"training.batch_dice={batch_dice}"])
+        assert Layout.of(config, spatial(devices, replicas), "float32").cuda_graphs == expected
 
 
 def test_replicas_that_cross_machines_are_listed_as_far_as_they_are_here() -> None:
-    ranks = Ranks(rank=2, world_size=6, local_rank=0, local_world_size=2)
-    assert spatial(None, 2, ranks).replicas == ((GPUS[0],), (GPUS[1],))
-    ranks = Ranks(rank=0, world_size=6, local_rank=0, local_world_size=2)
-    assert spatial(None, 2, ranks).replicas == ((GPUS[0], GPUS[1]),)
-
-
-@pytest.mark.parametrize(
-    ("devices", "replicas", "reason"),
-    [
-        ("0", 1, "needs a device for each of two slabs or more, got 0; name two (cpu may be"),
-        ("cpu", 1, "needs a device for each of two slabs or more, got cpu;"),
-        ("0,0", 1, "put two slabs on one GPU, which NCCL refuses"),
-        ("0,cpu", 1, "cuda:0,cpu are of different kinds, which cannot share a volume"),
-        ("0,cpu,1,cpu", 2, "are of different kinds"),
-        ("0,1,2", 2, "do not divide by 2 replicas"),
-        ("0,1", 2, "give each of 2 replicas one, but parallel mode spatial needs"),
-        ("0,7", 1, "device '7' does not exist"),
-    ],
-)
-def test_devices_that_cannot_share_a_volume_are_refused(
-    devices: str, replicas: int, reason: str
-) -> None:
-    with pytest.raises(DeviceError) as caught:
-        spatial(devices, replicas)
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("devices", "replicas", "num_ranks", "reason"),
-    [
-        (None, 2, 3, "parallel.replicas is 2 but 3 ranks were started"),
-        (None, 2, 2, "groups of two slabs or more; start 4 ranks or a multiple"),
-        ("0,1,2,3", 1, 2, "needs one"),
-        ("0,1", 1, 3, "do not divide by 3 ranks of this machine"),
-        ("0,0", 1, 2, "on one GPU"),
-    ],
-)
-def test_ranks_that_cannot_share_a_volume_are_refused(
-    devices: str | None, replicas: int, num_ranks: int, reason: str
-) -> None:
-    ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=num_ranks)
-    with pytest.raises(Unet3dError) as caught:
-        spatial(devices, replicas, ranks)
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
+    assert spatial(None, 2, rank_of(2, 6, 0, 2)).replicas == ((GPUS[0],), (GPUS[1],))
+    assert spatial(None, 2, rank_of(0, 6, 0, 2)).replicas == ((GPUS[0], GPUS[1]),)
 
 
 @pytest.mark.parametrize(
@@ -440,12 +318,6 @@ def test_ranks_that_cannot_share_a_volume_are_refused(
     ],
 )
 def test_auto_is_what_the_devices_can_run(devices: str | None, replicas: int, mode: str) -> None:
-    settings = ParallelSettings(devices=devices, replicas=replicas)
-    dims = ParallelDims.resolve(settings, machine(4))
-    explicit = settings.model_copy(update={"mode": mode})
-    assert dims == ParallelDims.resolve(explicit, machine(4)) and dims.mode == mode
-
-
-def test_one_device_has_no_groups() -> None:
-    with pytest.raises(ConfigError, match="parallel.replicas is 2, but there is one device, 0;"):
-        ParallelDims.resolve(ParallelSettings(replicas=2), machine(4))
+    dims = resolve(4, devices=devices, replicas=replicas)
+    assert dims.mode == mode
+    assert dims == resolve(4, devices=devices, replicas=replicas, mode=mode)

@@ -61,8 +61,7 @@ def test_one_old_gpu_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 2)
     capabilities = {GPUS[0]: (9, 0), GPUS[1]: (7, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-    assert default_precision(GPUS[:1]) == "bfloat16"
-    assert default_precision(GPUS[:2]) == "float16"
+    assert (default_precision(GPUS[:1]), default_precision(GPUS)) == ("bfloat16", "float16")
 
 
 @pytest.mark.parametrize(
@@ -83,34 +82,21 @@ def test_bfloat16_is_refused_with_a_cudnn_that_gets_it_wrong(
     check_precision("bfloat16", [CPU])
 
 
-def test_a_gpu_of_another_machine_is_taken_to_have_bfloat16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pretend(monkeypatch, 0)
-    assert resolve_precision("auto", GPUS[:1]) == "bfloat16"
-    assert resolve_precision("float32", GPUS[:1]) == "float32"
-
-
-def test_ranks_that_differ_agree_on_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_differ_agree_on_less(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, 1)
     assert resolve_precision("auto", GPUS[:1], lambda own: [own, "bfloat16"]) == "bfloat16"
     assert resolve_precision("auto", GPUS[:1], lambda own: [own, "float16"]) == "float16"
+    pretend(monkeypatch, 1, cudnn=91002)
     with pytest.raises(DeviceError, match="163539"):
-        pretend(monkeypatch, 1, cudnn=91002)
         resolve_precision("bfloat16", GPUS[:1])
-
-
-def test_a_cpu_computes_in_bfloat16_where_it_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 0, cpu_bfloat16=True)
-    assert resolve_precision("auto", [CPU, CPU]) == "bfloat16"
-    assert resolve_precision("float32", [CPU]) == "float32"
-    pretend(monkeypatch, 0, cpu_bfloat16=False)
-    assert resolve_precision("auto", [CPU]) == "float32"
-
-
-def test_ranks_on_cpus_that_differ_agree_on_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, 0, cpu_bfloat16=True)
-    assert resolve_precision("auto", [CPU], lambda own: [own, "float32"]) == "float32"
+    # A GPU of another machine is taken to have it; a CPU computes in it where it has it.
+    for has_bfloat16 in (True, False):
+        pretend(monkeypatch, 0, cpu_bfloat16=has_bfloat16)
+        assert resolve_precision("auto", GPUS[:1]) == "bfloat16"
+        assert resolve_precision("float32", GPUS[:1]) == "float32"
+        best = "bfloat16" if has_bfloat16 else "float32"
+        assert resolve_precision("auto", [CPU, CPU]) == best
+        assert resolve_precision("auto", [CPU], lambda own: [own, "float32"]) == "float32"
 
 
 def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +110,8 @@ def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_precision("bfloat16", [GPUS[0], CPU]) == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("device", "wanted", "cpu_bfloat16", "expected"),
-    [
+def test_each_device_lowers_to_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, wanted, cpu_bfloat16, expected in (
         (GPUS[0], "bfloat16", False, "bfloat16"),
         (GPUS[0], "float16", True, "float16"),
         (CPU, "bfloat16", True, "bfloat16"),
@@ -134,19 +119,11 @@ def test_what_a_cpu_would_emulate_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         (CPU, "float16", True, "float32"),
         (CPU, "float32", True, "float32"),
         (CPU, "float64", True, "float64"),
-    ],
-)
-def test_each_device_lowers_to_what_it_has(
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    wanted: str,
-    cpu_bfloat16: bool,
-    expected: str,
-) -> None:
-    pretend(monkeypatch, 1, cpu_bfloat16=cpu_bfloat16)
-    assert precision_on(device, wanted) == expected
-    dtype = lowered_on(device, precision.autocast_dtype(wanted))
-    assert (str(dtype) == f"torch.{expected}") == (dtype is not None)
+    ):
+        pretend(monkeypatch, 1, cpu_bfloat16=cpu_bfloat16)
+        assert precision_on(device, wanted) == expected
+        dtype = lowered_on(device, precision.autocast_dtype(wanted))
+        assert (str(dtype) == f"torch.{expected}") == (dtype is not None)
 
 
 def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,15 +140,12 @@ def test_what_is_lowered_on_a_cpu_is_in_bfloat16(monkeypatch: pytest.MonkeyPatch
 def test_emulation_is_no_hardware(
     monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool
 ) -> None:
+    """What the processor has is asked of PyTorch, which names it in private functions only."""
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: "avx512_bf16" in flags)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: "amx_tile" in flags)
-    cpu_has_bfloat16.cache_clear()
-    try:
-        assert cpu_has_bfloat16() == expected
-    finally:
-        cpu_has_bfloat16.cache_clear()
+    assert cpu_has_bfloat16.__wrapped__() == expected
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
@@ -186,12 +160,9 @@ def test_a_prediction_may_have_another_precision_than_the_training(
     cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, 0, cpu_bfloat16=True)
+    plain, model = (random_checkpoint().build_model().eval() for _ in range(2))
     devices = (CPU,) * (1 + len(cuts))
-    plain = random_checkpoint().build_model().eval()
-    executor = parallelize(
-        random_checkpoint().build_model().eval(),
-        Layout(devices=devices, cuts=cuts, autocast=torch.bfloat16),
-    )
+    executor = parallelize(model, Layout(devices=devices, cuts=cuts, autocast=torch.bfloat16))
     image = torch.randn(1, 1, 16, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact = plain(image)

@@ -2,22 +2,28 @@ import functools
 import itertools
 import json
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
 
-from unet3d.config import ModelSettings
+from tests.products import pairwise
+from unet3d.config import ModelSettings, Shape
 from unet3d.errors import CacheError
 from unet3d.memory.meter import MemoryMeter
 from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
 from unet3d.parallel import Layout, parallelize, precision
 from unet3d.parallel.balance import block_costs as costs
 from unet3d.parallel.balance import stopwatch as timings
-from unet3d.parallel.balance.block_costs import BlockBytes, block_bytes, block_seconds
+from unet3d.parallel.balance.block_costs import (
+    BlockBytes,
+    block_bytes,
+    block_seconds,
+    known_seconds,
+)
 from unet3d.parallel.schedule import SCHEDULES, most_alive
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -67,22 +73,18 @@ def counted_activations(entries: Any, layout: Layout, cuts: tuple[int, ...]) -> 
     return activations
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}],
-    ids=str,
-)
-@pytest.mark.parametrize("cuts", [(1,), (8,), (11,), (3, 6, 9)], ids=str)
-@pytest.mark.parametrize(
-    ("num_micro_batches", "schedule"), [(1, "1f1b"), (4, "1f1b"), (4, "all-forward")]
+@pairwise(
+    options=[{}, {"encoder": "residual", "deep_supervision": True}, {"norm": "group"}],
+    cuts=[(1,), (8,), (11,), (3, 6, 9)],
+    order=[(1, "1f1b"), (4, "1f1b"), (4, "all-forward")],
 )
 def test_what_is_counted_is_what_a_training_step_keeps(
     options: dict[str, object],
     cuts: tuple[int, ...],
-    num_micro_batches: int,
-    schedule: Literal["1f1b", "all-forward"],
+    order: tuple[int, Literal["1f1b", "all-forward"]],
 ) -> None:
     model, batch_size = make_model(**options), 4
+    num_micro_batches, schedule = order
     layout = Layout(
         devices=(CPU,) * (len(cuts) + 1),
         cuts=cuts,
@@ -99,23 +101,14 @@ def test_what_is_counted_is_what_a_training_step_keeps(
     assert measured_activations(model, layout, batch_size) == expected
 
 
-def test_counting_is_the_same_in_every_run_and_grows_with_the_samples() -> None:
+def test_counting_grows_with_the_samples_and_works_for_a_volume_of_any_size() -> None:
     model = make_model()
-    one, two = (block_bytes(model, SIZE, num_samples, None, CPU) for num_samples in (1, 2))
+    one, two = counted(1), counted(2)
     assert [entry.name for entry in one] == [*(b.name for b in model.blocks()), "loss"]
     assert [entry.output_bytes for entry in two[:-1]] == [2 * e.output_bytes for e in one[:-1]]
-    assert sum(entry.parameters_bytes for entry in one) == sum(4 * p.numel() for p in one_of(model))
-    assert [sorted(e.kept.values()) for e in one] == [
-        sorted(e.kept.values()) for e in block_bytes(model, SIZE, 1, None, CPU)
-    ]
-
-
-def one_of(model: UNet3d) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def test_a_volume_of_any_size_can_be_counted() -> None:
-    entries = block_bytes(make_model(), (1024, 1024, 1024), 1, None, CPU)
+    own = [*model.parameters(), *model.buffers()]
+    assert sum(entry.parameters_bytes for entry in one) == sum(4 * p.numel() for p in own)
+    entries = block_bytes(model, (1024, 1024, 1024), 1, None, CPU)
     assert entries[0].output_bytes == 4 * 4 * 1024**3
 
 
@@ -159,8 +152,8 @@ def test_the_time_of_a_block_is_the_median_of_its_passes(
 
 
 def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    first = block_seconds(model, CPU, SIZE, 1, None, tmp_path / "new" / "timings")
+    model, folder = make_model(), tmp_path / "new" / "timings"
+    first = block_seconds(model, CPU, SIZE, 1, None, folder)
     assert all(seconds > 0 for seconds in first)
     assert len(first) == len(model.blocks()) + 1
 
@@ -168,68 +161,66 @@ def test_times_are_real_and_remembered(tmp_path: Path, monkeypatch: pytest.Monke
         raise AssertionError("measured again")
 
     monkeypatch.setattr(costs, "median_seconds", refuse)
-    assert block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "new" / "timings") == first
+    assert block_seconds(make_model(), CPU, SIZE, 1, None, folder) == first
     # A CPU without bfloat16 computes in float32, whatever the GPUs beside it do.
     monkeypatch.setattr(precision, "cpu_has_bfloat16", lambda: False)
-    folder = tmp_path / "new" / "timings"
     assert block_seconds(model, CPU, SIZE, 1, torch.bfloat16, folder) == first
 
 
-@pytest.mark.parametrize(
-    "change", ["size", "samples", "network", "precision", "threads", "version"]
-)
-def test_other_circumstances_are_measured_anew(
-    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def a_second_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no times: each block takes a second."""
     monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
-    model, size, num_samples = make_model(), SIZE, 1
-    block_seconds(model, CPU, size, num_samples, None, tmp_path)
-    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 2.0)
-    if change == "size":
-        size = (16, 16, 16)
-    elif change == "samples":
-        num_samples = 2
-    elif change == "network":
-        model = make_model(norm="group")
-    elif change == "precision":
-        model = model.double()
-    elif change == "threads":
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    else:
-        monkeypatch.setattr(torch, "__version__", "9.9.9")
-    assert set(block_seconds(model, CPU, size, num_samples, None, tmp_path)) == {2.0}
 
 
-def test_a_damaged_memory_of_times_is_replaced(
+@pytest.mark.usefixtures("a_second_each")
+def test_other_circumstances_are_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
+    def ask(model: UNet3d, size: Shape = SIZE, num_samples: int = 1) -> set[float] | None:
+        found = known_seconds(model, CPU, size, num_samples, None, tmp_path)
+        return None if found is None else set(found)
+
+    block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path)
+    assert ask(make_model(), size=(16, 16, 16)) is None
+    assert ask(make_model(), num_samples=2) is None
+    assert ask(make_model(norm="group")) is None
+    assert ask(make_model().double()) is None
+    for name, other in (("get_num_threads", lambda: 1000), ("__version__", "9.9.9")):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, other)
+            assert ask(make_model()) is None, name
+    assert ask(make_model()) == {1.0}
+
+
+DAMAGES = (
+    "",
+    "{",
+    "[]",
+    '{"seconds": null}',
+    '{"seconds": [1, 2]}',
+    *(
+        json.dumps({"seconds": [value] * 13})
+        for value in ("x", "1", math.nan, -1.0, 10**400, [1.0])
+    ),
+)
+
+
+@pytest.mark.usefixtures("a_second_each")
+def test_a_damaged_memory_of_times_is_replaced(tmp_path: Path) -> None:
     model = make_model()
     first = block_seconds(model, CPU, SIZE, 1, None, tmp_path)
+    assert len(first) == 13
     (file,) = tmp_path.iterdir()
-    count = len(first)
-    damages = (
-        "",
-        "{",
-        "[]",
-        '{"seconds": null}',
-        '{"seconds": ["x"]}',
-        '{"seconds": [1, 2]}',
-        json.dumps({"seconds": [float("nan")] * count}),
-        json.dumps({"seconds": [-1.0] * count}),
-        json.dumps({"seconds": ["1"] * count}),
-        json.dumps({"seconds": [10**400] * count}),
-    )
-    for damage in damages:
+    for damage in DAMAGES:
         file.write_text(damage)
-        assert block_seconds(model, CPU, SIZE, 1, None, tmp_path) == first, damage
-        assert json.loads(file.read_text())["seconds"] == list(first), damage
+        assert known_seconds(model, CPU, SIZE, 1, None, tmp_path) is None, damage
+    assert block_seconds(model, CPU, SIZE, 1, None, tmp_path) == first
+    assert json.loads(file.read_text())["seconds"] == list(first)
 
 
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(costs, "median_seconds", lambda run, devices: 1.0)
+@pytest.mark.usefixtures("a_second_each")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CacheError, match=r"cannot write .*file.*data\.cache") as caught:
         block_seconds(make_model(), CPU, SIZE, 1, None, tmp_path / "file")
@@ -249,7 +240,6 @@ def test_counting_and_timing_leave_no_trace(
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
 
 
 @pytest.mark.gpu

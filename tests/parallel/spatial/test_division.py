@@ -20,17 +20,16 @@ def rule_of(num_shards: int, **options: object) -> SlabRule:
     return SlabRule(topology=Topology(**{**vars(STANDARD), **options}), num_shards=num_shards)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("num_divided", [1, 2, 3, 4])
-def test_slabs_cover_every_level_once(num_shards: int, num_divided: int) -> None:
-    division = divide(64, num_shards, (1, 2, 4, 8), num_divided)
-
-    for level in range(num_divided):
-        planes = [plane for shard in range(num_shards) for plane in division.slab(shard, level)]
-        assert planes == list(range(64 // 2**level)) == list(range(division.planes(level)))
-    sizes = [len(division.slab(shard)) for shard in range(num_shards)]
-    assert max(sizes) - min(sizes) <= 2 ** (num_divided - 1)
-    assert division.most_planes() == max(sizes)
+def test_slabs_cover_every_level_once(num_divided: int) -> None:
+    for num_shards in (1, 2, 3, 4, 5, 7):
+        division = divide(64, num_shards, (1, 2, 4, 8), num_divided)
+        for level in range(num_divided):
+            planes = [plane for shard in range(num_shards) for plane in division.slab(shard, level)]
+            assert planes == list(range(64 // 2**level)) == list(range(division.planes(level)))
+        sizes = [len(division.slab(shard)) for shard in range(num_shards)]
+        assert max(sizes) - min(sizes) <= 2 ** (num_divided - 1)
+        assert division.most_planes() == max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +76,6 @@ def test_strides_of_one_along_x_are_followed() -> None:
 
 def test_a_rule_can_be_handed_to_another_process() -> None:
     rule = rule_of(3)
-
     again = pickle.loads(pickle.dumps(rule))
-
-    assert [again.slab(shard, (64, 64, 64)) for shard in range(3)] == [
-        rule.slab(shard, (64, 64, 64)) for shard in range(3)
-    ]
+    for shard in range(3):
+        assert again.slab(shard, (64, 64, 64)) == rule.slab(shard, (64, 64, 64))
