@@ -11,6 +11,7 @@ from unet3d.inference.networks import Networks
 from unet3d.inference.predictor import Predictor
 from unet3d.model import Topology, UNet3d
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
+from unet3d.volumes.classes import Region
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.transform import Preprocessing
 
@@ -25,11 +26,13 @@ def random_checkpoint(
     channels: tuple[int, int] = (4, 8),
     seed: int = 7,
     postprocessing: tuple[tuple[int, ...], ...] = (),
+    regions: tuple[Region, ...] = (),
 ) -> Checkpoint:
     """Return a checkpoint of a network of two levels and a stride of 2."""
     strides: Any = ((1, 1, 1), (2, 2, 2))
+    num_classes = len(regions or label_values)
     topology = Topology(
-        in_channels=num_channels, num_classes=len(label_values), channels=channels, strides=strides
+        in_channels=num_channels, num_classes=num_classes, channels=channels, strides=strides
     )
     # Not torch.manual_seed, which seeds every GPU too; and a fork of their states must name them.
     with torch.random.fork_rng(devices=[]):
@@ -48,6 +51,7 @@ def random_checkpoint(
             channel_names=tuple(f"channel {index}" for index in range(num_channels)),
             label_names=tuple(f"label {value}" for value in label_values),
             label_values=label_values,
+            regions=regions,
         ),
         patch_size=patch_size,
         config=load_config(None, changes),
@@ -82,10 +86,12 @@ def place(
     checkpoint: Checkpoint | Networks,
     *devices: str,
     inference: InferenceSettings | None = None,
+    skips_empty: bool = False,
     **more: Any,
 ) -> Predictor:
     """Return a predictor of one network or of several, on one device or cut over several."""
-    mode = "model" if len(devices) > 1 else "none"
+    mode = more.pop("mode", "model" if len(devices) > 1 else "none")
     parallel = ParallelSettings(mode=mode, devices=devices or ("cpu",), **more)
     networks = checkpoint if isinstance(checkpoint, Networks) else Networks.of(checkpoint)
-    return Predictor(networks, parallel, [inference or InferenceSettings()] * len(networks))
+    settings = [inference or InferenceSettings()] * len(networks)
+    return Predictor(networks, parallel, settings, skips_empty=skips_empty)

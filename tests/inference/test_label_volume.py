@@ -51,7 +51,7 @@ def as_stored(array: np.ndarray, codes: str) -> np.ndarray:
 def preprocessing_of(
     label_values: tuple[int, ...] = (0, 1, 2), regions: tuple[Region, ...] = ()
 ) -> Preprocessing:
-    return replace(random_checkpoint(label_values=label_values).preprocessing, regions=regions)
+    return random_checkpoint(label_values=label_values, regions=regions).preprocessing
 
 
 REGIONS = (

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.networks import random_checkpoint
+from tests.networks import place, random_checkpoint
 from tests.parallel.cpu_graphs import CpuGraphPool
 from tests.volumes.samples import noise, write_volume
-from unet3d.config import InferenceSettings, ParallelSettings
+from unet3d.config import InferenceSettings
 from unet3d.errors import DoesNotFitError
 from unet3d.inference import placing
 from unet3d.inference.networks import Networks
@@ -104,25 +104,19 @@ def network_of(*changes: str, **more: Any) -> Checkpoint:
     return random_checkpoint(dtype=torch.float64, changes=changes, patch_size=(8, 8, 8), **more)
 
 
-def placed(
-    replicas: int | tuple[str, ...],
-    *checkpoints: Checkpoint,
-    skips_empty: bool = False,
-    **settings: Any,
-) -> Predictor:
-    """Return a predictor with so many replicas on the CPU, or one on each device."""
-    devices = ("cpu",) * replicas if isinstance(replicas, int) else replicas
-    parallel = ParallelSettings(mode="data", devices=devices)
-    inference = [InferenceSettings(**settings)] * len(checkpoints)
+def placed(replicas: int, *checkpoints: Checkpoint, device: str = "cpu", **more: Any) -> Predictor:
+    """Return a predictor with so many replicas on the CPU, or one on each of several GPUs."""
+    skips_empty = more.pop("skips_empty", False)
+    devices = ["cpu"] * replicas if device == "cpu" else map(str, range(replicas))
+    settings = InferenceSettings(**more)
     networks = Networks.of(*checkpoints)
-    return Predictor(networks, parallel, inference, skips_empty=skips_empty)
+    return place(networks, *devices, mode="data", inference=settings, skips_empty=skips_empty)
 
 
 def alone(image: ScanImage, *checkpoints: Checkpoint, **more: Any) -> np.ndarray:
     """Return the labels of one device, as a copy: those of the next image take their place."""
-    parallel = ParallelSettings(mode="none", devices=("cpu",))
-    inference = [InferenceSettings(**more)] * len(checkpoints)
-    labels = Predictor(Networks.of(*checkpoints), parallel, inference).segment(image).copy()
+    predictor = place(Networks.of(*checkpoints), inference=InferenceSettings(**more))
+    labels = predictor.segment(image).copy()
     assert len(np.unique(labels)) == 3
     return labels
 
@@ -199,7 +193,7 @@ def test_a_graph_of_each_replica_is_replayed(
 def test_two_gpus_replay_what_a_cpu_computes(image: ScanImage) -> None:
     """Of 24 windows, most are computed by graphs; logits differ by rounding, in float64."""
     checkpoint = network_of()
-    predictor = placed(("0", "1"), checkpoint, batch_size=2)
+    predictor = placed(2, checkpoint, device="cuda", batch_size=2)
     expected = alone(image, checkpoint)
     for _ in "ab":
         assert (predictor.segment(image) == expected).mean() > 0.9999

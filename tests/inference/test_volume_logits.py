@@ -27,10 +27,8 @@ from unet3d.inference.predictor import Predictor
 from unet3d.inference.sliding_window import NonFiniteLogitsError, WindowsDone
 from unet3d.inference.volume_logits import VolumeLogits
 from unet3d.inference.windows import Windows, longest_axis, window_starts
-from unet3d.runs.checkpoint import Checkpoint
 from unet3d.volumes.classes import Region
-from unet3d.volumes.in_memory import open_array
-from unet3d.volumes.nifti import ScanImage, open_channels, open_stored
+from unet3d.volumes.nifti import ScanImage, open_channels
 from unet3d.volumes.scratch import Scratch
 
 
@@ -224,59 +222,33 @@ def test_a_fold_whose_logits_are_not_finite_is_found_in_its_first_windows(
 # Windows that are skipped
 
 
-def num_windows_of(
-    predictor: Predictor, scan: ScanImage, monkeypatch: pytest.MonkeyPatch, **more: Any
-) -> tuple[np.ndarray, int]:
-    """Return labels, and how many windows were computed."""
-    memory = Memory(predictor, monkeypatch, 10**9)
-    return predictor.segment(scan, **more), sum(memory.tried)
-
-
-def skipping(checkpoint: Checkpoint) -> Predictor:
-    parallel = ParallelSettings(mode="none", devices=("cpu",))
-    return Predictor(Networks.of(checkpoint), parallel, [InferenceSettings()], skips_empty=True)
-
-
 REGIONS = (
     Region(name="whole", values=(1, 2), written=2),
     Region(name="core", values=(1,), written=1),
 )
 
 
-def of_regions(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a network of the same weights whose two outputs are regions."""
-    preprocessing = replace(
-        checkpoint.preprocessing,
-        label_names=("background", "edge", "core"),
-        label_values=(0, 1, 2),
-        regions=REGIONS,
-    )
-    return replace(checkpoint, preprocessing=preprocessing)
-
-
-@pytest.mark.parametrize("are_regions", [False, True])
+@pytest.mark.parametrize("regions", [(), REGIONS], ids=["classes", "regions"])
 def test_a_body_in_air_is_segmented_as_without_skipping(
-    are_regions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    regions: tuple[Region, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where every window that reaches a voxel is computed; where none is, there is nothing."""
-    checkpoint = random_checkpoint()
-    if are_regions:
-        checkpoint = of_regions(random_checkpoint(label_values=(0, 1)))
+    checkpoint = random_checkpoint(regions=regions)
     array = np.full((96, 16, 16), -1000, np.int16)
     array[:40] = noise((40, 16, 16))
     scan = scan_of(array, tmp_path)
-    expected, num_all = num_windows_of(place(checkpoint), scan, monkeypatch)
     path = tmp_path / "a.npy"
-    found, num_computed = num_windows_of(
-        skipping(checkpoint), scan, monkeypatch, probabilities=path
-    )
+    every, skipping = place(checkpoint), place(checkpoint, skips_empty=True)
+    computed = [Memory(predictor, monkeypatch, 10**9) for predictor in (every, skipping)]
+    expected = every.segment(scan)
+    found = skipping.segment(scan, probabilities=path)
     # Windows of 16 start at 0, 8, ..., 80; the last one with a voxel of the body at 32.
-    assert (num_all, num_computed) == (11, 5)
+    assert [sum(one.tried) for one in computed] == [11, 5]
     np.testing.assert_array_equal(found[:40], expected[:40])
     assert not found[48:].any() and expected[48:].any()
     assert len(np.unique(found)) == 3
     outside = np.load(path).T[48:]
-    certain = [0, 0] if are_regions else [1, 0, 0]
+    certain = [0, 0] if regions else [1, 0, 0]
     assert (np.abs(outside.astype(float) - certain) < 1e-3).all()
 
 
@@ -294,7 +266,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     overlap=st.floats(0, 0.6),
     num_classes=st.integers(2, 5),
     batch_size=st.one_of(st.just("auto"), st.integers(1, 7)),
-    is_whole_numbers=st.booleans(),
+    dtype=st.sampled_from([np.int16, np.float32]),
     name=st.sampled_from(["a.nii", "a.nii.gz"]),
     has_scratch=st.booleans(),
 )
@@ -304,36 +276,31 @@ def test_what_is_read_in_parts_is_segmented_as_in_memory(
     overlap: float,
     num_classes: int,
     batch_size: Any,
-    is_whole_numbers: bool,
+    dtype: type[np.generic],
     name: str,
     has_scratch: bool,
 ) -> None:
-    settings = InferenceSettings(overlap=overlap, batch_size=batch_size)
     checkpoint = random_checkpoint(
         label_values=tuple(range(num_classes)),
         patch_size=(8, 8, 8),
         dtype=torch.float64,
         channels=(2, 3),
     )
-    assume(Windows.count(shape, checkpoint.topology, (8, 8, 8), overlap) < 12)
-    predictor = place(checkpoint, inference=settings)
-    array = noise(shape).astype(np.int16 if is_whole_numbers else np.float32)
+    windows = Windows.of(shape, checkpoint.topology, (8, 8, 8), overlap, 1, [torch.device("cpu")])
+    assume(len(windows.starts) < 12)
+    settings = InferenceSettings(overlap=overlap, batch_size=batch_size)
+    array = noise(shape).astype(dtype)
     array.flat[0] += 1  # of one voxel, too, something is there
-    held = open_stored(Path("the image"), open_array(array, np.eye(4)))
-    expected = predictor.segment(held)
-    assert expected.shape == shape
-    path = write_volume(folder / name, array)
     scratch = Scratch(folder) if has_scratch else None
-    found = predictor.segment(open_channels([path], scratch), scratch=scratch)
-    np.testing.assert_array_equal(found, expected)
+    scan = open_channels([write_volume(folder / name, array)], scratch)
+    found = place(checkpoint, inference=settings).segment(scan, scratch=scratch)
+    wide = array.astype(np.float64)
+    counted = wide[wide != 0]
+    std = counted.std() if counted.std() > 1e-6 else np.abs(wide).max()
+    prepared = torch.from_numpy((wide - counted.mean()) / std)
     with torch.no_grad():
-        wide = array.astype(np.float64)
-        counted = wide[wide != 0]
-        std = counted.std() if counted.std() > 1e-6 else np.abs(wide).max()
-        prepared = torch.from_numpy((wide - counted.mean()) / std)
-        windows = Windows.of(shape, checkpoint.topology, (8, 8, 8), overlap, 1, [prepared.device])
         logits = blended(checkpoint.build_model().eval(), prepared[None], windows)
     # What is as good as alike may be another class, because images are prepared in float32.
     strongest = logits.topk(2, dim=0).values
     is_clear = (strongest[0] - strongest[1] > 1e-4).numpy()
-    np.testing.assert_array_equal(expected[is_clear], logits.argmax(0).numpy()[is_clear])
+    np.testing.assert_array_equal(found[is_clear], logits.argmax(0).numpy()[is_clear])
