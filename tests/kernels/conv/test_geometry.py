@@ -45,6 +45,31 @@ def runs(planes: int) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("kernel", "stride"), KERNELS)
+def test_planes_are_those_that_are_counted(kernel: int, stride: int) -> None:
+    for axis in axes(kernel, stride):
+        all_of_them = products(axis)
+        assert (
+            axis.result == (axis.size + axis.before + axis.after - axis.kernel) // axis.stride + 1
+        )
+        for first, stop in runs(axis.result):
+            read = axis.read_by(range(first, stop))
+            counted = {x for x, _, y in all_of_them if first <= y < stop}
+            assert counted <= set(read)
+            assert read.start == first * axis.stride - axis.before
+            assert len(read) == (stop - 1 - first) * axis.stride + axis.kernel
+        for first, stop in runs(axis.size):
+            counted = {y for x, _, y in all_of_them if first <= x < stop}
+            readers = axis.readers_of(range(first, stop))
+            assert counted <= set(readers)
+            # With strides above the kernel some planes have no readers.
+            assert axis.stride > axis.kernel or set(readers) == counted
+        inside = axis.inside()
+        for y in range(axis.result):
+            read = axis.read_by(range(y, y + 1))
+            assert (y in inside) == (read.start >= 0 and read.stop <= axis.size)
+
+
+@pytest.mark.parametrize(("kernel", "stride"), KERNELS)
 def test_slabs_compute_what_the_volume_does(kernel: int, stride: int) -> None:
     for axis in axes(kernel, stride):
         all_of_them = products(axis)
