@@ -3,6 +3,7 @@
 import copy
 import json
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ DATASET: dict[str, Any] = {
 
 TRANSPOSE_FORWARD = (0, 2, 1)
 
+Weights = Mapping[str, torch.Tensor]
+
 TOPOLOGY = Topology(
     in_channels=2,
     num_classes=3,
@@ -105,6 +108,13 @@ def random_weights(seed: int = 0) -> dict[str, torch.Tensor]:
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
     return network.state_dict()
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    """See that weights are the same, by the same names."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 def content_of(seed: int = 0, fold: int | str = 0) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tests.nnunet.models import (
     PLANS,
     TOPOLOGY,
     TRANSPOSE_FORWARD,
+    assert_equal,
     content_of,
     random_weights,
     write_model,
@@ -47,6 +48,16 @@ def saved(content: Any, folder: Path) -> Path:
     return path
 
 
+def with_args(**changes: Any) -> dict[str, Any]:
+    return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
+
+
+def with_plan(**changes: Any) -> dict[str, Any]:
+    plans = copy.deepcopy(PLANS)
+    plans["configurations"]["3d_fullres"] |= changes
+    return with_args(plans=plans)
+
+
 def refusal(path: Path) -> str:
     """Return why a file is refused: one short printable line."""
     with pytest.raises(CheckpointError) as caught:
@@ -61,8 +72,7 @@ def test_a_model_becomes_a_checkpoint(tmp_path: Path) -> None:
     model = write_model(tmp_path / "nnUNetTrainer__nnUNetPlans__3d_fullres", 0)
     checkpoint = load_network(model / "fold_0" / "checkpoint_final.pth")
     assert checkpoint.topology == TOPOLOGY
-    for name, value in random_weights().items():
-        assert torch.equal(checkpoint.model[name], value), name
+    assert_equal(checkpoint.model, random_weights())
     # Network axes 0, 1, 2 are Z, X, Y of a file, by the plan's transpose_forward.
     assert checkpoint.patch_size == (32, 48, 16)
     prepared = checkpoint.preprocessing
@@ -81,12 +91,6 @@ def test_a_model_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert (settings.tta, settings.overlap, settings.averaging) == (True, 0.5, "logits")
 
 
-def test_a_description_has_no_memory(tmp_path: Path) -> None:
-    described = load_model(saved(CONTENT, tmp_path), "description")
-    assert all(value.is_meta for value in described.model.values())
-    assert described.topology == TOPOLOGY
-
-
 @pytest.mark.parametrize("part", ["network", "description"])
 def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> None:
     theirs = saved(CONTENT, tmp_path)
@@ -98,9 +102,7 @@ def test_files_are_told_apart_by_what_they_hold(tmp_path: Path, part: Part) -> N
         for read in (load_network(path, part), network_from_first(path, ALONE)):
             for name in ("topology", "preprocessing", "config", "patch_size"):
                 assert getattr(read, name) == getattr(wanted, name)
-    assert all(
-        torch.equal(load_network(ours).model[name], one) for name, one in wanted.model.items()
-    )
+    assert_equal(load_network(ours).model, wanted.model)
     again = saved({**CONTENT, "init_args": None}, tmp_path)
     with pytest.raises(CheckpointError, match="does not say which configuration"):
         load_network(again.rename(again.with_suffix(".pt")), part)
@@ -127,25 +129,21 @@ def test_files_above_a_checkpoint_count_more_than_its_copies(tmp_path: Path) -> 
     assert "plans.json cannot be read" in refusal(path)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "is_masked", "kind"),
-    [
+def test_normalisations(tmp_path: Path) -> None:
+    for scheme, is_masked, kind in (
         ("CTNormalization", True, "ct"),  # which nnU-Net does not mask
         ("ZScoreNormalization", True, "z-score-inside"),
         ("ZScoreNormalization", False, "z-score-all"),
         ("NoNormalization", True, "none"),
         ("RescaleTo01Normalization", False, "rescale"),
         ("RGBTo01Normalization", True, "rgb"),
-    ],
-)
-def test_normalisations(tmp_path: Path, scheme: str, is_masked: bool, kind: str) -> None:
-    plans = copy.deepcopy(PLANS)
-    plans["configurations"]["3d_fullres"] |= {
-        "normalization_schemes": [scheme, "NoNormalization"],
-        "use_mask_for_norm": [is_masked, False],
-    }
-    prepared = load_model(saved(with_args(plans=plans), tmp_path), "description").preprocessing
-    assert [channel.kind for channel in prepared.channels] == [kind, "none"]
+    ):
+        schemes, masks = [scheme, "NoNormalization"], [is_masked, False]
+        content = with_plan(normalization_schemes=schemes, use_mask_for_norm=masks)
+        read = load_model(saved(content, tmp_path), "description")
+        assert [channel.kind for channel in read.preprocessing.channels] == [kind, "none"]
+        assert all(value.is_meta for value in read.model.values())
+        assert read.topology == TOPOLOGY
 
 
 def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
@@ -166,10 +164,6 @@ def test_regions_and_an_ignore_label(tmp_path: Path) -> None:
     assert read.preprocessing.label_values == (0, 1, 2)
     # Without mirroring there is none.
     assert read.mirror_axes == () and not read.config.inference.tta
-
-
-def with_args(**changes: Any) -> dict[str, Any]:
-    return {**CONTENT, "init_args": {**CONTENT["init_args"], **changes}}
 
 
 def with_other_key(*names: str) -> dict[str, Any]:
@@ -209,46 +203,34 @@ NAN = torch.full((3, 8, 1, 1, 1), float("nan"))
         (with_weight("decoder.seg_layers.1.weight", NAN), "numbers that are not finite"),
         (with_weight("decoder.seg_layers.1.weight", torch.ones(3)), "seg_layers.1.weight is 3"),
         (with_weight("decoder.\x1b[2J", torch.ones(3)), r"decoder.\x1b[2J is unknown"),
+        (with_plan(patch_size=[4096] * 3), "patches.size"),
+        (
+            with_weight("encoder.stages.0.0.convs.0.norm.running_mean", torch.zeros(8))
+            | {"trainer_name": "nnUNetTrainerBN"},
+            "its trainer nnUNetTrainerBN has given its network batch normalisation",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, content: Any, message: str) -> None:
     said = refusal(saved(content, tmp_path))
-    assert message in said
-    assert "is not a model of nnU-Net that can be used" in said
+    assert said.startswith(" is not a model of nnU-Net that can be used: ") and message in said
 
 
 def test_a_trainer_of_others_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = write_model(tmp_path / "a model", 0)
-    load_network(model / "fold_0/checkpoint_final.pth")
+    model = write_model(tmp_path / "a model", 0, 1)
+    paths = [model / f"fold_{fold}" / "checkpoint_final.pth" for fold in (0, 1)]
+    load_network(paths[0])
     assert not caplog.records
-    for fold in (0, 1):
-        place = model / f"fold_{fold}"
-        place.mkdir(exist_ok=True)
-        content = {**CONTENT, "trainer_name": "nnUNetTrainer\x1bGELU"}
-        torch.save(content, place / "checkpoint_final.pth")
-        for part in ("description", "network"):
-            load_network(place / "checkpoint_final.pth", part)  # type: ignore[arg-type]
+    for path in paths:
+        torch.save({**CONTENT, "trainer_name": "nnUNetTrainer\x1bGELU"}, path)
+        load_network(path, "description")
+        load_network(path)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         r"a model was trained by nnUNetTrainer\x1bGELU, which nnU-Net does not have"
     )
-
-
-def test_batch_normalisation_is_named(tmp_path: Path) -> None:
-    content = with_weight("encoder.stages.0.0.convs.0.norm.running_mean", torch.zeros(8))
-    said = refusal(saved({**content, "trainer_name": "nnUNetTrainerBN"}, tmp_path))
-    assert "its trainer nnUNetTrainerBN has given its network batch normalisation" in said
-
-
-def test_a_patch_that_is_too_large_is_one_of_that_file(tmp_path: Path) -> None:
-    plans = copy.deepcopy(PLANS)
-    plans["configurations"]["3d_fullres"]["patch_size"] = [4096] * 3
-    path = saved(with_args(plans=plans), tmp_path)
-    with pytest.raises(CheckpointError, match="patches.size") as caught:
-        load_model(path)
-    assert str(caught.value).startswith(f"{path} is not a model of nnU-Net that can be used: ")
 
 
 def test_the_memory_asked_for_is_what_is_read(
@@ -278,9 +260,6 @@ def test_nothing_in_a_model_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "tensors, numbers and strings (posix.system), and so could run code" in said
     assert "use another model, or the program that wrote it" in said
     assert not (tmp_path / "run").exists()
-
-
-def test_what_is_refused_or_damaged_is_named(tmp_path: Path) -> None:
     path = saved({**CONTENT, "logging": {"dice": np.ones(3)}}, tmp_path)
     assert "multiarray._reconstruct), and so could run code; use another model" in refusal(path)
     path.write_bytes(path.read_bytes()[:5000])

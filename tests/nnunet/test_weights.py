@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.nnunet.models import assert_equal
 from unet3d.model import Topology, UNet3d
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.weights import from_nnunet, of_plan, to_nnunet, with_all_names
@@ -93,8 +94,7 @@ def test_nnunets_network_has_the_names_that_are_written_and_our_logits(
     back = from_nnunet(
         of_plan(theirs.state_dict(), topology, axes, "nnUNetTrainer"), topology, axes
     )
-    for name, value in ours.state_dict().items():
-        assert torch.equal(back[name], value), name
+    assert_equal(back, ours.state_dict())
     size = tuple(3 * stride for stride in topology.total_stride)
     image = torch.randn(1, topology.in_channels, *size, dtype=torch.float64)
     # The axes of a file, as nnU-Net's readers and its transpose_forward put them.
@@ -114,51 +114,35 @@ def test_what_is_written_is_read_again(topology: Topology) -> None:
     weights = with_all_names(to_nnunet(ours, topology, axes), has_biases=True)
     wrapped = {f"_orig_mod.module.{name}": value for name, value in weights.items()}
     back = from_nnunet(of_plan(wrapped, topology, axes, "nnUNetTrainer"), topology, axes)
-    assert back.keys() == ours.keys()
-    for name, value in ours.items():
-        assert torch.equal(back[name], value), name
+    assert_equal(back, ours)
 
 
-def _without(weights: dict[str, Tensor]) -> None:
-    del weights["decoder.transpconvs.1.weight"]
-
-
-def _other_shape(weights: dict[str, Tensor]) -> None:
-    weights["encoder.stages.0.0.convs.0.conv.weight"] = torch.zeros(4, 2, 3, 3, 3)
-
-
-def _flat(weights: dict[str, Tensor]) -> None:
-    weights["encoder.stages.0.0.convs.0.conv.weight"] = torch.zeros(4)
-
-
-def _integers(weights: dict[str, Tensor]) -> None:
-    weights["decoder.seg_layers.0.bias"] = torch.zeros(3, dtype=torch.int64)
-
-
-def _batch_norm(weights: dict[str, Tensor]) -> None:
-    weights["encoder.stages.0.0.convs.0.norm.running_mean"] = torch.zeros(4)
-    weights["encoder.stages.0.0.convs.0.norm.num_batches_tracked"] = torch.tensor(3)
-
-
-def _more(weights: dict[str, Tensor]) -> None:
-    weights["encoder.stages.0.0.convs.0.attention.weight\x1b"] = torch.zeros(4)
+CONV, NORM = "encoder.stages.0.0.convs.0.conv.weight", "encoder.stages.0.0.convs.0.norm"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_without, "decoder.transpconvs.1.weight is missing"),
-        (_other_shape, "0.conv.weight is 4x2x3x3x3 instead of 4x2x3x3x1"),
-        (_flat, "0.conv.weight is 4 instead of"),
-        (_integers, "decoder.seg_layers.0.bias is 3"),
-        (_batch_norm, "its trainer nnUNetTrainerMine has given its network batch normalisation"),
-        (_more, r"attention.weight\x1b is unknown"),
+        ({"decoder.transpconvs.1.weight": None}, "decoder.transpconvs.1.weight is missing"),
+        ({CONV: torch.zeros(4, 2, 3, 3, 3)}, "0.conv.weight is 4x2x3x3x3 instead of 4x2x3x3x1"),
+        ({CONV: torch.zeros(4)}, "0.conv.weight is 4 instead of"),
+        (
+            {"decoder.seg_layers.0.bias": torch.zeros(3, dtype=torch.int64)},
+            "decoder.seg_layers.0.bias is 3",
+        ),
+        (
+            {f"{NORM}.running_mean": torch.zeros(4), f"{NORM}.num_batches_tracked": torch.ones(())},
+            "its trainer nnUNetTrainerMine has given its network batch normalisation",
+        ),
+        ({f"{NORM}.attention\x1b": torch.zeros(4)}, r"norm.attention\x1b is unknown"),
     ],
 )
-def test_weights_of_another_network_are_refused(change: Any, message: str) -> None:
+def test_weights_of_another_network_are_refused(
+    change: dict[str, Tensor | None], message: str
+) -> None:
     axes = Axes.of((0, 1, 2))
-    weights = to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes)
-    change(weights)
+    changed = {**to_nnunet(random_network(PLAIN).state_dict(), PLAIN, axes), **change}
+    weights = {name: value for name, value in changed.items() if value is not None}
     with pytest.raises(ValueError) as caught:
         of_plan(weights, PLAIN, axes, "nnUNetTrainerMine")
     assert message in str(caught.value)
