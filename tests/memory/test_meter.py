@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unet3d.config import ModelSettings, Recompute, TrainingSettings
 from unet3d.kernels import recompute as remake
+from unet3d.memory.measurement import measured_steps
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.memory.record import device_bytes, memory_record, merged_records
 from unet3d.memory.timeline import Mark, Timeline
@@ -294,14 +295,50 @@ def test_the_timeline_has_a_mark_for_each_action_of_the_last_step(
         assert without_gradients + found.activations_bytes <= peak <= found.peak_bytes
 
 
+def step(executor: Executor, optimizer: torch.optim.Optimizer) -> None:
+    executor.forward_backward(*make_batch(), dice_cross_entropy)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_steps_in_the_context_are_measured_and_no_others() -> None:
+    executor = spread(small_topology(), 2)
+    optimizer = torch.optim.SGD(executor.module.parameters(), lr=0.1, momentum=0.9)
+    before = executor.observer
+    with measured_steps(executor, optimizer) as meter:
+        step(executor, optimizer)
+    assert executor.observer is before
+    measured = meter.read(optimizer)
+    num_bytes = sum(4 * value.numel() for value in executor.module.parameters())
+    for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+        assert sum(getattr(slot, kind) for slot in measured.values()) == num_bytes, kind
+    assert all(slot.activations_bytes > 0 for slot in measured.values())
+    marks = meter.timeline(measured)
+    assert [line.marks[-1].kind for line in marks] == ["optimizer", "optimizer"]
+    step(executor, optimizer)
+    assert meter.read(optimizer) == measured
+    assert meter.timeline(measured) == marks
+
+
+def test_an_error_in_the_context_leaves_nothing_behind() -> None:
+    executor = spread(small_topology(), 1)
+    optimizer = torch.optim.SGD(executor.module.parameters(), lr=0.1)
+    before = executor.observer
+    with pytest.raises(KeyError), measured_steps(executor, optimizer) as meter:
+        raise KeyError
+    assert executor.observer is before
+    step(executor, optimizer)
+    assert meter.read(optimizer)[0].gradients_bytes == 0
+
+
 @pytest.mark.gpu
-def test_marks_do_not_lose_the_peak_of_the_step() -> None:
+def test_a_gpu_is_measured_by_its_allocator() -> None:
     gpu = torch.device("cuda", 0)
     peaks = []
     for observed in (False, True):
         torch.manual_seed(0)
         executor = parallelize(
-            UNet3d(small_topology()), Layout(devices=(gpu,), cuts=None, num_micro_batches=2)
+            UNet3d(small_topology()), Layout(devices=(gpu,), num_micro_batches=2)
         )
         optimizer = torch.optim.SGD(executor.module.parameters())
         meter = MemoryMeter(executor.slots, executor.module)
@@ -314,39 +351,23 @@ def test_marks_do_not_lose_the_peak_of_the_step() -> None:
                 meter.start()
                 executor.observer = meter
             executor.forward_backward(image, target, dice_cross_entropy)
+        peaks.append(torch.cuda.max_memory_allocated(gpu))
         if not observed:
-            peaks.append(torch.cuda.max_memory_allocated(gpu))
             del executor, optimizer, meter, image, target
-            continue
-        measured = meter.read(optimizer)
-        (line,) = meter.timeline(measured)
-        assert line.device == "cuda:0"
-        assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
-        assert max(mark.peak_bytes for mark in line.marks) == measured[0].peak_bytes
-        now = torch.cuda.memory_allocated(gpu)  # the loss is smaller when it is returned
-        assert now <= line.marks[-1].bytes <= now + 2**16
-        peaks.append(measured[0].peak_bytes)
+    found = meter.read(optimizer)[0]
+    (line,) = meter.timeline({0: found})
+    assert line.device == "cuda:0"
+    assert [mark.kind for mark in line.marks] == 2 * ["forward", "loss", "backward"]
+    # Marks do not lose the peak of the step.
+    assert max(mark.peak_bytes for mark in line.marks) == found.peak_bytes
+    now = torch.cuda.memory_allocated(gpu)  # the loss is smaller when it is returned
+    assert now <= line.marks[-1].bytes <= now + 2**16
     # The loss is returned before the next step of either begins, so nothing else differs.
-    assert peaks[1] == pytest.approx(peaks[0], rel=0.02)
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_measured_by_its_allocator() -> None:
-    gpu = torch.device("cuda", 0)
-    executor = parallelize(UNet3d(small_topology()), Layout(devices=(gpu,)))
-    optimization = Optimization(executor.module, TrainingSettings(), "float32")
-    meter = MemoryMeter(executor.slots, executor.module)
-    meter.start()
-    executor.observer = meter
-    image, target = make_batch()
-    executor.forward_backward(image.to(gpu), target.to(gpu), dice_cross_entropy)
-    meter.note_gradients()
-    optimization.step(0.01)
-    found = meter.read(optimization.optimizer)[0]
-    _, on_cpu = measure(spread(small_topology(), 1))
+    assert found.peak_bytes == pytest.approx(peaks[0], rel=0.02)
+    _, on_cpu = measure(spread(small_topology(), 1, num_micro_batches=2))
     # The sums of the loss keep less where they are one kernel.
     assert 0.7 * on_cpu[0].activations_bytes <= found.activations_bytes
     assert found.activations_bytes <= 1.05 * on_cpu[0].activations_bytes
-    assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes
     assert found.reserved_bytes >= found.peak_bytes
+    assert found.peak_bytes >= found.parameters_bytes + found.activations_bytes
     assert device_bytes(gpu) == torch.cuda.mem_get_info(gpu)[1]

@@ -289,18 +289,14 @@ def test_a_volume_above_the_limit_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_a_head_above_the_limit_on_a_gpu() -> None:
+def test_a_head_and_upsampling_above_the_limit_on_a_gpu() -> None:
     x = large_volume()
     weight, bias = (v.to("cuda", torch.bfloat16) for v in (tensor(3, 32, 1, 1, 1), tensor(3)))
     y = conv1x1x1(x, weight.requires_grad_(), bias.requires_grad_())
     for corner in blocks():
         expected = F.conv3d(crop(x, corner, 0), weight.double(), bias.double())
         assert_near([crop(y, corner, 0)], [expected], 8e-3)
-
-
-@pytest.mark.gpu
-def test_upsampling_above_the_limit_on_a_gpu() -> None:
-    require_memory()
+    del x, y
     x = channels_last(torch.randn(1, 64, 208, 208, 208, device="cuda", dtype=torch.bfloat16))
     weight = tensor(64, 32, 2, 2, 2).to("cuda", torch.bfloat16)
     y = upsample(x, weight, (2, 2, 2))
