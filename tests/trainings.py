@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch._subclasses import FakeTensor
 
+from tests import warm
 from unet3d.config import Config, load_config
 from unet3d.distributed.launcher import import_variables
 from unet3d.model.optimizer import Optimization
@@ -136,6 +137,19 @@ def words(folder: Path, cache: Path, *overrides: str) -> list[str]:
     """Return the arguments of ``unet3d`` that train a small network in a folder."""
     changes = (*SMALL, f"data.cache={cache}", *overrides)
     return ["train", "--output", str(folder), *(w for one in changes for w in ("--set", one))]
+
+
+def without_drawing(arguments: list[str]) -> None:
+    """Run ``unet3d ARGUMENTS`` in a warm process, and leave the files of pictures empty."""
+    with without_pictures():
+        warm.run_command(arguments)
+
+
+def start_warm(folder: Path, cache: Path, *overrides: str) -> warm.Warm:
+    """Do as :func:`start`, without drawing and in a process that is forked."""
+    resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
+    changes = ("training.save_every_seconds=0", *overrides)
+    return warm.call(without_drawing, [*words(folder, cache, *changes), *resume])
 
 
 def start(folder: Path, cache: Path, *overrides: str) -> subprocess.Popen[str]:

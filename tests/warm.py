@@ -34,6 +34,9 @@ _PID_BYTES = 32
 PRELOADED = (
     "torch",
     "torch._dynamo",  # DDP imports it
+    "contourpy",
+    "matplotlib.pyplot",
+    "monai.metrics",
     "nibabel",
     "rich.console",
     "scipy.ndimage",

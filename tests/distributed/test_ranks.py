@@ -1,113 +1,165 @@
-"""Several ranks train what one process trains, and say which of them is missing."""
+"""Several ranks train what one process trains, open nothing to others, and say who is missing."""
 
 import json
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.rank_training import EXACT
+from tests import warm
+from tests.distributed import rank_training
+from tests.process_trees import family_of, is_open_to_others, listening_sockets
 from tests.ranks import environment
-from tests.trainings import assert_same_validation, losses, run, settings, weights
+from tests.trainings import assert_same_validation, losses, run, settings, weights, words
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
+EXACT = ("training.precision=float64", "training.batch_size=3")
+MODES = {
+    "data": ("parallel.mode=data", "parallel.devices=cpu,cpu"),
+    "hybrid": (
+        *("parallel.mode=model", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2"),
+        "training.micro_batches=2",
+    ),
+    "spatial": ("parallel.mode=spatial", "parallel.devices=cpu,cpu"),
+}
+SLOTS = {"data": [0, 1], "hybrid": [0, 0, 1, 1], "spatial": [0, 1]}
+"""The rank of each row of the memory report."""
+
 
 @pytest.fixture(scope="module")
-def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of the same training by one process, by two ranks, and by one and then two.
-
-    Two epochs, and a third that was added; ``hybrid`` does it on two replicas of two stages.
-    """
+def alone(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training by one process, of one epoch and then two more; ``begun`` lies beside it."""
     folder = tmp_path_factory.mktemp("runs")
-    run(settings(cache, *EXACT, "training.epochs=2"), folder / "plain")
-    shutil.copytree(folder / "plain", folder / "hybrid")
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "tests.distributed.rank_training",
-        str(folder),
-        str(cache),
-    ]
-    done = subprocess.run(
-        command, env=environment(), timeout=200, check=False, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    shutil.copytree(folder / "data", folder / "data-alone")
-    for name in ("plain", "data"):
-        run(settings(cache, *EXACT), folder / name, resume=True)
-    return folder
+    run(settings(cache, *EXACT, "training.epochs=1"), folder / "begun")
+    shutil.copytree(folder / "begun", folder / "alone")
+    run(settings(cache, *EXACT), folder / "alone", resume=True)
+    return folder / "alone"
 
 
-@pytest.mark.parametrize("name", ["data", "hybrid"])
-def test_ranks_have_the_loss_curve_of_one_process(runs: Path, name: str) -> None:
-    expected = losses(runs / "plain")
-    assert [epoch for epoch, _ in expected] == [1, 2, 3]
-    for (_, loss), (_, wanted) in zip(losses(runs / name), expected, strict=True):
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The same training, continued by two ranks."""
+
+    name: str
+    folder: Path
+    kept: Path
+    """What its ranks have left for the tests."""
+    sockets: set[str]
+    """Those at which any of them has listened."""
+
+
+def continued(name: str, begun: Path, cache: Path, folder: Path, *changes: str) -> Spread:
+    """Continue a training, of whose checkpoint the first rank tells the second."""
+    run_folder, kept = folder / "run", folder / "kept"
+    shutil.copytree(begun, run_folder)
+    kept.mkdir()
+    variables = {  # of a user who also trains on several machines
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "MASTER_ADDR": "0.0.0.0",
+        "MASTER_PORT": "0",
+        "CUDA_VISIBLE_DEVICES": "0,1" if "parallel.devices=0,1" in changes else "",
+    }
+    arguments = [*words(run_folder, cache, *EXACT, *changes), "--resume"]
+    process = warm.call(rank_training.train, arguments, kept, **variables)
+    sockets: set[str] = set()
+    while process.poll() is None:
+        sockets |= listening_sockets([process.pid, *family_of(process.pid)])
+        time.sleep(0.2)
+    assert process.returncode == 0, process.communicate()[1]
+    return Spread(name=name, folder=run_folder, kept=kept, sockets=sockets)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def spread(
+    request: pytest.FixtureRequest,
+    alone: Path,
+    cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Spread:
+    folder = tmp_path_factory.mktemp(request.param)
+    begun = alone.with_name("begun")
+    return continued(request.param, begun, cache, folder, *MODES[request.param])
+
+
+def test_ranks_train_what_one_process_trains(spread: Spread, alone: Path) -> None:
+    assert [epoch for epoch, _ in losses(spread.folder)] == [1, 2, 3]
+    for (_, loss), (_, wanted) in zip(losses(spread.folder), losses(alone), strict=True):
         assert loss == pytest.approx(wanted, rel=1e-8)
-    wanted_weights = weights(runs / "plain")
-    for key, value in weights(runs / name).items():
+    wanted_weights = weights(alone)
+    for key, value in weights(spread.folder).items():
         torch.testing.assert_close(value, wanted_weights[key], rtol=1e-7, atol=1e-9, msg=key)
+    assert_same_validation(spread.folder, alone)
+    found, wanted = (
+        [line.get("dice") for line in RunFolder(one).read_metrics()]
+        for one in (spread.folder, alone)
+    )
+    assert found == wanted and found[1] is not None  # each case counts once
 
 
-def test_the_dice_counts_each_case_once(runs: Path) -> None:
-    dice = [
-        [line.get("dice") for line in RunFolder(runs / name).read_metrics()]
-        for name in ("plain", "data", "hybrid")
-    ]
-    assert dice[0] == dice[1] == dice[2]
-    assert dice[0][1] is not None
-
-
-@pytest.mark.parametrize("name", ["data", "hybrid"])
-def test_weights_are_the_same_in_all_ranks_to_the_bit(runs: Path, name: str) -> None:
-    first, second = (torch.load(runs / f"{name}-{rank}.pt") for rank in range(2))
-    saved = runs / ("data-alone" if name == "data" else name) / "checkpoint-latest.pt"
-    stored = load_checkpoint(saved).model
+def test_weights_are_the_same_in_all_ranks_to_the_bit(spread: Spread) -> None:
+    first, second = (torch.load(spread.kept / f"weights-{rank}.pt") for rank in range(2))
+    stored = load_checkpoint(spread.folder / "checkpoint-latest.pt").model
     for key, value in first.items():
         assert torch.equal(value, second[key]), key
         assert torch.equal(value, stored[key]), key
 
 
-def test_the_memory_report_has_a_row_for_each_stage_of_each_replica(runs: Path) -> None:
-    slots = json.loads((runs / "hybrid" / "memory.json").read_text())["slots"]
-    assert [slot["slot"] for slot in slots] == [0, 1, 2, 3]
-    assert [slot["rank"] for slot in slots] == [0, 0, 1, 1]
-    assert slots[0]["blocks"] == slots[2]["blocks"] != slots[1]["blocks"]
+def test_the_memory_report_has_a_row_for_each_device_of_each_rank(spread: Spread) -> None:
+    slots = json.loads((spread.folder / "memory.json").read_text())["slots"]
+    assert [slot["rank"] for slot in slots] == SLOTS[spread.name]
+    assert [slot["slot"] for slot in slots] == list(range(len(slots)))
+    if spread.name == "hybrid":
+        assert slots[0]["blocks"] == slots[2]["blocks"] != slots[1]["blocks"]
     for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
         for slot in slots:
             assert slot["measured"][kind] == slot["predicted"][kind] > 0
-    summary = json.loads((runs / "data-alone" / "summary.json").read_text())
-    assert summary["replicas"] == 2
-    assert len(summary["devices"]) == 2
+    summary = json.loads((spread.folder / "summary.json").read_text())
+    assert summary["replicas"] == (1 if spread.name == "spatial" else 2)
+    assert len(summary["devices"]) == len(slots)
 
 
-@pytest.mark.parametrize("name", ["data", "hybrid"])
-def test_the_validation_is_predicted_as_by_one_process(runs: Path, name: str) -> None:
-    assert_same_validation(runs / name, runs / "plain")
+def test_only_the_first_rank_writes(spread: Spread, alone: Path) -> None:
+    names, wanted = (
+        {path.relative_to(one).parts[0] for path in one.rglob("*")}
+        for one in (spread.folder, alone)
+    )
+    assert names == wanted
+    events, wanted = (len(list((one / "tensorboard").iterdir())) for one in (spread.folder, alone))
+    assert events == wanted
 
 
-def test_only_the_first_rank_writes(runs: Path) -> None:
-    names = {path.name for path in (runs / "data-alone").iterdir()}
-    assert names == {path.name for path in (runs / "plain").iterdir()}
-    assert len(list((runs / "data-alone" / "tensorboard").iterdir())) == 1
+def assert_closed(spread: Spread) -> None:
+    """See that nobody else could talk to the ranks, or have them run code."""
+    assert [one for one in spread.sockets if is_open_to_others(one)] == []
+    assert any("127.0.0.1" in one for one in spread.sockets)  # gloo's, so they were seen
+    assert {path.name: path.read_text() for path in spread.kept.glob("unpickled-*")} == {}
 
 
-@pytest.mark.parametrize("when", ["step", "exchange"])
-def test_a_dead_rank_is_named(runs: Path, when: str) -> None:
-    text = (runs / f"killed-{when}.txt").read_text()
-    assert text.startswith("LostRankError: rank 1 (in epoch 2, step 3) is gone")
+def test_ranks_on_one_machine_listen_to_nobody_else_and_unpickle_nothing(spread: Spread) -> None:
+    assert_closed(spread)
 
 
-@pytest.mark.parametrize("when", ["step", "exchange"])
-def test_a_hanging_rank_is_named_with_its_step(runs: Path, when: str) -> None:
-    text = (runs / f"hanging-{when}.txt").read_text()
-    assert text.startswith("RankError: rank 1 (in epoch 2, step 3) hangs: nothing for 1 s")
+@pytest.mark.multigpu
+def test_so_do_those_on_gpus(alone: Path, cache: Path, tmp_path: Path) -> None:
+    on_gpus = ("parallel.mode=data", "parallel.devices=0,1")
+    assert_closed(continued("nccl", alone.with_name("begun"), cache, tmp_path, *on_gpus))
+
+
+def test_a_lost_rank_is_named_with_its_step(tmp_path: Path) -> None:
+    done = warm.run_call(rank_training.miss_one_another, tmp_path)
+    assert done.returncode == 0, done.stderr
+    for when in ("step", "exchange"):
+        dead, hanging = ((tmp_path / f"{how}-{when}.txt") for how in ("killed", "hanging"))
+        assert dead.read_text().startswith("LostRankError: rank 1 (in epoch 2, step 3) is gone")
+        reason = "RankError: rank 1 (in epoch 2, step 3) hangs: nothing for 1 s"
+        assert hanging.read_text().startswith(reason)
 
 
 def ended_by(folder: Path, code: str) -> tuple[int, str, dict[str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import unet3d.config
-from tests.warm import run_command
+from tests.trainings import without_drawing
 from unet3d.config import Config
 from unet3d.distributed import device_watch
 
@@ -50,4 +50,4 @@ def run(words: list[str], stuck: Path | None, limit: int | None = None) -> None:
         unet3d.config.load_config = with_limit
     if stuck is not None:
         device_watch.PROGRESS["cpu"] = partial(StuckProgress, stuck)
-    run_command(words)
+    without_drawing(words)

@@ -31,7 +31,8 @@ CPUS, GPUS = "cpu,cpu", "0,1"
 LIMITS = {CPUS: 4, GPUS: 20}
 """Seconds after which a rank is lost; on GPUs ranks compile kernels, one longer than another."""
 
-LONG = ("training.epochs=1000", "training.validate_every=1000")
+SMALL = ("patches.size=8,8,8", "training.steps_per_epoch=2", "data.phantom.num_cases=3")
+LONG = (*SMALL, "training.epochs=1000", "training.validate_every=1000")
 SECONDS = 100
 """More than any of these takes."""
 
@@ -44,11 +45,9 @@ on_gpus = (pytest.mark.nightly, pytest.mark.multigpu)
 def start(folder: Path, cache: Path, mode: str, devices: str, *changes: str) -> Process:
     """Start a training in two ranks, or continue it; on GPUs, in processes that nobody forks."""
     more = (*MODES[mode], f"parallel.devices={devices}", *changes)
-    more = ("training.save_every_seconds=0", f"parallel.timeout_seconds={LIMITS[devices]}", *more)
-    if devices == GPUS:
-        return trainings.start(folder, cache, *more)
-    resume = ["--resume"] if (folder / "checkpoint-latest.pt").exists() else []
-    return warm.start([*words(folder, cache, *more), *resume])
+    more = (f"parallel.timeout_seconds={LIMITS[devices]}", *more)
+    begin = trainings.start if devices == GPUS else trainings.start_warm
+    return begin(folder, cache, *more)
 
 
 def wait_until(is_so: Callable[[], bool], process: Process) -> None:
@@ -80,12 +79,13 @@ def assert_named(lines: Sequence[str], begin: str, advice: str) -> None:
     assert reason.startswith(begin) and advice in reason, lines
 
 
-def assert_goes_on(folder: Path, cache: Path, *changes: str) -> None:
-    """See that a run takes two epochs more than it had, in a mode of its own."""
+def assert_goes_on(folder: Path, cache: Path) -> None:
+    """See that a run takes two epochs more than it had, in one process."""
     state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
     number = state["epoch"] + 2
-    done = warm.run([*words(folder, cache, *changes, f"training.epochs={number}"), "--resume"])
-    assert done.returncode == 0, done.stderr
+    process = trainings.start_warm(folder, cache, *SMALL, f"training.epochs={number}")
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, errors
     assert [epoch for epoch, _ in losses(folder)] == list(range(1, number + 1))
 
 
@@ -116,7 +116,7 @@ def test_a_lost_rank_is_named(
     family = family_of(process.pid)
     os.kill(children_of(process.pid)[1], loss)
     assert_named(assert_ends(process, family, 1), LOSSES[loss], "--resume")
-    assert_goes_on(folder, cache, "parallel.mode=none", "parallel.devices=cpu")
+    assert_goes_on(folder, cache)
 
 
 @pytest.mark.parametrize("mode", ["data", pytest.param("spatial", marks=by_night)])
@@ -124,7 +124,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     mode: str, cache: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    changes = ("training.epochs=8", "training.validate_every=8", "training.precision=float64")
+    changes = (*SMALL, "training.epochs=5", "training.precision=float64")
     trainings.run(trainings.settings(cache, *MODES[mode][1:], *changes), tmp_path / "undisturbed")
     process = start(folder, cache, mode, CPUS, *changes, "parallel.max_restarts=1")
     wait_until((folder / "metrics.jsonl").exists, process)
@@ -162,7 +162,6 @@ def test_a_signal_stops_all_ranks_which_save_first(
     lines = assert_ends(process, family, 128 + number)
     assert lines[-1] == f"Stopped by {number.name}; continue with --resume"
     assert load_checkpoint(folder / "checkpoint-latest.pt").training["state"]["epoch"] >= 1
-    assert_goes_on(folder, cache, "parallel.mode=data", "parallel.devices=cpu,cpu")
 
 
 def test_nobody_is_told_to_resume_before_there_is_anything(cache: Path, tmp_path: Path) -> None:
