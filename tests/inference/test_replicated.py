@@ -106,11 +106,10 @@ def network_of(*changes: str, **more: Any) -> Checkpoint:
 
 def placed(replicas: int, *checkpoints: Checkpoint, device: str = "cpu", **more: Any) -> Predictor:
     """Return a predictor with so many replicas on the CPU, or one on each of several GPUs."""
-    skips_empty = more.pop("skips_empty", False)
     devices = ["cpu"] * replicas if device == "cpu" else map(str, range(replicas))
     settings = InferenceSettings(**more)
     networks = Networks.of(*checkpoints)
-    return place(networks, *devices, mode="data", inference=settings, skips_empty=skips_empty)
+    return place(networks, *devices, mode="data", inference=settings)
 
 
 def alone(image: ScanImage, *checkpoints: Checkpoint, **more: Any) -> np.ndarray:
@@ -160,18 +159,6 @@ def test_every_replica_gets_the_weights_of_the_next_network(
         np.testing.assert_array_equal(predictor.segment(image), expected)
     for member in members:
         assert (alone(image, member) != expected).mean() > 0.02
-
-
-def test_windows_that_are_empty_are_skipped_as_by_one(tmp_path: Path) -> None:
-    array = noise(SHAPE)
-    array[:11] = 0
-    image = open_channels([write_volume(tmp_path / "half.nii", array)])
-    one, two = (
-        placed(count, network_of(), batch_size=3, skips_empty=True).segment(image)
-        for count in (1, 2)
-    )
-    np.testing.assert_array_equal(one, two)
-    assert not one[:4].any() and one[12:].any()  # of windows that end before 11, one starts at 0
 
 
 def test_a_graph_of_each_replica_is_replayed(

@@ -31,14 +31,11 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_window_that_does_not_fit_a_rank_is_refused_and_all_go_on(errors: dict[str, str]) -> None:
     """The ranks have compared what they compute afterwards, as before."""
     for rank in (0, 1):
-        assert (
-            errors[f"memory-{rank}"]
-            == errors[f"again-{rank}"]
-            == (
-                f"DoesNotFitError: a slab of the window does not fit on cpu of rank {rank} (CUDA out "
-                "of memory); use a smaller inference.window or more devices"
-            )
+        expected = (
+            f"DoesNotFitError: a slab of the window does not fit on cpu of rank {rank} (CUDA out "
+            "of memory); use a smaller inference.window or more devices"
         )
+        assert errors[f"memory-{rank}"] == errors[f"again-{rank}"] == expected
     # Nor has each of three ranks a plane.
     assert "2x16x16 voxels has 2 planes along X, too few for 3" in errors["planes-0"]
     assert errors["planes-0"].endswith("use at most 2")
