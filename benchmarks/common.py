@@ -1,48 +1,140 @@
-"""What the benchmarks share."""
+"""What the benchmarks share: arguments, times, records, and processes that are watched."""
 
+import argparse
 import datetime
+import importlib.metadata
+import json
+import multiprocessing
+import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from unet3d.config import ParallelSettings, Shape
+from unet3d.config import Shape
+from unet3d.distributed.launched import MEETING_FOLDER
+from unet3d.distributed.launcher import meeting_folder
+from unet3d.distributed.processes import die_with_parent
+from unet3d.distributed.ranks import Ranks, num_cores
+from unet3d.distributed.rendezvous import joined
 from unet3d.memory.allocator import use_expandable_segments
-from unet3d.parallel import ParallelDims
+from unet3d.parallel import Machine
 
 use_expandable_segments()  # as the command line does
 
+CHANNELS = "32,64,128,256,320,320"
+"""Of nnU-Net's plain network, the default of every benchmark."""
 
-def synchronize() -> None:
-    """Wait until every GPU is idle."""
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
+GIB = 2**30
 
+PACKAGES = ("unet3d-parallel", "monai", "nnunetv2", "dynamic-network-architectures")
+"""Whose versions a record has, where they are installed."""
 
-def peaks_of(device: torch.device) -> dict[str, int]:
-    """Return what CUDA's allocator held at most, of its own and of the GPU; nothing of a CPU."""
-    if device.type != "cuda":
-        return {}
-    return {
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
-        "reserved_bytes": torch.cuda.max_memory_reserved(device),
-    }
+SECONDS_BETWEEN_LOOKS = 0.2
 
 
-def parse_shape(text: str) -> Shape:
+# Arguments
+
+
+def new_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a script with the options that all have."""
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="write a record of all that was measured")
+    return parser
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of ``1,2,3``."""
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def shape(text: str) -> Shape:
     """Return voxels along X, Y, Z from ``192,192,192``."""
-    x, y, z = (int(size) for size in text.split(","))
+    x, y, z = numbers(text)
     return x, y, z
 
 
+def words(text: str) -> tuple[str, ...]:
+    """Return the words of ``a,b``."""
+    return tuple(word for word in text.split(",") if word)
+
+
+def one_device() -> str:
+    """Return the name of the device that is used by default."""
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def all_devices() -> str:
+    """Return the names of all GPUs, or of two places on a CPU."""
+    return ",".join(map(str, range(torch.cuda.device_count()))) or "cpu,cpu"
+
+
 def devices_named(names: Sequence[str]) -> tuple[torch.device, ...]:
-    """Return the devices of one network: a stage on each, where there are several."""
-    mode: Literal["model", "none"] = "model" if len(names) > 1 else "none"
-    return ParallelDims.resolve(ParallelSettings(mode=mode, devices=tuple(names))).devices
+    """Return the devices of this machine with these names."""
+    machine = Machine.here()
+    return tuple(machine.device(name) for name in names)
+
+
+# Times and memory
+
+
+def used_gpus() -> list[int]:
+    """Return the GPUs on which this process has memory."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return [gpu for gpu in range(torch.cuda.device_count()) if torch.cuda.memory_reserved(gpu)]
+
+
+def synchronize() -> None:
+    """Wait until every GPU that this process uses is idle."""
+    for gpu in used_gpus():
+        torch.cuda.synchronize(gpu)
+
+
+def timed(work: Callable[[], Any], in_a_row: int = 1, repeats: int = 1) -> list[float]:
+    """Return the seconds that work takes, each from an idle machine to an idle machine.
+
+    Args:
+        work: What is timed; it is warm.
+        in_a_row: How often it is done without waiting; the time is divided by that.
+        repeats: How many times are taken.
+    """
+    seconds = []
+    for _ in range(repeats):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(in_a_row):
+            work()
+        synchronize()
+        seconds.append((time.perf_counter() - began) / in_a_row)
+    return seconds
+
+
+def forget_peaks() -> None:
+    """Begin to count anew what GPUs hold at most."""
+    synchronize()
+    for gpu in used_gpus():
+        torch.cuda.reset_peak_memory_stats(gpu)
+
+
+def peaks() -> dict[str, list[int]]:
+    """Return what the allocator of each used GPU held at most, and what it took of the GPU."""
+    gpus = used_gpus()
+    return {
+        "peak_bytes": [torch.cuda.max_memory_allocated(gpu) for gpu in gpus],
+        "reserved_bytes": [torch.cuda.max_memory_reserved(gpu) for gpu in gpus],
+    }
+
+
+# Records
 
 
 def command() -> str:
@@ -52,21 +144,200 @@ def command() -> str:
     return shlex.join([f"benchmarks/{Path(script).name}", *said])
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that are compared."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # its rows say so
+            continue
+    return found
+
+
+def write_record(path: Path | None, devices: Sequence[torch.device], **measured: Any) -> None:
+    """Write what was measured, with command, date, devices and versions; None: nowhere."""
+    if path is None:
+        return
+    names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
+    record = {
+        "command": command(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "devices": names,
+        "cores": num_cores(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "versions": versions(),
+    }
+    path.write_text(json.dumps({**record, **measured}, indent=1) + "\n")
+
+
+def say(row: Mapping[str, Any]) -> None:
+    """Show a row as soon as it is measured."""
+    print(dict(row), file=sys.stderr, flush=True)
+
+
 def reason_of(error: BaseException) -> str:
     """Return the first line of an error, with its kind."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
-def tuning_key(devices: Sequence[torch.device], precision: str) -> dict[str, Any]:
-    """Return command, date, devices and versions, for the record of a measurement."""
-    names = [str(d) if d.type == "cpu" else torch.cuda.get_device_name(d) for d in devices]
-    return {
-        "command": command(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "devices": names,
-        "precision": precision,
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "python": platform.python_version(),
+# Processes
+
+
+def in_ranks(
+    work: Callable[..., dict[str, Any]], num_ranks: int, *given: object, seconds: float = 600
+) -> dict[str, Any]:
+    """Have ranks, in processes of their own, do work together.
+
+    Args:
+        work: It takes the group of the ranks and what is given, and returns what it measured.
+        num_ranks: How many there are.
+        given: It goes to other processes, so it is plain.
+        seconds: After these the ranks are ended.
+
+    Returns:
+        What the first rank measured, or the ``reason`` why nothing was.
+    """
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with meeting_folder() as folder:
+        ranks = [
+            context.Process(
+                target=_serve, args=(answers, str(folder), rank, num_ranks, work, given)
+            )
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
+        end = time.monotonic() + seconds
+        try:
+            while answers.empty() and all(process.exitcode in (None, 0) for process in ranks):
+                if time.monotonic() > end:
+                    return {"reason": f"took longer than {seconds:.0f} s"}
+                if not any(process.is_alive() for process in ranks):
+                    break
+                time.sleep(0.02)
+            if answers.empty():
+                return {"reason": f"ranks ended with {[process.exitcode for process in ranks]}"}
+            answer: dict[str, Any] = answers.get()
+            for process in ranks if "reason" not in answer else ():
+                process.join(max(0.0, end - time.monotonic()))
+            return answer
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _serve(
+    answers: Any,
+    folder: str,
+    rank: int,
+    num_ranks: int,
+    work: Callable[..., dict[str, Any]],
+    given: tuple[object, ...],
+) -> None:
+    """Do the work of one rank; the first one answers, or one that fails."""
+    die_with_parent()
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        MEETING_FOLDER: folder,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
     }
+    try:
+        with joined(Ranks.from_environment()) as group:
+            group.open(300)
+            answer = work(group, *given)
+            if group.is_first:
+                answers.put(answer)
+    except Exception as error:  # a peer, or a compiler, can raise anything
+        answers.put({"reason": reason_of(error)})
+        sys.exit(1)
+
+
+def run_watched(
+    said: Sequence[object], environment: Mapping[str, str], threads: int | None = None
+) -> dict[str, Any]:
+    """Run a command, and return its seconds and the most memory that it held.
+
+    Host memory is that of the command's process and of all that it starts, where memory that
+    several share counts once. GPU memory is what nvidia-smi says of the fullest GPU.
+
+    Args:
+        said: The command.
+        environment: What differs from this process's.
+        threads: The cores that it may use, with as many threads; None: all.
+    """
+    stop, host, gpu = threading.Event(), [0], [0]
+    before = os.sched_getaffinity(0)
+    if threads is not None:  # what a process starts inherits it
+        os.sched_setaffinity(0, sorted(before)[:threads])
+        environment = {**environment, "OMP_NUM_THREADS": str(threads)}
+    began = time.perf_counter()
+    child = subprocess.Popen(
+        [str(word) for word in said],
+        stdout=sys.stderr.fileno(),
+        env={**os.environ, **environment},
+    )
+    os.sched_setaffinity(0, before)
+    looking = [threading.Thread(target=_watch_host, args=(child.pid, stop, host))]
+    if shutil.which("nvidia-smi"):
+        looking.append(threading.Thread(target=_watch_gpus, args=(stop, gpu)))
+    for thread in looking:
+        thread.start()
+    status = child.wait()
+    seconds = time.perf_counter() - began
+    stop.set()
+    for thread in looking:
+        thread.join()
+    row: dict[str, Any] = {"seconds": seconds, "host_bytes": max(host), "gpu_bytes": max(gpu)}
+    return row if status == 0 else {**row, "reason": f"it ended with {status}"}
+
+
+def _watch_host(pid: int, stop: threading.Event, held: list[int]) -> None:
+    while not stop.wait(SECONDS_BETWEEN_LOOKS):
+        # The first process's own peak, which falls between two looks, and what all hold now. Not
+        # every system tells the parts; there shared memory counts as often as it is shared.
+        held.append(_bytes_of(pid, "status", "VmHWM"))
+        held.append(
+            sum(
+                _bytes_of(one, "smaps_rollup", "Pss") or _bytes_of(one, "status", "VmRSS")
+                for one in _processes_of(pid)
+            )
+        )
+
+
+def _processes_of(root: int) -> Iterator[int]:
+    """Yield a process and all that descend from it."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            after_name = (entry / "stat").read_text().rpartition(")")[2]  # a name may hold spaces
+            parents[int(entry.name)] = int(after_name.split()[1])
+        except (OSError, ValueError):  # it has ended
+            continue
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+        yield pid
+
+
+def _bytes_of(pid: int, file: str, field: str) -> int:
+    """Return a field of what the system says of a process's memory, or 0."""
+    try:
+        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def _watch_gpus(stop: threading.Event, held: list[int]) -> None:
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    while not stop.wait(SECONDS_BETWEEN_LOOKS):
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+        held.append(max(map(int, said.split())) * 2**20)

@@ -1,163 +1,317 @@
-"""Predicted memory against what CUDA's allocator measures, for several ways of training.
+"""Predicted memory of training steps against what is measured, and the largest cube that trains.
 
-    python benchmarks/memory.py --json out.json
+    python benchmarks/memory.py --devices 0,1 --json memory.json
+    python benchmarks/memory.py --largest ours,ours-level,nnunet-compiled --json largest.json
+    python benchmarks/memory.py --largest ours --devices 0,1 --kind slabs --json largest-2.json
+    python benchmarks/memory.py --devices cpu,cpu --unit 8 --channels 4,8,8
+    python benchmarks/memory.py --devices cpu --largest ours --memory-gib 0.02 --channels 4,8,8
 
-Steps of the real executor on random data, from an empty allocator, for each way: two are measured;
-after some more, which are captured and replayed where volumes are small, it is noted what the
-allocator has reserved.
-Ways that need more GPUs than there are here are left out.
+Without ``--largest`` each way of training takes steps of the real executor on random data, in
+processes of its own: two of them are measured; after some more, which are recorded and replayed
+where volumes are small, it is noted what CUDA's allocator has reserved. Edges are multiples of
+``--unit``. Ways that need more devices than are named are left out. On a CPU, which has no
+allocator that measures, the peak is the sum of what is counted.
+
+``--largest`` searches the largest cube at batch 1, in steps of ``--unit`` voxels, for variants of
+``step.py`` (ours also over several devices). A cube trains if two steps run, of which the second
+finds the optimizer's state. Each attempt has processes of its own and a time limit. The search
+starts where memory is expected to end, for ours by the planner, for the others by the bytes a voxel
+of a first, small attempt, and goes up or down until a cube that trains stands right below one that
+does not; ``complete`` is false where ``--attempts`` ran out before. On a CPU ``--memory-gib`` says
+what there is.
 """
 
 import argparse
-import datetime
-import gc
-import json
-import sys
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import tuning_key  # noqa: F401 - sets up the allocator
+from common import (
+    CHANNELS,
+    GIB,
+    all_devices,
+    devices_named,
+    forget_peaks,
+    in_ranks,
+    new_parser,
+    numbers,
+    peaks,
+    say,
+    timed,
+    words,
+    write_record,
+)
+from trainees import OurTrainee, PeerTrainee, Problem, Trainee, Variant, Way, variants_named
 
-from unet3d.config import ModelSettings, TrainingSettings
+from unet3d.distributed.group import Group
+from unet3d.memory.allocations import UNCOUNTED_BYTES
 from unet3d.memory.measurement import measured_steps
-from unet3d.model import UNet3d, dice_cross_entropy, plan_topology
-from unet3d.model.optimizer import (
-    Optimization,
-)
-from unet3d.parallel import Layout, parallelize
-from unet3d.parallel.precision import (
-    autocast_dtype,
-    image_dtype,
-)
-from unet3d.planning.memory_estimate import Step, predict_memory
-
-CHANNELS = (32, 64, 128, 256, 320, 320)
+from unet3d.planning.largest import largest_size
+from unet3d.planning.memory_estimate import predict_memory
 
 NUM_LATER_STEPS = 5
 
-WAYS: tuple[dict[str, Any], ...] = (
-    {"size": 128, "batch_size": 2},
-    {"size": 128, "batch_size": 2, "precision": "float32"},
-    {"size": 128, "batch_size": 2, "precision": "float16"},
-    {"size": 192, "batch_size": 1},
-    {"size": 192, "batch_size": 8, "num_micro_batches": 8},
-    {"size": 128, "batch_size": 2, "model": {"norm": "group"}},
-    {"size": 128, "batch_size": 2, "model": {"norm": "batch"}},
-    {"size": 128, "batch_size": 2, "model": {"encoder": "residual"}},
-    {"size": 128, "batch_size": 2, "optimizer": "adamw"},
-    {"size": 256, "batch_size": 1},
-    {"size": 192, "batch_size": 2, "num_gpus": 2},
-    {"size": 192, "batch_size": 8, "num_gpus": 2, "num_micro_batches": 8},
-    {"size": 192, "batch_size": 4, "num_gpus": 2, "num_micro_batches": 4, "precision": "float32"},
-    {"size": 256, "batch_size": 2, "num_gpus": 2, "num_micro_batches": 2},
+WAYS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    # units of an edge, batch, what else
+    (2, 2, {}),
+    (2, 2, {"precision": "float32"}),
+    (2, 2, {"recompute": "off"}),
+    (2, 2, {"recompute": "level"}),
+    (2, 2, {"model": {"norm": "group"}}),
+    (2, 2, {"model": {"encoder": "residual"}}),
+    (2, 2, {"optimizer": "adamw"}),
+    (3, 8, {"num_micro_batches": 8}),
+    (4, 1, {}),
+    (3, 8, {"num_devices": 2, "num_micro_batches": 8}),
+    (2, 4, {"num_devices": 2, "num_replicas": 2}),
+    (4, 1, {"num_devices": 2, "kind": "slabs"}),
 )
 
 
-def make_step(way: dict[str, Any]) -> Step:
-    size = (way["size"],) * 3
-    precision = way.get("precision", "bfloat16")
-    settings = ModelSettings(channels=CHANNELS, deep_supervision=False, **way.get("model", {}))
-    devices = tuple(torch.device("cuda", index) for index in range(way.get("num_gpus", 1)))
-    layout = Layout(
-        devices=devices,
-        num_micro_batches=way.get("num_micro_batches", 1),
-        autocast=autocast_dtype(precision),
-    )
-    topology = plan_topology(settings, size, (1.0, 1.0, 1.0), 1, 3)
-    training = TrainingSettings(optimizer=way.get("optimizer", "sgd"))
-    return Step(
-        topology=topology,
-        layout=layout,
-        size=size,
-        batch_size=way["batch_size"],
-        settings=training,
-        precision=precision,
-    )
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("--devices", type=words, default=all_devices())
+    parser.add_argument("--unit", type=int, help="voxels; default: 64, or 32 with --largest")
+    parser.add_argument("--channels", type=numbers, default=CHANNELS)
+    parser.add_argument("--only", type=numbers, help="numbers of ways, from 0; default: all")
+    parser.add_argument("--largest", type=variants_named, metavar="VARIANTS", help="search a cube")
+    parser.add_argument("--kind", default="slabs", choices=("slabs", "stages"))
+    parser.add_argument("--probe", type=int, default=6, help="units of the peers' first attempt")
+    parser.add_argument("--memory-gib", type=float, help="as if each device had no more")
+    parser.add_argument("--attempts", type=int, default=4, help="at most, for each variant")
+    parser.add_argument("--seconds", type=float, default=180, help="of an attempt")
+    return parser
 
 
-def measure(step: Step) -> list[dict[str, int]]:
-    executor = parallelize(UNet3d(step.topology), step.layout)
-    optimization = Optimization(executor.module, step.settings, step.precision)
-    image = torch.randn(step.batch_size, 1, *step.size)
-    image = image.to(executor.input_device, image_dtype(executor.module))
-    target = torch.zeros(step.batch_size, *step.size, dtype=torch.uint8)
-    target = target.to(executor.output_device)
+# Predicted and measured
 
-    def take_step() -> None:
-        executor.forward_backward(image, target, dice_cross_entropy, optimization.scale)
-        optimization.step(0.01)
 
-    with measured_steps(executor, optimization.optimizer) as meter:
-        for _ in range(2):
-            take_step()
-    measured = meter.read(optimization.optimizer)
-    for _ in range(NUM_LATER_STEPS):  # of small volumes they are captured and replayed
-        take_step()
+def ways(arguments: argparse.Namespace, unit: int) -> list[tuple[str, Way]]:
+    """Return name and way of each measurement that the devices are enough for."""
+    found = []
+    for number, (units, batch_size, given) in enumerate(WAYS):
+        options = dict(given)
+        count = options.pop("num_devices", 1)
+        if count > len(arguments.devices) or number not in (arguments.only or range(len(WAYS))):
+            continue
+        edge = units * unit
+        problem = Problem(
+            size=(edge, edge, edge),
+            batch_size=batch_size,
+            channels=arguments.channels,
+            model=options.pop("model", {}),
+        )
+        name = ", ".join(
+            [f"{edge}^3", f"batch {batch_size}", *(f"{k} {v}" for k, v in given.items())]
+        )
+        found.append((name, Way(problem=problem, devices=arguments.devices[:count], **options)))
+    return found
+
+
+def measure_rank(group: Group, way: Way) -> dict[str, Any]:
+    """Measure two steps of one rank, and note what is reserved after more."""
+    trainee = OurTrainee(way, group)
+    executor, optimizer = trainee.executor, trainee.optimization.optimizer
+    with measured_steps(executor, optimizer) as meter:
+        timed(trainee.step, in_a_row=2)
+    measured = meter.read(optimizer)
+    timed(trainee.step, in_a_row=NUM_LATER_STEPS)
     rows = []
     for slot in executor.slots:
-        torch.cuda.synchronize(slot.device)
-        free, total = torch.cuda.mem_get_info(slot.device)
-        reserved = torch.cuda.memory_reserved(slot.device)
-        row = measured[slot.index].to_dict()
-        row["beside_allocator_bytes"] = total - free - reserved
-        row["later_reserved_bytes"] = torch.cuda.max_memory_reserved(slot.device)
+        row: dict[str, Any] = {"device": str(slot.device), **measured[slot.index].to_dict()}
+        if slot.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(slot.device)
+            row["beside_allocator_bytes"] = total - free - torch.cuda.memory_reserved(slot.device)
+            row["later_reserved_bytes"] = torch.cuda.max_memory_reserved(slot.device)
         rows.append(row)
-    return rows
+    return {"slots": [row for of_rank in group.exchange(rows) for row in of_rank]}
+
+
+def compare(way: Way) -> list[dict[str, Any]]:
+    """Return a row for each slot: predicted and measured, or why nothing was measured."""
+    found = in_ranks(measure_rank, way.num_ranks, way)
+    if "reason" in found:
+        return [found]
+    rows = []
+    for rank in range(way.num_ranks):
+        memory = predict_memory(way.planned(rank)).memory
+        rows += [memory[index].to_dict() for index in sorted(memory)]
+    return [
+        {"predicted": expected, "measured": measured}
+        for expected, measured in zip(rows, found["slots"], strict=True)
+    ]
+
+
+def compare_all(arguments: argparse.Namespace) -> None:
+    """Measure every way, print a line for each slot, write the record after each way."""
+    rows: list[dict[str, Any]] = []
+    heads = ("peak GiB", "planned", "ratio", "reserved", "planned", "ratio", "beside")
+    print(f"{'':66}" + "".join(f"{head:>10}" for head in heads))
+    for name, way in ways(arguments, arguments.unit or 64):
+        for row in compare(way):
+            rows.append({"way": name, **row})
+            print(line_of(rows[-1]), flush=True)
+        write_record(
+            arguments.json,
+            devices_named(arguments.devices),
+            channels=arguments.channels,
+            rows=rows,
+        )
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return the line of a slot in the table."""
+    if "reason" in row:
+        return f"{row['way']:66} {row['reason']}"
+    found, expected = row["measured"], row["predicted"]
+    line = f"{row['way']:57}{found['device']:>9}"
+    for is_, planned in (("peak_bytes", "peak_bytes"), ("later_reserved_bytes", "reserved_bytes")):
+        if is_ in found:
+            line += f"{found[is_] / GIB:10.3f}{expected[planned] / GIB:10.3f}"
+            line += f"{expected[planned] / found[is_]:10.3f}"
+    if "beside_allocator_bytes" in found:
+        line += f"{found['beside_allocator_bytes'] / GIB:10.3f}"
+    return line
+
+
+# The largest cube
+
+
+def search(
+    attempt: Callable[[int], dict[str, Any]], start: int, unit: int, num_attempts: int
+) -> dict[str, Any]:
+    """Return the largest edge that trains, searched from one on in steps of a unit.
+
+    Args:
+        attempt: Tries an edge; ``trains`` says what came of it.
+        start: The first edge.
+        unit: Of edges.
+        num_attempts: At most.
+    """
+    tried: dict[int, dict[str, Any]] = {}
+    edge = max(unit, start)
+    while len(tried) < num_attempts and edge not in tried and edge > 0:
+        tried[edge] = {"edge": edge, **attempt(edge)}
+        say(tried[edge])
+        edge += unit if tried[edge]["trains"] else -unit
+    largest = max((edge for edge, one in tried.items() if one["trains"]), default=0)
+    is_known = largest + unit in tried
+    return {"edge": largest, "complete": is_known, "attempts": list(tried.values())}
+
+
+def try_rank(
+    group: Group, variant: Variant, problem: Problem, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Train two steps in one rank, with no more memory than is allowed."""
+    own = devices_named(arguments.devices)
+    if arguments.memory_gib is not None:
+        for device in set(own):
+            limit_memory(device, int(arguments.memory_gib * GIB))
+    way = variant.way(problem, arguments.devices, arguments.kind)
+    trainee: Trainee = (
+        OurTrainee(way, group)
+        if variant.network == "ours"
+        else PeerTrainee(variant, problem, own[0])
+    )
+    timed(trainee.step)
+    forget_peaks()
+    (seconds,) = timed(trainee.step)
+    taken = group.exchange(peaks())
+    return {
+        "trains": True,
+        "second_step_seconds": max(group.exchange(seconds)),
+        **{name: [peak for one in taken for peak in one[name]] for name in taken[0]},
+    }
+
+
+def limit_memory(device: torch.device, limit: int) -> None:
+    """Let this process have no more of a device, or of the machine's memory if on the CPU."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    else:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+        limit += pages * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+
+
+def largest_of(variant: Variant, arguments: argparse.Namespace, unit: int) -> dict[str, Any]:
+    """Search the largest cube of one variant."""
+
+    def problem(edge: int) -> Problem:
+        return Problem(size=(edge, edge, edge), batch_size=1, channels=arguments.channels)
+
+    is_ours = variant.network == "ours"
+    num_ranks = (
+        variant.way(problem(unit), arguments.devices, arguments.kind).num_ranks if is_ours else 1
+    )
+    room = {device: device_bytes(device, arguments.memory_gib) for device in
+            devices_named(arguments.devices)}  # fmt: skip
+
+    def attempt(edge: int) -> dict[str, Any]:
+        given = (variant, problem(edge), arguments)
+        found = in_ranks(try_rank, num_ranks, *given, seconds=arguments.seconds)
+        return {"trains": False, **found}
+
+    if is_ours:
+        edge = 4 * 2 ** (len(arguments.channels) - 1)
+        step = variant.way(problem(edge), arguments.devices, arguments.kind).planned().fullest()
+        size = largest_size(step, room)
+        row: dict[str, Any] = {"planned_edge": size[0] if size else 0}
+        start = row["planned_edge"] // unit * unit
+    else:
+        row = {"probe": attempt(arguments.probe * unit)}
+        taken = row["probe"].get("peak_bytes")
+        # Weights, gradients and momentum do not grow; leaving them in errs to the small side.
+        growth = (min(room.values()) - UNCOUNTED_BYTES) / max(taken) if taken else 1
+        start = int(arguments.probe * unit * growth ** (1 / 3)) // unit * unit
+    found = search(attempt, start, unit, arguments.attempts)
+    return {"key": variant.key, **row, **found}
+
+
+def device_bytes(device: torch.device, limit_gib: float | None) -> int:
+    """Return what a device has for a training."""
+    limit = None if limit_gib is None else int(limit_gib * GIB)
+    if device.type == "cuda":
+        total = int(torch.cuda.get_device_properties(device).total_memory)
+        return total if limit is None else min(limit, total)
+    if limit is None:
+        raise SystemExit("on a CPU, name the memory that it shall have with --memory-gib")
+    return limit
+
+
+def search_all(arguments: argparse.Namespace) -> None:
+    """Search for every variant, print a line for each, write the record after each."""
+    devices, variants = devices_named(arguments.devices), arguments.largest
+    if len(devices) > 1 and any(variant.network != "ours" for variant in variants):
+        raise SystemExit("the peers run on one device: name one with --devices")
+    rows: list[dict[str, Any]] = []
+    print(f"{'':20}{'cube':>7}{'Mvoxels':>9}  why no larger")
+    for variant in variants:
+        rows.append(largest_of(variant, arguments, arguments.unit or 32))
+        row = rows[-1]
+        failed = [one for one in row["attempts"] if not one["trains"]]
+        why = min(failed, key=lambda one: one["edge"])["reason"] if failed else "none was tried"
+        why += "" if row["complete"] else " (not all sizes were tried)"
+        print(f"{row['key']:20}{row['edge']:7}{row['edge'] ** 3 / 1e6:9.2f}  {why}", flush=True)
+        write_record(
+            arguments.json,
+            devices,
+            channels=arguments.channels,
+            memory_gib=arguments.memory_gib,
+            rows=rows,
+        )
 
 
 def main() -> None:
-    """Measure every way that the machine has GPUs for, and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    torch.cuda.init()  # type: ignore[no-untyped-call]
-    rows = []
-    pair = ("predicted", "ratio")
-    names = ("activations GiB", "predicted", "peak GiB", *pair, "reserved", *pair, "beside")
-    print(f"{'':76}" + "".join(f"{name:>16}" for name in names))
-    for way in WAYS:
-        if way.get("num_gpus", 1) > torch.cuda.device_count():
-            continue
-        step = make_step(way)
-        predicted = predict_memory(step)
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(index)
-        try:
-            measured = measure(step)
-        except torch.OutOfMemoryError:
-            print(f"{way}: does not fit", file=sys.stderr)
-            continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-        for slot, found in zip(predicted.slots, measured, strict=True):
-            expected = predicted.memory[slot.index]
-            numbers = (
-                found["activations_bytes"] / 2**30,
-                expected.activations_bytes / 2**30,
-                found["peak_bytes"] / 2**30,
-                expected.peak_bytes / 2**30,
-                expected.peak_bytes / found["peak_bytes"],
-                found["later_reserved_bytes"] / 2**30,
-                expected.reserved_bytes / 2**30,
-                expected.reserved_bytes / found["later_reserved_bytes"],
-                found["beside_allocator_bytes"] / 2**30,
-            )
-            name = ", ".join(f"{key} {value}" for key, value in way.items())
-            print(f"{name:66}{slot.device!s:>10}" + "".join(f"{n:16.3f}" for n in numbers))
-            rows.append(
-                {**way, "slot": slot.index, "predicted": expected.to_dict(), "measured": found}
-            )
-    record = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": torch.cuda.get_device_name(0),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
-        "rows": rows,
-    }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=2) + "\n")
+    """Compare, or search."""
+    arguments = make_parser().parse_args()
+    if arguments.largest:
+        search_all(arguments)
+    else:
+        compare_all(arguments)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,101 @@
-"""Time and memory of ``unet3d predict`` from file to file, with a network of random weights.
+"""Prediction with a network of random weights: from file to file, and windows against MONAI's.
 
-    python benchmarks/prediction.py --shape 301,370,316 --classes 117 --channels 4,8
-        [--window 64,64,64] [--finer 2] [--devices cpu] [--plain] [--repeats 3] [--scans 8]
-        [--predict=--tta] [--json FILE]
-    python benchmarks/prediction.py --devices 0,1 --against 0 --scans 8 --repeats 3 --json FILE
+    python benchmarks/prediction.py --shape 512,512,824 --repeats 4 --json scan.json
+    python benchmarks/prediction.py --devices 0,1 --against 0 --scans 8 --repeats 4 --json two.json
+    python benchmarks/prediction.py --shape 301,370,316 --classes 117 --repeats 4
+    python benchmarks/prediction.py --inferer --windows-at-once 1,2,4 --json inferer.json
+    python benchmarks/prediction.py --devices cpu --shape 40,32,32 --channels 4,8 --window 16,16,16
 
-The scan is a phantom head in int16, compressed unless it is ``--plain``, and the command a process
-of its own. ``--finer 2`` gives the network half the scan's spacing; with ``--scans`` a folder of
-copies is segmented. Host memory is the most that the process had resident, GPU memory what
-nvidia-smi says of the whole GPU at most. The first run may compile kernels, so of several the first
-is not counted, and the seconds are the median of the others. ``--against`` measures the same on
-other devices as well, in turn, and says how many times as fast the first ones are.
+The scan is a compressed phantom head in int16 with voxels of 1 mm, and ``unet3d predict`` a process
+of its own. ``--finer 2`` gives the network half the scan's spacing;
+with ``--scans`` a folder of copies is segmented; ``--predict=--tta`` passes an option on. Host
+memory is the most that the command held, GPU memory what nvidia-smi says of the fullest GPU. The
+first run may compile kernels, so of several the first is not counted, and the seconds are the
+median of the others. ``--against`` measures the same on other devices as well, in turn, and says
+how many times as fast the first ones are.
+
+``--inferer`` measures windows a second of a random volume of that shape that is prepared already,
+with ours and with MONAI's ``SlidingWindowInferer`` around nnU-Net's network, compiled, in turn.
+Both blend windows of the same size and overlap with a Gaussian and give the class of each voxel on
+the host. MONAI's inferer has the volume and its logits on the device, which is the fastest way to
+use it; ours keeps a slab of them there.
 """
 
 import argparse
-import json
 import math
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nibabel as nib
 import numpy as np
 import torch
-from common import parse_shape, tuning_key
+from common import (
+    CHANNELS,
+    GIB,
+    devices_named,
+    forget_peaks,
+    new_parser,
+    numbers,
+    one_device,
+    peaks,
+    reason_of,
+    run_watched,
+    shape,
+    timed,
+    words,
+    write_record,
+)
+from trainees import NUM_CLASSES, Problem, make_network, variants_named
 
-from unet3d.config import load_config
+from unet3d.config import Shape, load_config
+from unet3d.inference.image_slab import ImageSlab, WholeImage
+from unet3d.inference.replaying import ReplayedNetwork
+from unet3d.inference.sliding_window import logit_slabs
+from unet3d.inference.windows import Windows
+from unet3d.kernels import strongest_class
 from unet3d.model import Topology, UNet3d
+from unet3d.parallel import Layout, autocast_dtype, parallelize, resolve_precision
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
 from unet3d.volumes.files import write_nifti
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.phantom_anatomy import head_phantom
 from unet3d.volumes.transform import Preprocessing
 
-SECONDS_BETWEEN_LOOKS = 0.2
-
 LARGEST_PHANTOM = 320
 """Voxels along an axis; making more of them takes longer than what is measured."""
+
+OVERLAP = 0.5
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("--shape", type=shape, default="512,512,824", help="of the scan")
+    parser.add_argument("--classes", type=int, default=NUM_CLASSES)
+    parser.add_argument("--channels", type=numbers, default=CHANNELS)
+    parser.add_argument("--window", type=shape, default="128,128,128")
+    parser.add_argument("--finer", type=float, default=1.0)
+    parser.add_argument("--devices", default=one_device())
+    parser.add_argument("--against", metavar="DEVICES", help="compare with these")
+    parser.add_argument("--scans", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--predict", action="append", default=[], help="an option of predict")
+    parser.add_argument("--inferer", action="store_true", help="windows a second instead")
+    parser.add_argument("--windows-at-once", type=numbers, default="4", help="with --inferer")
+    return parser
+
+
+# From file to file
 
 
 def write_network(arguments: argparse.Namespace, path: Path) -> None:
     """Write a checkpoint of random weights, in which no class is favoured."""
-    channels = tuple(int(number) for number in arguments.channels.split(","))
+    channels = arguments.channels
     topology = Topology(
         in_channels=1,
         num_classes=arguments.classes,
@@ -68,7 +115,7 @@ def write_network(arguments: argparse.Namespace, path: Path) -> None:
             label_names=tuple(f"label {value}" for value in labels),
             label_values=tuple(labels),
         ),
-        patch_size=parse_shape(arguments.window),
+        patch_size=arguments.window,
         config=load_config(None, []),
         model=model.state_dict(),
         training={},
@@ -76,132 +123,185 @@ def write_network(arguments: argparse.Namespace, path: Path) -> None:
     save_checkpoint(checkpoint, path)
 
 
-def write_scan(arguments: argparse.Namespace, path: Path) -> None:
-    """Write a phantom head of 1 mm; a large one is a smaller one beside its mirror images."""
-    shape = parse_shape(arguments.shape)
-    pieces = [max(1, math.ceil(size / LARGEST_PHANTOM)) for size in shape]
-    x, y, z = (math.ceil(size / count) for size, count in zip(shape, pieces, strict=True))
-    image, _ = head_phantom(0, (x, y, z))
-    voxels = np.round(1000 * image[0]).astype(np.int16)
-    beyond = [(0, size - have) for size, have in zip(shape, voxels.shape, strict=True)]
+def write_scan(path: Path, size: Shape, spacing_mm: float = 1.0) -> None:
+    """Write a phantom head; a large one is a smaller one beside its mirror images."""
+    pieces = [max(1, math.ceil(voxels / LARGEST_PHANTOM)) for voxels in size]
+    x, y, z = (math.ceil(voxels / count) for voxels, count in zip(size, pieces, strict=True))
+    image, _ = head_phantom(0, (x, y, z), (spacing_mm, spacing_mm, spacing_mm))
+    voxels = image[0].astype(np.int16)
+    beyond = [(0, wanted - have) for wanted, have in zip(size, voxels.shape, strict=True)]
     voxels = np.pad(voxels, beyond, mode="symmetric")
-    write_nifti(path, nib.Nifti1Image(voxels, np.eye(4)))
+    write_nifti(path, nib.Nifti1Image(voxels, np.diag([spacing_mm] * 3 + [1.0])))
 
 
-def watch_host(pid: int, stop: threading.Event, peaks: list[int]) -> None:
-    """Note the most that a process had resident, until told to stop.
-
-    What the system tells of a child that has ended counts its parent's memory, too.
-    """
-    while not stop.wait(SECONDS_BETWEEN_LOOKS):
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:  # it has ended
-            return
-        peaks += [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-
-
-def watch_gpu(stop: threading.Event, peaks: list[int]) -> None:
-    """Note the most that the first GPU holds, until told to stop."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    while not stop.wait(SECONDS_BETWEEN_LOOKS):
-        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-        peaks.append(int(said) * 2**20)
-
-
-def main() -> None:
-    """Predict, print a line, write the record."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", default="512,512,824")
-    parser.add_argument("--classes", type=int, default=3)
-    parser.add_argument("--channels", default="32,64,128,256,320,320")
-    parser.add_argument("--window", default="128,128,128")
-    parser.add_argument("--finer", type=float, default=1.0)
-    parser.add_argument("--devices", default="0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--against", metavar="DEVICES", help="compare with these")
-    parser.add_argument("--plain", action="store_true", help="do not compress the scan")
-    parser.add_argument("--scans", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--predict", action="append", default=[], help="an option of predict")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    against = [] if arguments.against is None else [arguments.against]
-    rows: dict[str, list[dict[str, float]]] = {of: [] for of in (arguments.devices, *against)}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "scans"
-        folder.mkdir()
-        network = Path(name) / "network.pt"
-        scan = folder / f"scan.nii{'' if arguments.plain else '.gz'}"
-        write_network(arguments, network)
-        write_scan(arguments, scan)
-        for number in range(1, arguments.scans):
-            os.link(scan, folder / f"{number}-{scan.name}")
-        words = ["predict", folder, "--checkpoint", network, *arguments.predict]
-        words += ["--output", Path(name) / "found", "--overwrite", "--devices"]
-        for _ in range(arguments.repeats):
-            for of, runs in rows.items():
-                runs.append(predict([*map(str, words), of], not of.startswith("cpu")))
-    found = {of: summary(runs) for of, runs in rows.items()}
-    row = {
-        **found[arguments.devices],
-        "against": {of: found[of] for of in against},
-        "request": {
-            "devices": arguments.devices,
-            "shape": arguments.shape,
-            "classes": arguments.classes,
-            "channels": arguments.channels,
-            "window": arguments.window,
-            "finer": arguments.finer,
-            "plain": arguments.plain,
-            "scans": arguments.scans,
-            "predict": arguments.predict,
-        },
-    }
-    gib = 2**30
-    for of, one in found.items():
-        each = ", ".join(format(run["seconds"], ".1f") for run in rows[of])
-        print(
-            f"{arguments.shape} voxels, {arguments.classes} classes, devices {of}: "
-            f"{one['seconds']:.1f} s ({each}), "
-            f"host {one['host_bytes'] / gib:.2f} GiB, GPU {one['gpu_bytes'] / gib:.2f} GiB"
-        )
-    for of in against:
-        times = found[of]["seconds"] / found[arguments.devices]["seconds"]
-        print(f"devices {arguments.devices} are {times:.2f} times as fast as {of}")
-    if arguments.json is not None:
-        devices = [torch.device("cpu" if arguments.devices.startswith("cpu") else "cuda:0")]
-        record = {**tuning_key(devices, "as unet3d predict takes it"), **row}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def summary(runs: list[dict[str, float]]) -> dict[str, Any]:
-    """Return the median time of runs on the same devices, and the most memory."""
+def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median time of the warm ones of some runs, and the most memory of all."""
+    failed = [run["reason"] for run in runs if "reason" in run]
+    if failed:
+        return {"reason": failed[0], "runs": runs}
     return {
-        "seconds": statistics.median(one["seconds"] for one in runs[1:] or runs),
-        "host_bytes": max(one["host_bytes"] for one in runs),
-        "gpu_bytes": max(one["gpu_bytes"] for one in runs),
+        "seconds": statistics.median(run["seconds"] for run in runs[1:] or runs),
+        "first_seconds": runs[0]["seconds"],
+        "host_bytes": max(run["host_bytes"] for run in runs),
+        "gpu_bytes": max(run["gpu_bytes"] for run in runs),
         "runs": runs,
     }
 
 
-def predict(words: list[str], on_gpu: bool) -> dict[str, float]:
-    """Run the command once."""
-    stop, peaks, resident = threading.Event(), [0], [0]
-    began = time.perf_counter()
-    child = subprocess.Popen([sys.executable, "-m", "unet3d", *words], stdout=sys.stderr.fileno())
-    looking = [threading.Thread(target=watch_host, args=(child.pid, stop, resident))]
-    if on_gpu and shutil.which("nvidia-smi"):
-        looking.append(threading.Thread(target=watch_gpu, args=(stop, peaks)))
-    for thread in looking:
-        thread.start()
-    status = child.wait()
-    seconds = time.perf_counter() - began
-    stop.set()
-    for thread in looking:
-        thread.join()
-    if status:
-        sys.exit("unet3d predict failed")
-    return {"seconds": seconds, "host_bytes": max(resident), "gpu_bytes": max(peaks)}
+def from_file_to_file(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return times and memory of the command, on each set of devices."""
+    wanted = dict.fromkeys([arguments.devices, arguments.against or arguments.devices])
+    runs: dict[str, list[dict[str, Any]]] = {devices: [] for devices in wanted}
+    with tempfile.TemporaryDirectory() as name:
+        folder, network = Path(name) / "scans", Path(name) / "network.pt"
+        folder.mkdir()
+        scan = folder / "scan.nii.gz"
+        write_network(arguments, network)
+        write_scan(scan, arguments.shape)
+        for number in range(1, arguments.scans):
+            os.link(scan, folder / f"{number}-{scan.name}")
+        said = [sys.executable, "-m", "unet3d", "predict", folder, "--checkpoint", network]
+        said += ["--output", Path(name) / "found", "--overwrite", *arguments.predict, "--devices"]
+        for _ in range(arguments.repeats):
+            for devices, of_devices in runs.items():
+                of_devices.append(run_watched([*said, devices], {}))
+    rows = {devices: summary(of_devices) for devices, of_devices in runs.items()}
+    for devices, row in rows.items():
+        if "reason" in row:
+            sys.exit(f"unet3d predict on {devices}: {row['reason']}")
+        each = ", ".join(f"{run['seconds']:.1f}" for run in row["runs"])
+        print(
+            f"{'x'.join(map(str, arguments.shape))} voxels, {arguments.classes} classes, devices "
+            f"{devices}: {row['seconds']:.1f} s ({each}), host {row['host_bytes'] / GIB:.2f} GiB, "
+            f"GPU {row['gpu_bytes'] / GIB:.2f} GiB"
+        )
+    if arguments.against is not None:
+        first, second = (rows[of]["seconds"] for of in (arguments.devices, arguments.against))
+        print(f"{arguments.devices}: {second / first:.2f} times as fast as {arguments.against}")
+        rows[arguments.devices]["times_as_fast"] = second / first
+    return rows
+
+
+# Windows against MONAI's inferer
+
+
+def ours(problem: Problem, device: torch.device) -> Any:
+    """Return our network on a device."""
+    torch.manual_seed(0)
+    precision = resolve_precision("auto", [device])
+    layout = Layout(devices=(device,), autocast=autocast_dtype(precision))
+    executor = parallelize(UNet3d(problem.topology), layout)
+    executor.module.eval()
+    return executor
+
+
+def segment_ours(executor: Any, image: torch.Tensor, window: Shape, at_once: int) -> None:
+    """Segment a volume slab by slab."""
+    x, y, z = image.shape[1:]
+    topology, device = executor.module.topology, executor.input_device
+    windows = Windows.of((x, y, z), topology, window, OVERLAP, at_once, [device])
+    slab = ImageSlab(WholeImage(image), windows, torch.float32, device)
+    predicting = ReplayedNetwork(executor) if device.type == "cuda" else executor
+    for logits in logit_slabs([predicting], slab, windows, NUM_CLASSES):
+        strongest_class(logits).to(torch.uint8).cpu()
+
+
+def nnunet(problem: Problem, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return nnU-Net's network as nnU-Net predicts with it: compiled, float16 on a GPU."""
+    (variant,) = variants_named("nnunet-compiled")
+    torch.manual_seed(0)
+    network = torch.compile(make_network(variant, problem).to(device).eval())
+    on_gpu = device.type == "cuda"
+
+    def predict(image: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.float16, enabled=on_gpu):
+            logits: torch.Tensor = network(image)
+        return logits
+
+    return predict
+
+
+def segment_monai(
+    predict: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
+    image: torch.Tensor,
+    window: Shape,
+    at_once: int,
+) -> None:
+    """Segment a volume with MONAI's inferer."""
+    from monai.inferers import SlidingWindowInferer
+
+    inferer = SlidingWindowInferer(
+        roi_size=window,
+        sw_batch_size=at_once,
+        overlap=OVERLAP,
+        mode="gaussian",
+        sw_device=device,
+        device=device,
+    )
+    with torch.inference_mode():
+        logits = inferer(image[None].to(device), predict)
+        logits.argmax(1).to(torch.uint8).cpu()
+
+
+def windows_a_second(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return how fast each computes the windows of a volume, warm, in turn."""
+    (device,) = devices_named((arguments.devices,))
+    problem = Problem(size=arguments.window, batch_size=1, channels=arguments.channels)
+    image = torch.randn(1, *arguments.shape)
+    count = Windows.count(arguments.shape, problem.topology, arguments.window, OVERLAP)
+    rows: dict[str, dict[str, Any]] = {}
+    ways: dict[str, Callable[[], None]] = {}
+    makers: dict[str, Callable[[], Callable[..., None]]] = {
+        "ours": lambda: partial(segment_ours, ours(problem, device)),
+        "MONAI, nnU-Net": lambda: partial(segment_monai, nnunet(problem, device), device),
+    }
+    for name, make in makers.items():
+        try:
+            segment = make()
+            segment(image, arguments.window, 1)
+        except Exception as error:  # a peer, or a compiler, can raise anything
+            rows[name] = {"reason": reason_of(error)}
+            continue
+        for at_once in arguments.windows_at_once:
+            key = f"{name}, {at_once}"
+            ways[key] = partial(segment, image, arguments.window, at_once)
+            rows[key] = {"num_windows": count, "all_seconds": []}
+    torch.backends.cudnn.benchmark = True  # as nnU-Net has it; ours does not care
+    for repeat in range(arguments.repeats + 1):
+        for name, way in ways.items():
+            torch.cuda.empty_cache()
+            forget_peaks()
+            seconds = timed(way)
+            rows[name] |= peaks()
+            rows[name]["all_seconds"] += seconds if repeat else []
+    best: dict[str, float] = {}
+    for name, row in rows.items():
+        if "reason" in row:
+            print(f"{name}: {row['reason']}")
+            continue
+        row["seconds"] = statistics.median(row["all_seconds"])
+        row["windows_a_second"] = count / row["seconds"]
+        held = "".join(f", {peak / GIB:.1f} GiB" for peak in row["peak_bytes"])
+        print(f"{name} at a time: {row['windows_a_second']:.1f} windows/s{held}")
+        kind = name.partition(",")[0]
+        best[kind] = max(best.get(kind, 0.0), row["windows_a_second"])
+    if len(best) == 2:
+        print(f"ours does {best['ours'] / best['MONAI']:.2f} times as many a second")
+    return rows
+
+
+def main() -> None:
+    """Measure, print the lines, write the record."""
+    arguments = make_parser().parse_args()
+    rows = windows_a_second(arguments) if arguments.inferer else from_file_to_file(arguments)
+    names = ("shape", "classes", "channels", "window", "finer", "scans", "predict")
+    write_record(
+        arguments.json,
+        devices_named(words(arguments.devices)),
+        request={name: getattr(arguments, name) for name in names},
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

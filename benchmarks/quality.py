@@ -1,42 +1,54 @@
 """Default trainings of unet3d and, where it is installed, of nnU-Net, of the same wall time.
 
-    python benchmarks/quality.py DATASET --minutes M [--held-out FOLDER] [--fold 0] [--seed 0]
-        [--device cuda:0] [--set KEY=VALUE ...] [--json FILE]
+    python benchmarks/quality.py DATASET --minutes 4 --json quality.json
+    python benchmarks/quality.py DATASET --minutes 4 --held-out OTHER --keep work
 
-Both train on the cases that are not in the fold, for M minutes, with what they choose themselves:
-``unet3d train DATASET`` without a configuration, and nnU-Net's planner and trainer, 3d_fullres.
-Only the number of epochs follows from the minutes; a short training before it tells how long one
-takes. Preparing the data is not counted. Then both segment the images of the fold and, if one is
-named, of another data set's folder that nobody trained on, from file to file, with and without
-mirror images, and ``unet3d evaluate`` scores them.
+Both train on the cases that are not in the fold, for ``--minutes``, with what they choose
+themselves: ``unet3d train DATASET`` without a configuration (but for ``--set``), and nnU-Net's
+planner and trainer, 3d_fullres. Only the number of epochs follows from the minutes; a short
+training before it tells how long one takes. Preparing the data is not counted. Then both segment
+the images of the fold and, if one is named, of another data set's folder that nobody trained on,
+from file to file, with and without mirror images, and ``unet3d evaluate`` scores them. What both
+trained stays in the folder of ``--keep``: ``unet3d/run`` and ``nnunet/results``.
 """
 
 import argparse
-import importlib.util
 import json
-import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+import nnunet_process
 import yaml
-from common import tuning_key
-from nnunet_fit import Fit
+from common import devices_named, new_parser, one_device, write_record
 
+from unet3d.distributed.ranks import num_cores
 from unet3d.volumes.dataset import Case, Dataset, fold_cases, load_dataset
 
 NUM_TIMED_EPOCHS = 2
 NUM_FOLDS = 5
 WAYS = {"plain": (), "mirrored": ("--tta",)}
 """Both predict with and without mirror images: the options of ``unet3d predict``."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("dataset", type=Path)
+    parser.add_argument("--minutes", type=float, required=True, help="of each training")
+    parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
+    parser.add_argument("--fold", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default=one_device())
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
+    parser.add_argument("--keep", type=Path, help="leave all files in this new folder")
+    return parser
 
 
 def unet3d(*words: object) -> float:
@@ -70,7 +82,7 @@ def put(cases: Sequence[Case], folder: Path) -> None:
         shutil.copyfile(case.label, folder / "labels" / f"{case.name}.nii.gz")
 
 
-def ours(arguments: argparse.Namespace, sets: dict[str, Path], folder: Path) -> dict[str, Any]:
+def ours(arguments: argparse.Namespace, sets: Mapping[str, Path], folder: Path) -> dict[str, Any]:
     """Train unet3d, and score it on sets of cases."""
     words = ["train", arguments.dataset, "--fold", arguments.fold, "--seed", arguments.seed]
     words += ["--devices", arguments.device]
@@ -110,35 +122,18 @@ def nnunet(
     arguments: argparse.Namespace,
     dataset: Dataset,
     validation: Sequence[Case],
-    sets: dict[str, Path],
+    sets: Mapping[str, Path],
     folder: Path,
 ) -> dict[str, Any]:
     """Train nnU-Net, and score it on sets of cases; or return a ``reason`` why not."""
-    if importlib.util.find_spec("nnunetv2") is None:
-        return {"reason": "nnunetv2 is not installed"}
-    request = Fit(
-        cases={case.name: (list(map(str, case.images)), str(case.label)) for case in dataset.cases},
-        channels=list(dataset.channel_names),
-        labels=dict(zip(dataset.label_names, dataset.label_values, strict=True)),
-        validation=[case.name for case in validation],
+    fit = nnunet_process.Fit(
         minutes=arguments.minutes,
         steps_per_epoch=arguments.nnunet_steps,
-        device=arguments.device,
-        num_workers=min(8, len(os.sched_getaffinity(0))),
         folders={str(cases / "images"): str(folder / name) for name, cases in sets.items()},
     )
-    asked, answer = folder / "request.json", folder / "answer.json"
-    asked.write_text(json.dumps(asdict(request)))
-    names = {"raw": "raw", "preprocessed": "preprocessed", "results": "results"}
-    environment = {f"nnUNet_{name}": str(folder / below) for name, below in names.items()}
-    script = Path(__file__).with_name("nnunet_fit.py")
-    subprocess.run(
-        [sys.executable, script, asked, answer],
-        env={**os.environ, **environment},
-        stdout=sys.stderr.fileno(),
-        check=True,
-    )
-    row: dict[str, Any] = json.loads(answer.read_text())
+    workers = min(8, num_cores())
+    request = nnunet_process.request_of(dataset, validation, arguments.device, workers, fit=fit)
+    row = nnunet_process.ask(request, folder)
     if "reason" not in row:
         for name, cases in sets.items():
             for way in WAYS:
@@ -146,34 +141,32 @@ def nnunet(
     return row
 
 
-def main() -> None:
-    """Train both and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("dataset", type=Path)
-    parser.add_argument("--minutes", type=float, required=True, help="of each training")
-    parser.add_argument("--held-out", type=Path, help="a data set that nobody trains on")
-    parser.add_argument("--fold", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--set", dest="changes", action="append", default=[])
-    parser.add_argument("--nnunet-steps", type=int, default=250, help="of an epoch of nnU-Net's")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Train both in a folder, and return a row of each."""
     dataset = load_dataset(arguments.dataset)
     _, validation = fold_cases(dataset, arguments.fold, NUM_FOLDS, arguments.seed)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sets = {"validation": folder / "cases" / "validation"}
-        put(validation, sets["validation"])
-        if arguments.held_out is not None:
-            sets["held out"] = folder / "cases" / "held-out"
-            put(load_dataset(arguments.held_out).cases, sets["held out"])
-        for way in ("ours", "nnunet"):
-            (folder / way).mkdir()
-        rows = {
-            "unet3d": ours(arguments, sets, folder / "ours"),
-            "nnU-Net": nnunet(arguments, dataset, validation, sets, folder / "nnunet"),
-        }
+    sets = {"validation": folder / "cases" / "validation"}
+    put(validation, sets["validation"])
+    if arguments.held_out is not None:
+        sets["held out"] = folder / "cases" / "held-out"
+        put(load_dataset(arguments.held_out).cases, sets["held out"])
+    for name in ("unet3d", "nnunet"):
+        (folder / name).mkdir()
+    return {
+        "unet3d": ours(arguments, sets, folder / "unet3d"),
+        "nnU-Net": nnunet(arguments, dataset, validation, sets, folder / "nnunet"),
+    }
+
+
+def main() -> None:
+    """Train both and print a table."""
+    arguments = make_parser().parse_args()
+    if arguments.keep is not None:
+        arguments.keep.mkdir()
+        rows = compare(arguments, arguments.keep.absolute())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = compare(arguments, Path(folder))
     print("| | cases | mean Dice | epochs | training, s |\n|---|---|---:|---:|---:|")
     for way, row in rows.items():
         if "reason" in row:
@@ -184,9 +177,7 @@ def main() -> None:
                     f"| {way} | {found['num_cases']}, {name} | {found['mean_dice']:.4f} | "
                     f"{row['num_epochs']} | {row['train_seconds']:.0f} |"
                 )
-    if arguments.json is not None:
-        record = {**tuning_key([torch.device(arguments.device)], "by default"), "rows": rows}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(arguments.json, devices_named((arguments.device,)), rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,136 +1,236 @@
-"""What a training step takes with 1 to 64 GPUs, on paper: seconds and memory of ``spatial``.
+"""Training steps of every mode over several devices, against one device, in one run.
 
-    python benchmarks/scaling.py
-    python benchmarks/scaling.py --against benchmarks/results/spatial-2026-11-23.json
+    python benchmarks/scaling.py --modes replicas,threads --shape 128,128,128 --batch-size 2
+    python benchmarks/scaling.py --modes stages,balanced --shape 192,192,192 --batch-size 8
+    python benchmarks/scaling.py --modes slabs --shape 256,256,256 --predict --json slabs.json
+    python benchmarks/scaling.py --devices 0,1,2,3 --json all.json
+    python benchmarks/scaling.py --devices cpu,cpu --shape 16,16,16 --channels 4,8,8 --steps 1
 
-Nothing is measured and no GPU is needed: seconds are those of :mod:`unet3d.planning.step_time`,
-peaks those of :mod:`unet3d.planning.memory_estimate`, which ``--parallel auto`` chooses by. GPUs
-are taken for H200s, and all of them for those of one host, however many. Below are the largest
-cubes that train on GPUs of ``--memory`` GiB. ``--against`` compares with what
-``benchmarks/spatial.py`` measured.
+The modes, ``one`` always first; by default all that the devices can run:
+
+one              the batch on the first device
+accumulated      the same, in micro-batches of one sample
+replicas         a replica on each device, each with a batch of that size
+threads          the same in one process, by ``nn.DataParallel``; GPUs only
+turns            a stage of the network on each device, the whole batch through each in turn
+stages           the same as a pipeline of micro-batches of one sample, cut before the decoder
+balanced         the same, cut where stages take the same time (``--balance time``)
+slabs            a slab of each volume on each device
+stage-replicas   replicas of two stages, each with a batch of that size; four devices or more
+slab-replicas    replicas of two slabs, likewise
+
+Each mode runs in processes of its own, a rank for each replica or slab. A time is that of
+``--steps`` steps in a row, from an idle machine to an idle machine, divided by their number:
+forward, backward, exchange of gradients, clipping, optimizer, and the messages that ranks send one
+another at every step. Of the ranks the slowest counts, and of ``--repeats`` times the median. The
+ratio is to the samples a second of ``one``. The loss is that of the first step: the same for modes
+with the same batch. What the planner predicts stands beside it, and ``--predict`` adds the time of
+the logits of the batch.
 """
 
 import argparse
-import itertools
-import json
-from collections.abc import Iterable
-from pathlib import Path
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from common import (
+    CHANNELS,
+    GIB,
+    all_devices,
+    devices_named,
+    forget_peaks,
+    in_ranks,
+    new_parser,
+    numbers,
+    peaks,
+    reason_of,
+    say,
+    shape,
+    timed,
+    words,
+    write_record,
+)
+from trainees import OurTrainee, Problem, Way
 
-from unet3d.config import ModelSettings, Recompute, TrainingSettings
-from unet3d.model import plan_topology
-from unet3d.parallel import Layout
-from unet3d.planning.largest import largest_size
-from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.distributed.group import Group
+from unet3d.errors import Unet3dError
+from unet3d.planning.memory_estimate import predict_memory
 from unet3d.planning.step_time import step_seconds
 
-GIB = 1024**3
+MODES = (
+    "one",
+    "accumulated",
+    "replicas",
+    "threads",
+    "turns",
+    "stages",
+    "balanced",
+    "slabs",
+    "stage-replicas",
+    "slab-replicas",
+)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sizes", default="256,384,512,1024,2048", help="voxels along an axis")
-    parser.add_argument("--counts", default="1,2,4,8,64", help="GPUs")
-    parser.add_argument("--channels", default="32,64,128,256,320,320")
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("--devices", type=words, default=all_devices())
+    parser.add_argument("--modes", type=words, help=f"default: all of {','.join(MODES)}")
+    parser.add_argument("--shape", type=shape, default="128,128,128")
+    parser.add_argument("--batch-size", type=int, default=2, help="of a replica")
+    parser.add_argument("--channels", type=numbers, default=CHANNELS)
     parser.add_argument("--recompute", default="norm", choices=("norm", "level", "off"))
-    parser.add_argument("--memory", default="24,80,139.8", help="GiB; 139.8 is an H200")
-    parser.add_argument("--against", type=Path, help="a record of benchmarks/spatial.py")
-    return parser.parse_args()
+    parser.add_argument("--predict", action="store_true", help="the logits of the batch, too")
+    parser.add_argument("--warmup", type=int, default=6, help="steps after the first")
+    parser.add_argument("--steps", type=int, default=10, help="in a row")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ``1,2,3``."""
-    return tuple(map(int, text.split(",")))
+def ways(arguments: argparse.Namespace) -> dict[str, Way]:
+    """Return the modes that are asked for, as far as these devices can run them."""
+    devices, size = arguments.devices, arguments.batch_size
+    pairs = len(devices) // 2
+
+    def way(where: Sequence[str], num_replicas: int = 1, **options: Any) -> Way:
+        problem = Problem(
+            size=arguments.shape, batch_size=size * num_replicas, channels=arguments.channels
+        )
+        return Way(
+            problem=problem,
+            devices=tuple(where),
+            num_replicas=num_replicas,
+            recompute=arguments.recompute,
+            **options,
+        )
+
+    def threads() -> Way:
+        problem = way(devices, len(devices)).problem  # one replica to the planner
+        return Way(problem=problem, devices=devices, kind="threads", recompute=arguments.recompute)
+
+    found = {
+        "one": way(devices[:1]),
+        "accumulated": way(devices[:1], num_micro_batches=size),
+    }
+    if len(devices) > 1:
+        found |= {
+            "replicas": way(devices, len(devices)),
+            "turns": way(devices),
+            "stages": way(devices, num_micro_batches=size),
+            "balanced": way(devices, num_micro_batches=size, balances_time=True),
+            "slabs": way(devices, kind="slabs"),
+        }
+        if "cpu" not in devices:
+            found["threads"] = threads()
+    if pairs > 1:
+        found |= {
+            "stage-replicas": way(devices[: 2 * pairs], pairs, num_micro_batches=size),
+            "slab-replicas": way(devices[: 2 * pairs], pairs, kind="slabs"),
+        }
+    wanted = arguments.modes or MODES
+    unknown = set(wanted) - set(MODES)
+    if unknown:
+        raise SystemExit(f"no mode {', '.join(unknown)}; choose from {', '.join(MODES)}")
+    return {name: found[name] for name in MODES if name in found and name in ("one", *wanted)}
 
 
-def step_of(edge: int, count: int, channels: tuple[int, ...], recompute: Recompute) -> Step:
-    """Return the step of a cube over GPUs, at batch 1 in bfloat16."""
-    size = (edge, edge, edge)
-    return Step(
-        topology=plan_topology(
-            ModelSettings(channels=channels, deep_supervision=False), size, (1.0, 1.0, 1.0), 1, 3
-        ),
-        layout=Layout(
-            devices=(torch.device("cuda", 0),),
-            autocast=torch.bfloat16,
-            recompute=recompute,
-            num_shards=count,
-        ),
-        size=size,
-        batch_size=1,
-        settings=TrainingSettings(),
-        precision="bfloat16",
-    ).fullest()
+def predicted(way: Way) -> dict[str, Any]:
+    """Return what the planner says of a step: seconds, and bytes of the fullest device."""
+    if way.kind == "threads":  # whose copies and gathering it does not know
+        return {}
+    step = way.planned().fullest()
+    memory = predict_memory(step, counts_reserved=False).memory.values()
+    return {
+        "predicted_seconds": None if way.balances_time else step_seconds(step),
+        "predicted_bytes": max(slot.peak_bytes for slot in memory),
+    }
 
 
-def predicted(step: Step) -> tuple[float, float]:
-    """Return milliseconds of a step, and the GiB of its fullest GPU."""
-    peak = predict_memory(step, counts_reserved=False).memory[0].peak_bytes
-    return 1000 * (step_seconds(step) or 0.0), peak / GIB
+def run_rank(group: Group, way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure one mode, in one of its ranks."""
+    trainee = OurTrainee(way, group)
+    first_loss = trainee.step().item()
+    forget_peaks()
+    timed(trainee.step, arguments.warmup)
+    seconds = timed_together(group, trainee, arguments)
+    taken = group.exchange(peaks())
+    row = {
+        "loss": statistics.mean(group.exchange(first_loss)),
+        "cuts": trainee.cuts,
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "samples_per_second": way.problem.batch_size / statistics.median(seconds),
+        **{name: [peak for one in taken for peak in one[name]] for name in taken[0]},
+    }
+    if arguments.predict:
+        timed(trainee.window)
+        windows = timed_together(group, trainee, arguments, predicts=True)
+        row |= {"window_seconds": statistics.median(windows), "all_window_seconds": windows}
+    return row
 
 
-def rows(
-    sizes: Iterable[int], counts: Iterable[int], channels: tuple[int, ...], recompute: Recompute
-) -> Iterable[str]:
-    """Yield a line of the table for each cube and number of GPUs."""
-    yield f"{'cube':>6} {'GPUs':>5} {'ms':>9} {'ratio':>7} {'GiB each':>9}"
-    for edge in sizes:
-        one = 1000 * (step_seconds(step_of(edge, 1, channels, recompute)) or 0.0)
-        for count in counts:
-            milliseconds, gib = predicted(step_of(edge, count, channels, recompute))
-            yield (f"{edge:6} {count:5} {milliseconds:9.1f} {one / milliseconds:6.2f}x {gib:9.2f}")
+def timed_together(
+    group: Group, trainee: OurTrainee, arguments: argparse.Namespace, predicts: bool = False
+) -> list[float]:
+    """Return the seconds of the slowest rank, each time."""
+    found = []
+    for _ in range(arguments.repeats):
+        group.exchange(None)
+        (own,) = timed(trainee.window if predicts else trainee.step, arguments.steps)
+        found.append(max(group.exchange(own)))
+    return found
 
 
-def largest(
-    memory: Iterable[float], counts: Iterable[int], channels: tuple[int, ...], recompute: Recompute
-) -> Iterable[str]:
-    """Yield a line with the edge of the largest cube for each memory, for each number of GPUs."""
-    counts = tuple(counts)
-    yield f"{'GiB':>6}" + "".join(f"{count:6}" for count in counts)
-    for gib in memory:
-        edges = []
-        for count in counts:
-            step = step_of(256, count, channels, recompute)
-            found = largest_size(step, {step.layout.devices[0]: int(gib * GIB)})
-            edges.append(found[0] if found else 0)
-        yield f"{gib:6}" + "".join(f"{edge:6}" for edge in edges)
-
-
-def comparison(
-    record: dict[str, Any], channels: tuple[int, ...], recompute: Recompute
-) -> Iterable[str]:
-    """Yield a line for each cube that was measured, on one GPU and on all."""
-    yield f"{'cube':>6} {'GPUs':>5} {'measured':>9} {'ms':>9} {'off':>7} {'GiB':>7} {'off':>7}"
-    for row in record["step"]:
-        edge = row["size"][0]
-        for count in (1, len(record["devices"])):
-            found = row["one"] if count == 1 else row
-            peak = found["peak_bytes"] if count == 1 else max(found["peak_bytes"])
-            ms, gib = predicted(step_of(edge, count, channels, recompute))
-            was, was_gib = 1000 * found["seconds"], peak / GIB
-            yield (
-                f"{edge:6} {count:5} {was:9.2f} {ms:9.2f} {ms / was - 1:+7.1%} "
-                f"{was_gib:7.2f} {gib / was_gib - 1:+7.1%}"
-            )
+def print_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a line for each mode."""
+    print(
+        f"{'':16}{'ranks':>6}{'batch':>6}{'ms':>10}{'plan':>10}{'samples/s':>10}{'ratio':>7}"
+        f"{'predict':>10}{'loss':>10}  peaks GiB (planned)"
+    )
+    for row in rows:
+        line = f"{row['mode']:16}{row['num_ranks']:6}{row['batch_size']:6}"
+        if "reason" in row:
+            print(f"{line}  {row['reason']}")
+            continue
+        plan, ratio = row.get("predicted_seconds"), row.get("ratio")
+        line += f"{1000 * row['seconds']:10.2f}" + (f"{1000 * plan:10.2f}" if plan else f"{'':10}")
+        line += f"{row['samples_per_second']:10.2f}" + (f"{ratio:6.2f}x" if ratio else f"{'':7}")
+        window = row.get("window_seconds")
+        line += (f"{1000 * window:10.2f}" if window else f"{'':10}") + f"{row['loss']:10.5f}  "
+        line += " ".join(f"{peak / GIB:.2f}" for peak in row["peak_bytes"])
+        planned = row.get("predicted_bytes")
+        print(line + (f" ({planned / GIB:.2f})" if planned else ""))
 
 
 def main() -> None:
-    """Print the table, or the comparison."""
-    arguments = parse_arguments()
-    channels, recompute = numbers(arguments.channels), arguments.recompute
-    if arguments.against:
-        record = json.loads(arguments.against.read_text())
-        lines = comparison(record, channels, recompute)
-    else:
-        counts, memory = numbers(arguments.counts), map(float, arguments.memory.split(","))
-        lines = itertools.chain(
-            rows(numbers(arguments.sizes), counts, channels, recompute),
-            largest(memory, counts, channels, recompute),
+    """Measure every mode, print the table, write the record after each."""
+    arguments = make_parser().parse_args()
+    devices = devices_named(arguments.devices)
+    rows: list[dict[str, Any]] = []
+    for mode, way in ways(arguments).items():
+        row: dict[str, Any] = {
+            "mode": mode,
+            "num_ranks": way.num_ranks,
+            "batch_size": way.problem.batch_size,
+        }
+        try:
+            row |= predicted(way)
+            row |= in_ranks(run_rank, way.num_ranks, way, arguments)
+        except Unet3dError as error:  # this shape cannot be divided so
+            row["reason"] = reason_of(error)
+        first = rows[0] if rows else row
+        if "seconds" in row and "seconds" in first:
+            row["ratio"] = row["samples_per_second"] / first["samples_per_second"]
+        rows.append(row)
+        say(row)
+        write_record(
+            arguments.json,
+            devices,
+            size=arguments.shape,
+            channels=arguments.channels,
+            recompute=arguments.recompute,
+            rows=rows,
         )
-    for line in lines:
-        print(line, flush=True)
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Whole trainings: samples a second, how long devices wait for data, and nnU-Net's trainer beside.
 
-    python benchmarks/training.py --cache volumes --workers 16,8,2 --nnunet --json training.json \
-        --and "--batch-size 7 --augmentation mlperf --workers 16"
-    python benchmarks/training.py --workers '' --runs 0 0,1 --json ranks.json
-    python benchmarks/training.py --device cpu --shape 32,32,32 --volume 48,48,48 --channels 4,8 \
-        --workers 1 --turns 1 --steps 8 --patches
+    python benchmarks/training.py --cache volumes --workers 16,8,2 --nnunet --json training.json
+    python benchmarks/training.py --workers '' --runs 0 0,1 --json replicas.json
+    python benchmarks/training.py --workers '' --runs 0,1 --parallel spatial --batch-size 1
+    python benchmarks/training.py --device cpu --shape 16,16,16 --volume 32,32,32 --channels 4,8 \
+        --num-cases 3 --workers 0 --turns 1 --steps 4
 
 The volumes are phantoms, prepared as for any training. A row is a training with so many loading
 processes, made of the parts of ``unet3d train``: its loop's loader, executor, optimizer and step.
@@ -13,176 +13,255 @@ device already, on which no step ever waits; the loading processes rest meanwhil
 batches, one for each process, are not counted, and what they prepare ahead is none at the start of
 a turn, so a queue that runs empty is not taken for a loader that is fast enough.
 
-``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_peer.py``), ``--patches`` what a patch
-costs one core and, on a GPU, the GPU (``patch_costs.py``), and ``--runs`` the later epochs of real
-``unet3d train`` commands on these devices, with a replica on each, or with ``--parallel spatial`` a
-slab of each patch. Several settings are measured in one call with ``--and``: the same options, with
-those of the command line as defaults.
+``--nnunet`` adds rows of nnU-Net's own trainer (``nnunet_process.py``). ``--runs`` adds the later
+epochs of real ``unet3d train`` commands on these devices, with a replica on each, or with
+``--parallel spatial`` a slab of each patch; the ratio is to that of the run on one device.
 """
 
 import argparse
-import copy
 import json
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import nnunet_peer
-import patch_costs
+import nnunet_process
 import torch
-from common import parse_shape, reason_of, tuning_key
-from step import clear
-from turns import measure
-
-from unet3d.config import AugmentationSettings, Config
-from unet3d.distributed.ranks import num_cores
-from unet3d.parallel import resolve_precision
-from unet3d.planning.experiment import Experiment, plan_experiment
-
-MLPERF = {"noise_probability": 0.1, "brightness_probability": 0.1, "mirror_axes": ("x", "y", "z")}
-"""What the reference of MLPerf's 3D U-Net changes; 40 % of its patches are on foreground."""
-MLPERF_FOREGROUND = 0.4
-MLPERF_NOTE = (
-    "NVIDIA's MLPerf Training v4.0 submission on eight H200 logs 76 samples a second a GPU at "
-    "128^3, batch 7: another machine, with loading on 14 cores a GPU, augmentation and the "
-    "exchange of gradients."
+from common import (
+    CHANNELS,
+    GIB,
+    devices_named,
+    forget_peaks,
+    new_parser,
+    numbers,
+    one_device,
+    peaks,
+    reason_of,
+    say,
+    shape,
+    synchronize,
+    timed,
+    write_record,
 )
-NUM_PATCHES = 100
-"""Whose mean time is taken: enough for every change to be drawn about as often as it should."""
-MEMORY = ("peak_bytes", "reserved_bytes")
-"""What a run predicts of its first device, and measures."""
+from step import clear
+
+from unet3d.config import Config, load_config
+from unet3d.distributed.group import Group
+from unet3d.distributed.ranks import Ranks, num_cores
+from unet3d.model import UNet3d
+from unet3d.parallel import Layout, ParallelDims, parallelize, resolve_precision
+from unet3d.parallel.precision import to_parameter_dtype
+from unet3d.planning.experiment import Experiment, open_dataset, plan_experiment
+from unet3d.planning.tuning_cache import TuningKey, resolve_auto
+from unet3d.runs.run_folder import RunFolder
+from unet3d.training.cores import leave_cores
+from unet3d.training.loop import TrainingLoop
+from unet3d.training.waiting import DataClock
+from unet3d.volumes.augment import augments_on_device
+from unet3d.volumes.patches import Batch, CutBatch, PatchSampler
+
+NUM_WARM_UP_STEPS = 10
+"""After which steps of small volumes are replayed."""
 RUN_STEPS_OF_TURN = 4
 """An epoch of a whole run has as many times the steps of a turn: its first ones wait."""
+MEMORY = ("peak_bytes", "reserved_bytes")
+NNUNET_SECONDS = 300
+"""That nnU-Net may take for a row."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shape", default="128,128,128", help="of a patch")
+    parser = new_parser(__doc__)
+    parser.add_argument("--shape", type=shape, default="128,128,128", help="of a patch")
     parser.add_argument("--batch-size", type=int, default=2, help="of each replica")
-    parser.add_argument("--augmentation", choices=("default", "mlperf", "none"), default="default")
-    parser.add_argument("--augmentation-device", choices=("auto", "cpu", "gpu"), default="auto")
-    parser.add_argument("--workers", default="16,8,2", help="numbers of processes to try")
-    parser.add_argument("--volume", default="256,256,256", help="of a case")
+    parser.add_argument("--channels", type=numbers, default=CHANNELS)
+    parser.add_argument("--set", dest="changes", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--volume", type=shape, default="256,256,256", help="of a case")
     parser.add_argument("--num-cases", type=int, default=4)
-    parser.add_argument("--channels", default="32,64,128,256,320,320")
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=numbers, default="16,8,2", help="processes to try")
+    parser.add_argument("--device", default=one_device())
     parser.add_argument("--steps", type=int, default=48, help="of a turn")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--nnunet", action="store_true", help="its trainer too")
-    parser.add_argument("--patches", action="store_true", help="what one costs")
     parser.add_argument("--runs", nargs="*", default=[], help="devices of runs, such as 0 0,1")
     parser.add_argument(
         "--parallel", choices=("data", "spatial"), default="data", help="of runs on several devices"
     )
-    parser.add_argument("--and", action="append", default=[], help="options of another setting")
     parser.add_argument("--cache", type=Path, help="keep the volumes there")
-    parser.add_argument("--json", type=Path)
     return parser
 
 
-def settings_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Any]:
-    """Yield the options of each setting."""
-    yield arguments
-    for more in getattr(arguments, "and"):
-        # What the others measure beside, this one does where it says so itself.
-        first = copy.copy(arguments)
-        first.nnunet, first.patches, first.runs = False, False, []
-        yield parser.parse_args(shlex.split(more), first)
-
-
-def values_of(arguments: argparse.Namespace, cache: Path, num_replicas: int = 1) -> dict[str, Any]:
-    """Return what differs from the default settings."""
-    values: dict[str, Any] = {
+def config_of(arguments: argparse.Namespace, cache: Path, **changes: Any) -> Config:
+    """Return the settings of all rows, with changes; dots of keys are double underscores."""
+    values = {
         "data.cache": str(cache.absolute()),
         "data.phantom.num_cases": arguments.num_cases,
-        "data.phantom.shape": parse_shape(arguments.volume),
+        "data.phantom.shape": arguments.volume,
         "data.num_folds": arguments.num_cases,
-        "patches.size": parse_shape(arguments.shape),
-        "model.channels": tuple(int(number) for number in arguments.channels.split(",")),
+        "patches.size": arguments.shape,
+        "model.channels": arguments.channels,
         "model.deep_supervision": False,  # the peers have none
-        "training.batch_size": arguments.batch_size * num_replicas,
+        "training.batch_size": arguments.batch_size,
+        **{key.replace("__", "."): value for key, value in changes.items()},
     }
-    augmentation: dict[str, Any] = {"device": arguments.augmentation_device}
-    if arguments.augmentation == "none":
-        augmentation["enabled"] = False
-    if arguments.augmentation == "mlperf":
-        names = AugmentationSettings.model_fields
-        augmentation |= {name: 0 for name in names if name.endswith("_probability")} | MLPERF
-        values["patches.foreground_fraction"] = MLPERF_FOREGROUND
-    return values | {f"patches.augmentation.{name}": one for name, one in augmentation.items()}
+    return load_config(None, arguments.changes).with_values(values)
 
 
-class Record:
-    """The rows that were measured so far, on the disk too: a long call may be ended."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        device = torch.device(arguments.device)
-        self._path: Path | None = arguments.json
-        self._about = {
-            **tuning_key([device], resolve_precision("auto", [device])),
-            "num_cores": num_cores(),
-            "mlperf": MLPERF_NOTE,
-        }
-        self.rows: list[dict[str, Any]] = []
-
-    def add(
-        self,
-        setting: argparse.Namespace,
-        way: str,
-        num_workers: int | str,
-        measured: dict[str, Any],
-    ) -> None:
-        """Add a row of a setting."""
-        about = ("shape", "batch_size", "augmentation", "volume", "channels")
-        row = {"way": way, **{name: getattr(setting, name) for name in about}}
-        self.rows.append(row | {"num_workers": num_workers, **measured})
-        print(self.rows[-1], file=sys.stderr)
-        if self._path is not None:
-            self._path.write_text(json.dumps({**self._about, "rows": self.rows}, indent=2) + "\n")
+# Steps on loaded batches and alone
 
 
-def measure_setting(setting: argparse.Namespace, cache: Path, record: Record) -> None:
-    """Measure one setting in all the ways that are asked for."""
-    config = Config().with_values(
-        values_of(setting, cache) | {"parallel.devices": (setting.device,)}
+def make_loop(experiment: Experiment, num_workers: int, folder: Path) -> TrainingLoop:
+    """Build what a training on one device consists of, as ``unet3d train`` does."""
+    dims = ParallelDims.resolve(experiment.config.parallel)
+    precision = resolve_precision(experiment.config.training.precision, dims.devices)
+    config = resolve_auto(
+        TuningKey(
+            config=experiment.config,
+            topology=experiment.topology,
+            size=experiment.largest_patch(experiment.config.training.num_patches),
+            devices=dims.devices,
+            precision=precision,
+            num_replicas=1,
+        )
     )
-    experiment = plan_experiment(config, num_workers=min(4, num_cores() - 1))
-    if setting.patches:
-        ours = patch_costs.measure(experiment, NUM_PATCHES, torch.device(setting.device))
-        record.add(setting, "a patch", 1, ours)
-        num_batches = -(-NUM_PATCHES // setting.batch_size)
-        theirs = ask_nnunet(experiment, "patches", cache, 0, num_batches)
-        record.add(setting, "a patch, nnU-Net", 1, theirs)
-    workers = [int(number) for number in setting.workers.split(",") if number]
-    speeds: dict[int, float] = {}
-    for number in workers:
-        ours = attempt(experiment, number, setting)
-        speeds[number] = ours.get("samples_per_second", 0.0)
-        record.add(setting, "ours", number, ours)
-        clear()
-    for number in workers if setting.nnunet else []:
-        num_steps = setting.steps * setting.turns
-        theirs = ask_nnunet(experiment, "train", cache, number, num_steps)
-        if "reason" not in theirs:
-            theirs["ours_times_as_fast"] = speeds[number] / theirs["samples_per_second"]
-        record.add(setting, "nnU-Net", number, theirs)
-    one: float | None = None
-    for devices in setting.runs:
-        run = run_training(setting, cache, devices)
-        speed = run.get("samples_per_second")
-        if speed is not None and run["num_devices"] == 1:
-            one = speed
-        elif speed is not None and one is not None:
-            run["ratio"] = speed / (one * run["num_devices"])
-        record.add(setting, f"run on {devices}", "auto", run)
+    torch.manual_seed(config.training.seed)
+    model = UNet3d(experiment.topology)
+    to_parameter_dtype(model, precision)
+    leave_cores(num_workers, dims.devices, 1)
+    return TrainingLoop(
+        experiment=replace(experiment, config=config),
+        executor=parallelize(model, Layout.of(config, dims, precision)),
+        folder=RunFolder(folder),
+        precision=precision,
+        num_workers=num_workers,
+        prediction=None,
+        dims=dims,
+        group=Group(Ranks()),
+    )
 
 
-def attempt(experiment: Experiment, num_workers: int, arguments: Any) -> dict[str, Any]:
+def batch_on_host(experiment: Experiment) -> Batch:
+    """Return a batch that this process makes."""
+    config = experiment.config
+    batch_size = config.training.num_patches
+    sampler = PatchSampler(
+        cases=experiment.training,
+        settings=config.patches,
+        size=experiment.patch_size,
+        stride=experiment.topology.total_stride,
+        batch_size=batch_size,
+        seed=config.training.seed,
+    )
+    cuts = (sampler.cut(0, index) for index in range(batch_size))
+    return CutBatch(cuts=tuple(cuts), shape=experiment.largest_patch(batch_size)).augmented()
+
+
+class Measurement:
+    """A training, timed by turns on what its loader yields and on a batch that is there."""
+
+    def __init__(self, loop: TrainingLoop, there: Batch, num_workers: int, num_steps: int) -> None:
+        """Take the first steps on a batch.
+
+        Args:
+            loop: What trains; its loader has not begun.
+            there: The batch of turns without the loader, on the host.
+            num_workers: The loader's processes.
+            num_steps: Of each turn.
+        """
+        self.loop = loop
+        self.there = there
+        self.device = loop.executor.input_device
+        self.num_steps = num_steps
+        self.num_before = max(1, num_workers)
+        self.num_epochs = 0
+        self.alone(NUM_WARM_UP_STEPS)
+
+    def start_loader(self) -> None:
+        """Have the loader's processes start: each makes a batch that nobody trains on."""
+        for _ in self.epoch(self.loop.loader.num_steps - self.num_before):
+            pass
+
+    def epoch(self, first_step: int = 0) -> Iterator[Batch]:
+        """Return the batches of an epoch of which none is made yet.
+
+        It is not the next one, for which the loader makes batches ahead.
+        """
+        self.num_epochs += 2
+        return self.loop.loader.epoch(self.num_epochs, first_step)
+
+    def alone(self, num_steps: int) -> dict[str, Any]:
+        """Take steps on one batch that is on the device.
+
+        The memory of those before the loader has started is the network's alone.
+        """
+        image, target = self.there.image.to(self.device), self.there.target.to(self.device)
+        there = replace(self.there, image=image, target=target)
+        forget_peaks()
+        (seconds,) = timed(lambda: self.loop._step(there), num_steps)
+        return {"seconds": seconds, **peaks()}
+
+    def loaded(self) -> dict[str, Any]:
+        """Take the steps of an epoch, of which those in the middle count."""
+        forget_peaks()
+        last = self.num_before + self.num_steps
+        clock, ended = DataClock(self.device), 0.0
+        for index, batch in enumerate(clock.timed(self.epoch())):
+            if index in (self.num_before, last):
+                synchronize()
+                began, ended = ended, time.perf_counter()
+                waited = clock.read()
+            if index < last:
+                self.loop._step(batch)
+        del batch
+        return {
+            "seconds": (ended - began) / self.num_steps,
+            "waiting_share": waited / (ended - began),
+            **peaks(),
+        }
+
+
+def measure(
+    experiment: Experiment, num_workers: int, num_steps: int, num_turns: int
+) -> dict[str, Any]:
+    """Return the row of one training."""
+    # Processes deliver in bursts: whole bursts are timed.
+    burst = max(1, num_workers)
+    num_steps = -(-num_steps // burst) * burst
+    batch_size = experiment.config.training.num_patches
+    config = experiment.config.with_values({"training.steps_per_epoch": burst + num_steps + 1})
+    experiment = replace(experiment, config=config)
+    with tempfile.TemporaryDirectory() as folder:
+        loop = make_loop(experiment, num_workers, Path(folder) / "run")
+        measurement = Measurement(loop, batch_on_host(experiment), num_workers, num_steps)
+        alone, loaded = [measurement.alone(num_steps)], []
+        measurement.start_loader()
+        for _ in range(num_turns):
+            loaded.append(measurement.loaded())
+            alone.append(measurement.alone(num_steps))
+    device = loop.executor.input_device
+    is_on_device = augments_on_device(loop.config.patches.augmentation, device)
+    seconds = statistics.median(turn["seconds"] for turn in loaded)
+    alone_seconds = statistics.median(turn["seconds"] for turn in alone)
+    return {
+        "augmented_on": "gpu" if is_on_device else "cpu",
+        "samples_per_second": batch_size / seconds,
+        "alone_samples_per_second": batch_size / alone_seconds,
+        "ratio": alone_seconds / seconds,
+        "waiting_share": statistics.median(turn["waiting_share"] for turn in loaded),
+        **{name: loaded[-1][name] for name in MEMORY},
+        **{f"alone_{name}": alone[0][name] for name in MEMORY},
+        "all_seconds": [turn["seconds"] for turn in loaded],
+        "all_alone_seconds": [turn["seconds"] for turn in alone],
+    }
+
+
+def attempt(
+    experiment: Experiment, num_workers: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Return the row of a training of ours, or the reason why there is none."""
     try:
         return measure(experiment, num_workers, arguments.steps, arguments.turns)
@@ -191,32 +270,43 @@ def attempt(experiment: Experiment, num_workers: int, arguments: Any) -> dict[st
 
 
 def ask_nnunet(
-    experiment: Experiment,
-    task: Literal["train", "patches"],
-    cache: Path,
-    num_workers: int,
-    num_steps: int,
+    experiment: Experiment, cache: Path, num_workers: int, num_steps: int, device: str
 ) -> dict[str, Any]:
-    """Return what nnU-Net measures, on data that it has prepared itself."""
-    ask, make_request = nnunet_peer.ask, nnunet_peer.make_request
-    prepared = ask(make_request(experiment, "prepare", cache, min(4, num_cores()), 0))
-    if "reason" in prepared:
-        return prepared
-    return ask(make_request(experiment, task, cache, num_workers, num_steps))
+    """Return what nnU-Net's trainer measures, on data that it has prepared itself."""
+    config, dataset = experiment.config, open_dataset(experiment.config)
+    steps = nnunet_process.Steps(
+        size=experiment.largest_patch(config.training.num_patches),
+        batch_size=config.training.num_patches,
+        channels=experiment.topology.channels,
+        strides=experiment.topology.strides,
+        num_steps=num_steps,
+    )
+    held_back = {case.name for case in experiment.validation}
+    validation = [case for case in dataset.cases if case.name in held_back]
+    request = nnunet_process.request_of(dataset, validation, device, num_workers, steps=steps)
+    return nnunet_process.ask(request, cache / f"nnunet-{dataset.root.name}", NNUNET_SECONDS)
+
+
+# Whole runs
 
 
 def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> dict[str, Any]:
     """Return the speed of ``unet3d train`` on these devices, after its first epoch."""
     num_devices = len(devices.split(","))
     num_replicas = num_devices if arguments.parallel == "data" else 1
-    values = values_of(arguments, cache, num_replicas)
-    batch_size = values["training.batch_size"]
-    values["training.steps_per_epoch"] = RUN_STEPS_OF_TURN * arguments.steps
+    batch_size = arguments.batch_size * num_replicas
     num_epochs = arguments.turns + 1
-    values["training.epochs"] = values["training.validate_every"] = num_epochs
+    config = config_of(
+        arguments,
+        cache,
+        training__batch_size=batch_size,
+        training__steps_per_epoch=RUN_STEPS_OF_TURN * arguments.steps,
+        training__epochs=num_epochs,
+        training__validate_every=num_epochs,
+    )
     with tempfile.TemporaryDirectory() as folder:
         settings, output = Path(folder) / "settings.yaml", Path(folder) / "run"
-        settings.write_text(Config().with_values(values).to_yaml())
+        settings.write_text(config.to_yaml())
         mode = arguments.parallel if num_devices > 1 else "none"
         done = subprocess.run(
             [sys.executable, "-m", "unet3d", "train", "--quiet", "--config", str(settings),
@@ -228,8 +318,7 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         lines = (output / "metrics.jsonl").read_text().splitlines()
         slot = json.loads((output / "memory.json").read_text())["slots"][0]
     epochs = [json.loads(line) for line in lines]
-    num_steps = epochs[0]["step"]
-    later = epochs[1:]
+    num_steps, later = epochs[0]["step"], epochs[1:]
     seconds = [epoch["seconds"] / num_steps for epoch in later]
     return {
         "num_devices": num_devices,
@@ -239,58 +328,79 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         ),
         "all_seconds": seconds,
         "steps_of_epoch": num_steps,
-        **{f"predicted_{name}": slot["predicted"].get(name) for name in MEMORY},
-        **{name: slot["measured"][name] for name in MEMORY},
+        "predicted_peak_bytes": [slot["predicted"].get("peak_bytes")],
+        **{name: [slot["measured"][name]] for name in MEMORY},
     }
 
 
+def rows_of(arguments: argparse.Namespace, cache: Path) -> Iterator[dict[str, Any]]:
+    """Measure in all the ways that are asked for, and yield a row of each."""
+    config = config_of(arguments, cache, parallel__devices=(arguments.device,))
+    experiment = plan_experiment(config, num_workers=max(0, min(4, num_cores() - 1)))
+    speeds: dict[int, float] = {}
+    for number in arguments.workers:
+        ours = attempt(experiment, number, arguments)
+        speeds[number] = ours.get("samples_per_second", 0.0)
+        yield {"way": "ours", "num_workers": number, **ours}
+        clear()
+    for number in arguments.workers if arguments.nnunet else ():
+        num_steps = arguments.steps * arguments.turns
+        theirs = ask_nnunet(experiment, cache, number, num_steps, arguments.device)
+        if "reason" not in theirs:
+            theirs["ours_times_as_fast"] = speeds[number] / theirs["samples_per_second"]
+        yield {"way": "nnU-Net", "num_workers": number, **theirs}
+    one: float | None = None
+    for devices in arguments.runs:
+        run = run_training(arguments, cache, devices)
+        speed = run.get("samples_per_second")
+        if speed is not None and run["num_devices"] == 1:
+            one = speed
+        elif speed is not None and one is not None:
+            run["ratio"] = speed / one
+        yield {"way": f"run on {devices}", "num_workers": "auto", **run}
+
+
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a line for each row: trainings in samples a second, patches in milliseconds."""
+    """Print a line for each row."""
     columns = (
-        ("samples/s", "samples_per_second", "10.2f", 1),
-        ("alone", "alone_samples_per_second", "10.2f", 1),
-        ("ratio", "ratio", "8.3f", 1),
-        ("waited", "waiting_share", "8.1%", 1),
-        ("peak GiB", "peak_bytes", "10.2f", 2**30),
-        ("alone", "alone_peak_bytes", "8.2f", 2**30),
-        ("reserved", "reserved_bytes", "10.2f", 2**30),
-        ("alone", "alone_reserved_bytes", "8.2f", 2**30),
+        ("samples/s", "samples_per_second", "10.2f"),
+        ("alone", "alone_samples_per_second", "10.2f"),
+        ("ratio", "ratio", "8.3f"),
+        ("waited", "waiting_share", "8.1%"),
     )
-    widths = [int(form.split(".")[0]) for _, _, form, _ in columns]
+    widths = [int(form.split(".")[0]) for _, _, form in columns]
     heads = (f"{head:>{width}}" for (head, *_), width in zip(columns, widths, strict=True))
-    print(f"{'':20}{'size':16}{'augmentation':14}workers{''.join(heads)}")
+    print(f"{'':20}workers{''.join(heads)}  peak GiB, alone; reserved, alone")
     for row in rows:
-        size = "x".join([*row["shape"].split(","), str(row["batch_size"])])
-        line = f"{row['way']:20}{size:16}{row['augmentation']:14}{row['num_workers']:>7}"
+        line = f"{row['way']:20}{row['num_workers']:>7}"
         if "reason" in row:
             print(f"{line}  {row['reason']}")
-        elif row["way"].startswith("a patch"):
-            costs = (
-                f"{name.removesuffix('_seconds').replace('_', ' ')} {1000 * row[name]:.2f} ms"
-                for name in row
-                if name.endswith("_seconds")
-            )
-            print(f"{line}  {', '.join(costs)}")
-        else:
-            for (_, name, form, unit), width in zip(columns, widths, strict=True):
-                known = row.get(name) is not None
-                line += f"{row[name] / unit:{form}}" if known else " " * width
-            if "ours_times_as_fast" in row:
-                line += f"  ours is {row['ours_times_as_fast']:.2f} times as fast"
-            print(line)
-    if any(row["augmentation"] == "mlperf" for row in rows):
-        print(f"{MLPERF_NOTE} Here are {num_cores()} cores.")
+            continue
+        for (_, name, form), width in zip(columns, widths, strict=True):
+            line += f"{row[name]:{form}}" if row.get(name) is not None else " " * width
+        held = [row.get(f"{when}{name}", []) for name in MEMORY for when in ("", "alone_")]
+        line += "".join(f"{number / GIB:8.2f}" for one in held for number in one if number)
+        if "ours_times_as_fast" in row:
+            line += f"  ours is {row['ours_times_as_fast']:.2f} times as fast"
+        print(line)
 
 
 def main() -> None:
-    """Measure every setting, print the table, write the record."""
-    parser = make_parser()
-    arguments = parser.parse_args()
-    record = Record(arguments)
+    """Measure, print the table, write the record after each row."""
+    arguments = make_parser().parse_args()
+    rows: list[dict[str, Any]] = []
+    names = ("shape", "batch_size", "channels", "changes", "volume")
     with tempfile.TemporaryDirectory() as folder:
-        for setting in settings_of(arguments, parser):
-            measure_setting(setting, arguments.cache or Path(folder), record)
-    print_table(record.rows)
+        for row in rows_of(arguments, arguments.cache or Path(folder)):
+            rows.append(row)
+            say(row)
+            write_record(
+                arguments.json,
+                devices_named((arguments.device,)),
+                setting={name: getattr(arguments, name) for name in names},
+                rows=rows,
+            )
+    print_table(rows)
 
 
 if __name__ == "__main__":

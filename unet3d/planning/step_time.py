@@ -25,7 +25,7 @@ from unet3d.planning.message_time import Messages, gradient_seconds, links_betwe
 
 NORM_PASSES = 8
 """How often a normalisation with its activation goes through its map: three times forward, five
-times backward (``benchmarks/floor.py``)."""
+times backward."""
 LARGE_ELEMENTS = 2**31 - 1
 """Elements above which a convolution runs in slabs (:mod:`unet3d.kernels.conv.slabs`)."""
 LARGE_FACTOR = 1.10
@@ -57,8 +57,8 @@ class Rates:
 
 H200 = Rates(operations_per_second=600e12, bytes_per_second=3.18e12, step_seconds=2.3e-3)
 """An H200 in bfloat16: 1 / 1.32 of what it was measured to do in a matrix product (792e12) and in a
-copy (4.2e12; ``benchmarks/floor.py``). The factor and the constant are fitted to steps of 32 to 320
-channels: 10.4 ms at 128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
+copy (4.2e12). The factor and the constant are fitted to steps of 32 to 320 channels: 10.4 ms at
+128^3, 68.9 at 256^3, 230 at 384^3, 557 at 512^3; all within 2.5 %."""
 CPU_CORE = Rates(operations_per_second=500e9, bytes_per_second=3.3e9, step_seconds=25e-3)
 """A core of an AMD EPYC with AVX512-BF16, fitted to steps on two of them
 (``benchmarks/results/step-cpu-2026-11-22.json``): 599 and 1903 ms at 64^3 and 96^3 with 32 to 320

@@ -1,0 +1,221 @@
+"""A trained model of nnU-Net with both programs, from file to file: time, memory, and agreement.
+
+    python benchmarks/nnunet.py MODEL --shape 512,512,400 --spacing 0.8 --json model.json
+    python benchmarks/nnunet.py MODEL --scans FOLDER --mirrored --precision float32
+    python benchmarks/nnunet.py MODEL --scans FOLDER --found SEGMENTATIONS --precision auto,float32
+    python benchmarks/nnunet.py MODEL --device cpu --threads 2 --shape 256,256,100 --spacing 1.5
+
+MODEL is a folder such as ``nnUNetTrainer__nnUNetPlans__3d_fullres``; ``quality.py --keep`` leaves
+one, and ``unet3d convert --to nnunet`` makes one of a network of ours. The scans are those of a
+folder (``case_0000.nii.gz``, ...), or a phantom of that shape and spacing.
+
+Both commands segment the folder in processes of their own, as a user starts them: nnU-Net's by its
+entry point for a folder, with its default workers, uncompiled unless ``nnUNet_compile`` says
+otherwise, and ``unet3d predict``, both without mirror images unless ``--mirrored``. Without
+``--threads`` each takes the cores that it takes; with it both have that many. Of our runs the first
+compiles what kernels it needs into an empty cache; the time is the median of the others. Host
+memory is the most that a process and those that it started held together, GPU memory what
+nvidia-smi says. ``--found`` names what ``nnUNetv2_predict`` has written for the scans; then nnU-Net
+does not run.
+
+With ``--precision float32`` ours computes in float32 without TF32. ``--nnunet-precision float32``
+does that in nnU-Net, which lowers its precision on a GPU, and adds up the logits of windows in
+float32, where nnU-Net does so in float16 everywhere, in which those of two labels are equal now and
+then. The agreement is the share of equal voxels, and Dice of each label over all voxels of all
+cases together, which does not let small cases count most.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+from common import (
+    GIB,
+    devices_named,
+    new_parser,
+    numbers,
+    one_device,
+    run_watched,
+    shape,
+    words,
+    write_record,
+)
+from numpy.typing import NDArray
+from prediction import summary, write_scan
+
+ENTRY = """
+import sys, multiprocessing, torch
+from nnunetv2.inference.predict_from_raw_data import predict_entry_point_modelfolder as predict
+if __name__ == "__main__":
+    sys.argv[0] = "nnUNetv2_predict_from_modelfolder"
+    {before}
+    predict()
+"""
+"""nnU-Net's command, also where its scripts are not installed."""
+
+IN_FLOAT32 = [
+    "lower = torch.autocast",
+    "torch.autocast = lambda kind, **_: lower(kind, enabled=False)",
+    "torch.half = torch.float32",
+]
+"""What has nnU-Net compute windows, and add up their logits, in float32."""
+ALL_CORES = "multiprocessing.cpu_count = lambda: {threads}"
+"""nnU-Net on a CPU computes in as many threads as this says, wherever it may run."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser(__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--scans", type=Path, help="a folder; default: one phantom")
+    parser.add_argument("--shape", type=shape, default="512,512,400", help="of the phantom")
+    parser.add_argument("--spacing", type=float, default=0.8, help="of the phantom, in mm")
+    parser.add_argument("--found", type=Path, help="nnU-Net's segmentations, made before")
+    parser.add_argument("--folds", type=numbers, default="0")
+    parser.add_argument("--mirrored", action="store_true")
+    parser.add_argument("--precision", type=words, default="auto", help="of ours, such as auto")
+    parser.add_argument("--nnunet-precision", choices=("auto", "float32"), default="auto")
+    parser.add_argument("--device", default=one_device())
+    parser.add_argument("--threads", type=int, help="cores of either")
+    parser.add_argument("--repeats", type=int, default=3, help="of ours")
+    parser.add_argument("--nnunet-repeats", type=int, default=1)
+    return parser
+
+
+def segment_by_nnunet(arguments: argparse.Namespace, scans: Path, out: Path) -> dict[str, Any]:
+    """Segment a folder with nnU-Net's command."""
+    if importlib.util.find_spec("nnunetv2") is None:
+        return {"reason": "nnunetv2 is not installed"}
+    before = list(IN_FLOAT32) if arguments.nnunet_precision == "float32" else []
+    if arguments.threads is not None:
+        before.append(ALL_CORES.format(threads=arguments.threads))
+    said: list[object] = [sys.executable, "-c", ENTRY.format(before="; ".join(before) or "pass")]
+    said += ["-i", scans, "-o", out, "-m", arguments.model, "-f", *arguments.folds]
+    said += ["-device", "cpu" if arguments.device == "cpu" else "cuda", "--disable_progress_bar"]
+    said += [] if arguments.mirrored else ["--disable_tta"]
+    environment = {f"nnUNet_{name}": str(out) for name in ("raw", "preprocessed", "results")}
+    environment |= without_tf32(arguments.nnunet_precision)
+    runs = [
+        run_watched(said, environment, arguments.threads) for _ in range(arguments.nnunet_repeats)
+    ]
+    return {"precision": arguments.nnunet_precision, **summary(runs)}
+
+
+def segment_by_us(
+    arguments: argparse.Namespace, precision: str, scans: Path, out: Path, kernels: Path
+) -> dict[str, Any]:
+    """Segment a folder with ``unet3d predict``; the first run's kernels are compiled anew."""
+    said = [sys.executable, "-m", "unet3d", "predict", scans, "--checkpoint", arguments.model]
+    said += ["--folds", ",".join(map(str, arguments.folds)), "-o", out, "--overwrite"]
+    said += ["--precision", precision, "--devices", arguments.device, "--no-postprocessing"]
+    said += ["--tta" if arguments.mirrored else "--no-tta"]
+    environment = {"TRITON_CACHE_DIR": str(kernels), **without_tf32(precision)}
+    runs = [run_watched(said, environment, arguments.threads) for _ in range(arguments.repeats)]
+    return {"precision": precision, **summary(runs)}
+
+
+def without_tf32(precision: str) -> dict[str, str]:
+    """Return what the environment needs for float32 that is not shortened."""
+    return {"NVIDIA_TF32_OVERRIDE": "0"} if precision == "float32" else {}
+
+
+def labels_of(folder: Path) -> dict[str, Path]:
+    """Return the segmentations in a folder by the names of their cases."""
+    # Ours are named after the file of the first channel, nnU-Net's after the case.
+    suffix = re.compile(r"(_0000)?(_seg)?\.nii\.gz$")
+    return {suffix.sub("", file.name): file for file in folder.glob("*.nii.gz")}
+
+
+def agreement(ours: Path, theirs: Path) -> dict[str, Any]:
+    """Return the share of equal voxels in two folders, and Dice of each label in either."""
+    found, reference = labels_of(ours), labels_of(theirs)
+    names = sorted(set(found) & set(reference))
+    num_equal = num_voxels = 0
+    both, either = Counter[int](), Counter[int]()
+    for name in names:
+        a, b = (np.asanyarray(nib.load(one[name]).dataobj) for one in (found, reference))
+        num_voxels += a.size
+        num_equal += int((a == b).sum())
+        both.update(voxels_of_labels(a[a == b]))
+        either.update(voxels_of_labels(a))
+        either.update(voxels_of_labels(b))
+    return {
+        "num_cases": len(names),
+        "equal_voxels": num_equal / max(1, num_voxels),
+        "different_voxels": num_voxels - num_equal,
+        "dice": {str(label): 2 * both[label] / either[label] for label in sorted(either) if label},
+    }
+
+
+def voxels_of_labels(labels: NDArray[Any]) -> dict[int, int]:
+    """Return how many voxels each label has."""
+    return {label: int(n) for label, n in enumerate(np.bincount(labels.ravel())) if n}
+
+
+def line_of(who: str, row: dict[str, Any]) -> str:
+    """Return a line of the table."""
+    if "reason" in row:
+        return f"{who:22} {row['reason']}"
+    line = f"{who:22}{row['seconds']:8.1f}{row['first_seconds']:9.1f}"
+    line += f"{row['host_bytes'] / GIB:8.2f}{row['gpu_bytes'] / GIB:8.2f}"
+    line += f"{row['ratio']:8.3f}" if "ratio" in row else f"{'':8}"
+    agreed = row.get("to_nnunet")
+    if agreed is not None:
+        dice = [f"{label}: {value:.5f}" for label, value in agreed["dice"].items()]
+        line += f"{100 * agreed['equal_voxels']:10.4f}  {', '.join(dice)}"
+    return line
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """Segment with both, and compare."""
+    scans = arguments.scans
+    if scans is None:
+        scans = folder / "scans"
+        scans.mkdir()
+        write_scan(scans / "phantom_0000.nii.gz", arguments.shape, arguments.spacing)
+    rows: dict[str, dict[str, Any]] = {}
+    theirs = arguments.found
+    if theirs is None:
+        theirs = folder / "nnunet"
+        rows["nnU-Net"] = segment_by_nnunet(arguments, scans, theirs)
+    for precision in arguments.precision:
+        out = folder / precision
+        row = segment_by_us(arguments, precision, scans, out, folder / f"kernels-{precision}")
+        if "seconds" in row and "seconds" in rows.get("nnU-Net", {}):
+            row["ratio"] = row["seconds"] / rows["nnU-Net"]["seconds"]
+        if theirs.is_dir() and "reason" not in row:
+            row["to_nnunet"] = agreement(out, theirs)
+        rows[f"unet3d, {precision}"] = row
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table, write the record."""
+    arguments = make_parser().parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(arguments, Path(folder))
+    heads = ("s", "first s", "host", "GPU GiB", "ratio")
+    print(f"{'':22}" + "".join(f"{head:>8}" for head in heads) + "    equal %  Dice")
+    for who, row in rows.items():
+        print(line_of(who, row))
+    write_record(
+        arguments.json,
+        devices_named((arguments.device,)),
+        nnunet_compile=os.environ.get("nnUNet_compile", "its default"),
+        threads=arguments.threads,
+        mirrored=arguments.mirrored,
+        shape=None if arguments.scans else arguments.shape,
+        spacing_mm=None if arguments.scans else arguments.spacing,
+        rows=rows,
+    )
+
+
+if __name__ == "__main__":
+    main()

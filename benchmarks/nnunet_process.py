@@ -1,0 +1,366 @@
+"""nnU-Net's own planner and trainer on a data set of ours, in a process of its own.
+
+``training.py`` and ``quality.py`` start it with a request. The scans are given to nnU-Net as raw
+data, which it fingerprints, plans and prepares itself; then its trainer runs as its command line
+would run it: its data loaders with its default augmentation in as many processes as it is told
+(``nnUNet_n_proc_DA``), float16 with a gradient scaler, ``cudnn.benchmark``, the network and the
+Dice loss compiled on a GPU.
+
+* ``steps`` times its training steps. Its plan is kept but for the size of patches and batches and
+  for the network, which is the one that we train; the trainer is ``nnUNetTrainerNoDeepSupervision``
+  because ours has no deep supervision there either.
+* ``fit`` trains for some minutes with all that it chooses itself, and segments folders. Only the
+  number of epochs follows from the minutes: the first ones are timed in a training that is thrown
+  away, as nnU-Net's schedule of the learning rate needs to know the number from the start.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import forget_peaks, peaks, reason_of, synchronize, timed
+
+from unet3d.config import Shape
+from unet3d.distributed.processes import die_with_parent
+from unet3d.volumes.dataset import Case, Dataset
+
+CONFIGURATION = "3d_fullres"
+PLANS = "nnUNetPlans"
+OWN_PLAN = "OwnPatch"
+"""nnU-Net's plan with our patch, batch and network."""
+DATASET_ID = 731
+DATASET = f"Dataset{DATASET_ID}_Benchmark"
+PREPARED = "prepared.json"
+"""Is written last into the folder of nnU-Net's data."""
+
+NUM_WARM_UP_STEPS = 8
+MAX_SECONDS = 20.0
+"""Of the steps that are timed, where the processes are too few: two need 0.2 s for a step."""
+MIN_STEPS = 10
+"""However long they take."""
+NUM_TIMED_EPOCHS = 2
+"""Of which the first one also compiles and fills queues."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of nnU-Net's trainer with our network, patch and batch."""
+
+    size: Shape
+    """Voxels of a patch along X, Y, Z."""
+    batch_size: int
+    """Patches in a step."""
+    channels: tuple[int, ...]
+    """Of each level of the network."""
+    strides: tuple[Shape, ...]
+    """Of each level along X, Y, Z."""
+    num_steps: int
+    """That are timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A training with all that nnU-Net chooses itself, and what it then segments."""
+
+    minutes: float
+    """That the training may take."""
+    steps_per_epoch: int
+    """As many as nnU-Net's own trainer takes, unless something is only tried."""
+    folders: Mapping[str, str]
+    """Of images, ``case_0000.nii.gz``, to where their segmentations go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What nnU-Net is asked to do, on which data."""
+
+    cases: Mapping[str, tuple[Sequence[str], str]]
+    """Images and label map of each case."""
+    channels: Sequence[str]
+    """Names of the channels, by which nnU-Net normalises."""
+    labels: Mapping[str, int]
+    """Value of each class."""
+    validation: Sequence[str]
+    """The cases that are not trained on."""
+    device: str
+    """Where the network is."""
+    num_workers: int
+    """Processes that make patches, and that prepare cases."""
+    steps: Steps | None = None
+    """Times its steps; or"""
+    fit: Fit | None = None
+    """trains and segments."""
+
+
+def request_of(
+    dataset: Dataset, validation: Sequence[Case], device: str, num_workers: int, **task: Any
+) -> Request:
+    """Return a request to train on a data set of ours."""
+    return Request(
+        cases={case.name: (list(map(str, case.images)), str(case.label)) for case in dataset.cases},
+        channels=list(dataset.channel_names),
+        labels=dict(zip(dataset.label_names, dataset.label_values, strict=True)),
+        validation=[case.name for case in validation],
+        device=device,
+        num_workers=num_workers,
+        **task,
+    )
+
+
+def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[str, Any]:
+    """Have a process do what is requested.
+
+    Args:
+        request: What.
+        folder: Where nnU-Net's data and results are kept.
+        seconds: After these it is ended.
+
+    Returns:
+        What it measured, or a ``reason`` why it did not.
+    """
+    if importlib.util.find_spec("nnunetv2") is None:
+        return {"reason": "nnunetv2 is not installed"}
+    folder.mkdir(parents=True, exist_ok=True)
+    asked, answer = folder / "request.json", folder / "answer.json"
+    asked.write_text(json.dumps(asdict(request)))
+    answer.unlink(missing_ok=True)
+    names = ("raw", "preprocessed", "results")
+    environment = {f"nnUNet_{name}": str(folder.absolute() / name) for name in names}
+    environment["nnUNet_n_proc_DA"] = str(request.num_workers)
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(asked), str(answer)],
+        env={**os.environ, **environment},
+        stdout=sys.stderr.fileno(),
+        start_new_session=True,
+    )
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"nnU-Net did not end within {seconds:.0f} s"}
+    finally:  # with the processes that it may have left
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    if not answer.exists():
+        return {"reason": f"nnU-Net's process ended with {status}"}
+    result: dict[str, Any] = json.loads(answer.read_text())
+    return result
+
+
+def prepare(request: Request) -> float:
+    """Write the scans as nnU-Net's raw data, and have it plan and prepare them, once.
+
+    Returns:
+        The seconds that it took.
+    """
+    from nnunetv2.experiment_planning import plan_and_preprocess_api as planning
+
+    base = Path(os.environ["nnUNet_preprocessed"]) / DATASET
+    if (base / PREPARED).exists():
+        return float(json.loads((base / PREPARED).read_text()))
+    raw = Path(os.environ["nnUNet_raw"]) / DATASET
+    for name in ("imagesTr", "labelsTr"):
+        (raw / name).mkdir(parents=True, exist_ok=True)
+    for name, (images, label) in request.cases.items():
+        for channel, image in enumerate(images):
+            shutil.copyfile(image, raw / "imagesTr" / f"{name}_{channel:04}.nii.gz")
+        shutil.copyfile(label, raw / "labelsTr" / f"{name}.nii.gz")
+    description = {
+        "channel_names": dict(enumerate(request.channels)),
+        "labels": request.labels,
+        "numTraining": len(request.cases),
+        "file_ending": ".nii.gz",
+        "overwrite_image_reader_writer": "NibabelIO",
+    }
+    (raw / "dataset.json").write_text(json.dumps(description))
+    began = time.perf_counter()
+    num_processes = max(1, request.num_workers)
+    planning.extract_fingerprints([DATASET_ID], num_processes=num_processes)
+    planning.plan_experiments([DATASET_ID])
+    planning.preprocess([DATASET_ID], configurations=[CONFIGURATION], num_processes=[num_processes])
+    training = [name for name in request.cases if name not in request.validation]
+    folds = [{"train": training, "val": list(request.validation)}]
+    (base / "splits_final.json").write_text(json.dumps(folds))
+    seconds = time.perf_counter() - began
+    (base / PREPARED).write_text(json.dumps(seconds))
+    return seconds
+
+
+def make_trainer(request: Request, name: str = "nnUNetTrainer", plans: str = PLANS) -> Any:
+    """Return a trainer of nnU-Net, set up as its command line does."""
+    from nnunetv2.run.run_training import get_trainer_from_args
+
+    device = torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    return get_trainer_from_args(str(DATASET_ID), CONFIGURATION, 0, name, plans, device=device)
+
+
+# Steps of our network
+
+
+def write_own_plan(asked: Steps) -> None:
+    """Write nnU-Net's plan with our patch, batch and network."""
+    base = Path(os.environ["nnUNet_preprocessed"]) / DATASET
+    plans = json.loads((base / f"{PLANS}.json").read_text())
+    plan = plans["configurations"][CONFIGURATION]
+    # nnU-Net's arrays are Z, Y, X, with what its plan does to them on top.
+    axes = [2 - axis for axis in plans["transpose_forward"]]
+    plan["patch_size"] = [asked.size[axis] for axis in axes]
+    plan["batch_size"] = asked.batch_size
+    num_levels = len(asked.channels)
+    plan["architecture"]["arch_kwargs"] |= {
+        "n_stages": num_levels,
+        "features_per_stage": list(asked.channels),
+        "kernel_sizes": [[3, 3, 3]] * num_levels,
+        "strides": [[stride[axis] for axis in axes] for stride in asked.strides],
+        "n_conv_per_stage": [2] * num_levels,
+        "n_conv_per_stage_decoder": [2] * (num_levels - 1),
+    }
+    (base / f"{OWN_PLAN}.json").write_text(json.dumps(plans))
+
+
+def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
+    """Time steps on loaded batches, between two turns of steps on one that is there."""
+    prepare(request)
+    write_own_plan(asked)
+    trainer = make_trainer(request, "nnUNetTrainerNoDeepSupervision", OWN_PLAN)
+    trainer.on_train_start()
+    trainer.on_train_epoch_start()
+    batches = trainer.dataloader_train
+    there = dict(next(batches))
+    there["data"] = there["data"].to(trainer.device)
+    there["target"] = there["target"].to(trainer.device)
+    timed(lambda: trainer.train_step(there), NUM_WARM_UP_STEPS)
+    (once,) = timed(lambda: trainer.train_step(there))
+    num_alone = max(MIN_STEPS, min(asked.num_steps, int(MAX_SECONDS / once)))
+    alone = timed(lambda: trainer.train_step(there), num_alone)
+    # The queues are full now and can be empty in training, so a few of their batches go first.
+    num_queued = request.num_workers + 2 * max(6, request.num_workers // 2)
+    _loaded(trainer, batches, 2 * num_queued)
+    forget_peaks()
+    loaded, waited = _loaded(trainer, batches, asked.num_steps)
+    row: dict[str, Any] = dict(peaks())
+    alone += timed(lambda: trainer.train_step(there), num_alone)
+    if request.num_workers:
+        batches._finish()
+        trainer.dataloader_val._finish()
+    alone_seconds = sum(alone) / len(alone)
+    return row | {
+        "is_compiled": trainer._do_i_compile(),
+        "samples_per_second": asked.batch_size / loaded,
+        "alone_samples_per_second": asked.batch_size / alone_seconds,
+        "ratio": alone_seconds / loaded,
+        "waiting_share": waited,
+        "all_seconds": [loaded],
+        "all_alone_seconds": alone,
+    }
+
+
+def _loaded(trainer: Any, batches: Any, num_steps: int) -> tuple[float, float]:
+    """Return the mean time of a step on loaded batches, and the share of it that went in waiting.
+
+    A step of nnU-Net's ends when the device has finished it, so the device has nothing to do while
+    a batch is waited for.
+    """
+    waited = 0.0
+    synchronize()
+    began = time.perf_counter()
+    for done in range(1, num_steps + 1):
+        asked = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - asked
+        trainer.train_step(batch)
+        if done >= MIN_STEPS and time.perf_counter() - began > MAX_SECONDS:
+            break
+    synchronize()
+    seconds = time.perf_counter() - began
+    return seconds / done, waited / seconds
+
+
+# A training with its own choices
+
+
+def fit(request: Request, asked: Fit) -> dict[str, Any]:
+    """Prepare, train for the minutes, and segment the folders with and without mirroring."""
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    prepare_seconds = prepare(request)
+    _, seconds = train(request, asked, NUM_TIMED_EPOCHS)
+    shutil.rmtree(os.environ["nnUNet_results"])
+    available = 60 * asked.minutes - (seconds[0] - seconds[-1])
+    num_epochs = max(1, int(available / seconds[-1]))
+    began = time.perf_counter()
+    trainer, seconds = train(request, asked, num_epochs)
+    row = {
+        "prepare_seconds": prepare_seconds,
+        "train_seconds": time.perf_counter() - began,
+        "epoch_seconds": seconds,
+        "num_epochs": num_epochs,
+        "patch": trainer.configuration_manager.patch_size[::-1],
+        "batch_size": trainer.configuration_manager.batch_size,
+    }
+    model, predict_seconds = str(Path(trainer.output_folder).parent), {}
+    del trainer
+    for way, mirrors in (("plain", False), ("mirrored", True)):
+        predictor = nnUNetPredictor(
+            use_mirroring=mirrors,
+            device=torch.device(request.device),
+            perform_everything_on_device=request.device != "cpu",
+        )
+        predictor.initialize_from_trained_model_folder(model, (0,))
+        began = time.perf_counter()
+        for images, output in asked.folders.items():
+            out = Path(output) / way
+            out.mkdir(parents=True)
+            predictor.predict_from_files_sequential(images, str(out))
+        predict_seconds[way] = time.perf_counter() - began
+    return {**row, "predict_seconds": predict_seconds}
+
+
+def train(request: Request, asked: Fit, num_epochs: int) -> tuple[Any, list[float]]:
+    """Return a finished trainer, and the seconds of each epoch."""
+    trainer = make_trainer(request)
+    trainer.num_epochs = num_epochs
+    trainer.num_iterations_per_epoch = asked.steps_per_epoch
+    seconds: list[float] = []
+    end_epoch, began = trainer.on_epoch_end, time.perf_counter()
+
+    def timed_end() -> None:
+        end_epoch()
+        seconds.append(time.perf_counter() - began - sum(seconds))
+
+    trainer.on_epoch_end = timed_end
+    trainer.run_training()
+    return trainer, seconds
+
+
+def main() -> None:
+    """Answer one request; what nnU-Net prints goes to stderr."""
+    die_with_parent()
+    asked, answer = map(Path, sys.argv[1:])
+    sys.argv = sys.argv[:1]  # nnU-Net's trainer reads the rest
+    tree = json.loads(asked.read_text())
+    steps, whole = tree.pop("steps"), tree.pop("fit")
+    request = Request(**tree)
+    try:
+        with redirect_stdout(sys.stderr):
+            result = time_steps(request, Steps(**steps)) if steps else fit(request, Fit(**whole))
+    except Exception as error:  # a peer, or a compiler, can raise anything
+        result = {"reason": reason_of(error)}
+    answer.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
