@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,26 @@ import pytest
 from tests import warm
 from tests.command_line import CONFIGS, SMALL, Capture, refusal, run, settings_of
 from tests.process_trees import assert_all_end, family_of
-from tests.trainings import assert_same_weights, contents, weights
+from tests.trainings import (
+    assert_same_weights,
+    contents,
+    weights,
+    without_drawing,
+    without_pictures,
+)
 from tests.volumes.samples import write_json, write_msd
 from unet3d.atomic import append, write_atomically
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 
 TRAINING = ("train", "data", *SMALL, "--output", "run")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    """Save the time of drawing, which is tested elsewhere."""
+    with without_pictures():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +158,14 @@ def test_a_run_begins_with_the_network_of_another_one(
 
 def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet() -> None:
     write_msd(Path("data"), num_cases=5)
-    done = warm.run([*TRAINING, "--epochs", 3])
+    done = warm.run_call(without_drawing, [*TRAINING, "--epochs", "3"])
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("epoch ")]
     assert [line.split(":")[0] for line in lines] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert "\x1b" not in done.stdout + done.stderr  # no colours in a log
     assert done.stdout.splitlines()[-1].endswith("Checkpoints, metrics and pictures: run")
-    quiet = warm.run(["train", "--resume", "--output", "run", "--epochs", 4, "--quiet"])
+    going_on = ["train", "--resume", "--output", "run", "--epochs", "4", "--quiet"]
+    quiet = warm.run_call(without_drawing, going_on)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert json.loads(Path("run/summary.json").read_text())["epochs"] == 4
 

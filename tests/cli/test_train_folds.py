@@ -14,7 +14,7 @@ import pytest
 from tests import warm
 from tests.command_line import Capture, Words, refusal, run
 from tests.process_trees import assert_all_end, children_of, family_of
-from tests.trainings import assert_same_weights, contents
+from tests.trainings import assert_same_weights, contents, without_drawing
 from unet3d.runs.finding import recorded_folds
 from unet3d.training import cross_validation
 
@@ -26,20 +26,29 @@ CHANGES = (
 SMALL = tuple(word for one in CHANGES for word in ("--set", one))
 
 
+def start(*words: object) -> warm.Warm:
+    return warm.call(without_drawing, [*map(str, words)])
+
+
+def train(*words: object) -> tuple[int, str, str]:
+    """Run ``unet3d train`` to its end; return status, output and errors."""
+    process = start("train", *words)
+    output, errors = process.communicate(timeout=120)
+    return process.wait(), output, errors
+
+
 def summary_of(path: Path) -> dict[str, Any]:
     summary: dict[str, Any] = json.loads((path / "summary.json").read_text())
     return summary
 
 
 def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
-    done = warm.run(
-        ["train", *SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu"], timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    status, output, errors = train(*SMALL, "--folds", "0,2", "--epochs", 1, "--devices", "cpu")
+    assert status == 0, errors
     (top,) = Path("runs").iterdir()
     assert top.name.startswith("phantom-folds-")
-    assert "folds 0, 2, one after another" in done.stderr.splitlines()
-    assert done.stderr.count("\nepoch 1/1: ") == 2
+    assert "folds 0, 2, one after another" in errors.splitlines()
+    assert errors.count("\nepoch 1/1: ") == 2
     names = ["config.yaml", "fold0", "fold2", "folds.json", "summary.json"]
     assert sorted(path.name for path in top.iterdir()) == names
     # The summary is over the folds.
@@ -55,12 +64,12 @@ def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
         known = [one["last_dice"][label] for one in each if one["last_dice"][label] is not None]
         assert spread["mean"] == (pytest.approx(mean(known)) if known else None)
         assert spread["num_folds"] == len(known)
-    assert f"{mean(final):.3f}" in done.stdout
+    assert f"{mean(final):.3f}" in output
     # What is finished is left as it is; a fold more is added.
     before = contents(top)
-    assert "Validation Dice of 2 folds" in warm.run(["train", "--resume"]).stdout
+    assert "Validation Dice of 2 folds" in train("--resume")[1]
     assert contents(top) == before
-    assert warm.run(["train", "--resume", "--folds", "1"]).returncode == 0
+    assert train("--resume", "--folds", "1")[0] == 0
     assert recorded_folds(top) == (0, 1, 2)
     after = contents(top)
     kept = [path for path in before if path.parent.name in ("fold0", "fold2")]
@@ -72,27 +81,25 @@ def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
 
 
 def test_folds_on_several_devices_train_at_the_same_time() -> None:
-    options = ["train", *SMALL, "--devices", "cpu,cpu", "--output", "folds"]
-    done = warm.run([*options, "--folds", "0,1", "--epochs", 1])
-    assert done.returncode == 0, done.stderr
-    assert "folds 0, 1, one at a time on each of cpu, cpu" in done.stderr.splitlines()
+    options = (*SMALL, "--devices", "cpu,cpu", "--output", "folds")
+    status, _, errors = train(*options, "--folds", "0,1", "--epochs", 1)
+    assert status == 0, errors
+    assert "folds 0, 1, one at a time on each of cpu, cpu" in errors.splitlines()
     for name in ("fold0", "fold1"):
-        assert f"\n{name}: epoch 1/1: loss" in done.stderr
+        assert f"\n{name}: epoch 1/1: loss" in errors
         summary = summary_of(Path("folds", name))
         assert summary["parallel"] == "none" and len(summary["devices"]) == 1
     alone = ("--fold", 1, "--devices", "cpu", "--output", "alone", "--epochs", 1, "--quiet")
-    assert run("train", *SMALL, *alone) == 0
+    assert train(*SMALL, *alone)[0] == 0
     assert_same_weights(Path("folds/fold1"), Path("alone"))
-    line = warm.run([*options, "--folds", "all"]).stderr.splitlines()[-1]
+    line = train(*options, "--folds", "all")[2].splitlines()[-1]
     assert "folds holds a run over folds already; continue it with --resume" in line
 
 
-@pytest.mark.parametrize(
-    "devices", ["cpu,cpu", pytest.param("cpu", marks=pytest.mark.nightly, id="one")]
-)
+@pytest.mark.parametrize("devices", ["cpu", pytest.param("cpu,cpu", marks=pytest.mark.nightly)])
 def test_a_signal_stops_all_folds_and_they_go_on(devices: str) -> None:
-    words = ("train", *SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
-    process = warm.start([*words, "--output", "folds"])
+    words = (*SMALL, "--folds", "0,1", "--devices", devices, "--epochs", 100000)
+    process = start("train", *words, "--output", "folds")
     running = [Path("folds", name) for name in ("fold0", "fold1")[: devices.count("cpu")]]
     while not all((one / "metrics.jsonl").exists() for one in running):
         assert process.poll() is None, process.communicate()[1]
@@ -107,9 +114,9 @@ def test_a_signal_stops_all_folds_and_they_go_on(devices: str) -> None:
     assert stopped == ["Stopped by SIGINT; continue with --resume"]
     assert "Traceback" not in errors
     assert_all_end(family, 10)
+    assert len(list(Path("folds").glob("fold[01]"))) == len(running)
     epochs = 1 + max(len((one / "metrics.jsonl").read_text().splitlines()) for one in running)
-    going_on = ["train", "--resume", "--epochs", epochs, "--output", "folds", "--quiet"]
-    assert warm.run(going_on).returncode == 0
+    assert train("--resume", "--epochs", epochs, "--output", "folds", "--quiet")[0] == 0
     folds = summary_of(Path("folds"))["folds"]
     assert {name: one["epochs"] for name, one in folds.items()} == {"0": epochs, "1": epochs}
 
