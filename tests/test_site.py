@@ -16,7 +16,10 @@ from unet3d.config.reference import settings
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mkdocs", "material", "mkdocstrings", "mkdocstrings_handlers")
 missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+]
 
 
 class Page(HTMLParser):

@@ -2,7 +2,8 @@
 
 import math
 import os
-import time
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +44,13 @@ def numbers(value: Any) -> list[float]:
 
 
 def accept(make: Any) -> Config | None:
-    """Return a configuration, or None where it is refused in one short printable line, soon."""
-    began = time.monotonic()
+    """Return a configuration, or None where it is refused in one short printable line."""
     try:
         config: Config | None = make()
     except ConfigError as error:
         assert is_printable(str(error)), repr(str(error))
         assert len(str(error)) < 2500, str(error)
         config = None
-    assert time.monotonic() - began < 5
     return config
 
 
@@ -65,14 +64,17 @@ def assert_usable(config: Config) -> None:
         assert path is None or b"\0" not in os.fsencode(path)
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_every_setting_refuses_or_bounds_hostile_values(key: str) -> None:
-    for value in HOSTILE:
-        config = accept(lambda value=value: Config().with_values({key: value}))
+@pytest.mark.parametrize("share", [5, pytest.param(1, marks=pytest.mark.nightly)])
+def test_every_setting_refuses_or_bounds_hostile_values(share: int) -> None:
+    """Every fifth value by day, another fifth for each setting; all at night."""
+    for number, (key, value) in enumerate(product(KEYS, HOSTILE)):
+        if number % share:
+            continue
+        config = accept(partial(Config().with_values, {key: value}))
         if config is not None:
-            for number in numbers(config.model_dump(mode="json")):
-                assert math.isfinite(number), value
-                assert abs(number) < 1e31, value
+            for one in numbers(config.model_dump(mode="json")):
+                assert math.isfinite(one), (key, value)
+                assert abs(one) < 1e31, (key, value)
             assert Config.from_yaml(config.to_yaml()) == config
 
 
@@ -146,10 +148,8 @@ LAUGHS = "a: &a [x]\n" + "".join(
 def test_yaml_that_is_more_than_settings(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    began = time.monotonic()
     with pytest.raises(ConfigError) as caught:
         load_config(path)
-    assert time.monotonic() - began < 2
     assert message in str(caught.value)
     assert is_printable(str(caught.value))
     with pytest.raises(ConfigError, match="stored settings is not valid YAML"):
@@ -196,7 +196,7 @@ def test_mutations_of_the_text(content: bytes) -> None:
     accept(lambda: Config.from_yaml(content.decode(errors="surrogateescape")))
 
 
-@property_test
+@partial(property_test, share=0.25)
 @given(st.sampled_from(KEYS), st.text() | st.from_regex(r"[-+0-9eE.,_:\[\]{}&*!\"\\ xn]+"))
 def test_overrides(key: str, value: str) -> None:
     config = accept(lambda: load_config(None, [f"{key}={value}"]))

@@ -25,10 +25,7 @@ from unet3d.reports.pages.segmentation_page import segmentation_page
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(CHROMIUM is None, reason=f"there is none of {', '.join(NAMES)}"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"there is none of {', '.join(NAMES)}")
 
 FLAGS = ["--no-sandbox", "--use-angle=swiftshader", "--enable-unsafe-swiftshader"]
 SKY, ORANGE, VERMILION = (86, 180, 233), (230, 159, 0), (213, 94, 0)  # Okabe and Ito
@@ -155,6 +152,7 @@ def test_the_canvas_shows_the_labels_in_their_colours(viewer: Opened) -> None:
     assert near(viewer.pixels(), SKY).sum() > 2000
 
 
+@pytest.mark.nightly
 def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer: Opened) -> None:
     viewer.page.click("button.place >> nth=0")
     viewer.press("v", *["+"] * 5)
@@ -171,6 +169,7 @@ def test_the_patients_right_is_on_the_left_and_the_front_on_top(viewer: Opened) 
     assert columns.mean() < width / 2 and rows.mean() < height / 2
 
 
+@pytest.mark.nightly
 def test_the_crosshair_is_seen_in_every_plane(viewer: Opened) -> None:
     viewer.press("o")
     for _ in range(3):
@@ -181,6 +180,7 @@ def test_the_crosshair_is_seen_in_every_plane(viewer: Opened) -> None:
             assert white.mean(axis=0).max() > 0.6 and white.mean(axis=1).max() > 0.6
 
 
+@pytest.mark.nightly
 def test_a_name_leads_to_its_label(viewer: Opened) -> None:
     # Voxels 4 to 13, 4 to 11, 14 to 21, of which the scan begins with the rightmost and foremost.
     viewer.page.click("button.place >> nth=1")
@@ -192,6 +192,7 @@ def test_a_name_leads_to_its_label(viewer: Opened) -> None:
     assert 3 * 14 <= place["z"] <= 3 * 21
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_labels", [64, 300])
 def test_many_labels_have_their_colours_and_the_background_has_none(
     browser: Any, tmp_path: Path, num_labels: int
@@ -218,6 +219,7 @@ def test_many_labels_have_their_colours_and_the_background_has_none(
     opened.close()
 
 
+@pytest.mark.nightly
 def test_every_key_does_what_the_page_says(viewer: Opened) -> None:
     page = viewer.page
     page.click("button.place >> nth=0")
@@ -250,6 +252,7 @@ def test_every_key_does_what_the_page_says(viewer: Opened) -> None:
     assert page.input_value("#opacity") == "40"
 
 
+@pytest.mark.nightly
 def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer: Opened) -> None:
     page = viewer.page
     reached = []
@@ -265,6 +268,7 @@ def test_the_viewer_is_reached_and_left_with_tab_and_that_is_seen(viewer: Opened
     assert reached[-1] != "canvas"
 
 
+@pytest.mark.nightly
 def test_black_and_white_can_be_changed(viewer: Opened) -> None:
     viewer.press("o")
     before = viewer.pixels().mean()
@@ -277,6 +281,7 @@ def test_black_and_white_can_be_changed(viewer: Opened) -> None:
     assert viewer.pixels().mean() == pytest.approx(before, rel=0.05)
 
 
+@pytest.mark.nightly
 def test_on_paper_and_without_javascript_there_is_a_picture(
     browser: Any, segmentation: Path, viewer: Opened
 ) -> None:
@@ -291,6 +296,7 @@ def test_on_paper_and_without_javascript_there_is_a_picture(
     opened.close()
 
 
+@pytest.mark.nightly
 def test_without_webgl_the_page_says_so_and_shows_a_picture(
     chromium: Any, segmentation: Path
 ) -> None:
@@ -304,6 +310,7 @@ def test_without_webgl_the_page_says_so_and_shows_a_picture(
     browser.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1200])
 def test_pages_fit_their_width_in_light_and_dark(
@@ -321,6 +328,7 @@ def test_pages_fit_their_width_in_light_and_dark(
         opened.close()
 
 
+@pytest.mark.nightly
 def test_headings_sort_by_keyboard(browser: Any, tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     (tmp_path / "report.html").write_bytes(encoded(run_page(folder)))

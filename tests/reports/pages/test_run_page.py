@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -137,19 +138,23 @@ def test_a_run_that_was_killed_early_has_a_page(tmp_path: Path, kept: str) -> No
     assert ("No epoch has ended yet." in page.text) == (kept != "metrics.jsonl")
 
 
+@pytest.fixture
+def without_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw no curves, which would take most of a second for each page."""
+    monkeypatch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
+
+
 @pytest.mark.parametrize(
     "name", ["data.json", "summary.json", "memory.json", "validation/cases.json"]
 )
-@pytest.mark.parametrize(
-    "damage", ["{", "[1]", '{"epochs": -1, "cases": 3, "slots": [], "unet3d": 5}', "\0"]
-)
 def test_a_damaged_file_is_named_and_the_rest_is_shown(
-    tmp_path: Path, name: str, damage: str
+    tmp_path: Path, name: str, without_curves: None
 ) -> None:
-    page = Page(run_page(write_run(tmp_path, **{name: damage})))
-    assert_closed(page)
-    assert f"{Path(name).name} is damaged: " in page.text
-    assert page.cells("liver")[0] == "liver"
+    for damage in ("{", "[1]", '{"epochs": -1, "cases": 3, "slots": [], "unet3d": 5}', "\0"):
+        page = Page(run_page(write_run(tmp_path, **{name: damage})))
+        assert_closed(page)
+        assert f"{Path(name).name} is damaged: " in page.text
+        assert page.cells("liver")[0] == "liver"
 
 
 def test_damaged_pictures_settings_and_metrics_are_left_out(tmp_path: Path) -> None:
@@ -192,12 +197,11 @@ def test_headings_and_pictures_have_words(tmp_path: Path) -> None:
     assert text.count("<img ") == len(re.findall('<img [^>]*alt="', text))
 
 
-@property_test
+@partial(property_test, share=0.25)
 @given(data=st.data())
 def test_no_content_of_a_file_is_more_than_text(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, without_curves: None
 ) -> None:
-    """Curves are left out, because each of them would take most of a second."""
     contents = {
         "data.json": sample_run.data(),
         "summary.json": sample_run.summary(),
@@ -208,9 +212,7 @@ def test_no_content_of_a_file_is_more_than_text(
     changed = json.dumps(data.draw(mutated(contents[name])), default=repr, skipkeys=True)
     pictures = dict.fromkeys(("memory.png", "validation/worst.png", "validation/best.png"))
     folder = write_run(tmp_path_factory.mktemp("run"), **{name: changed, **pictures})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unet3d.reports.pages.run_page.progress_figure", lambda *_: Figure((1, 1)))
-        text = run_page(folder)
+    text = run_page(folder)
     text.encode()
     page = Page(text)
     assert_closed(page)
