@@ -169,6 +169,8 @@ class OurTrainee:
         step = way.planned(rank)
         self.precision, layout = step.precision, step.layout
         torch.backends.cudnn.benchmark = False  # a peer in this process may have asked for it
+        if layout.devices[0].type == "cuda":
+            torch.cuda.set_device(layout.devices[0])
         torch.manual_seed(0)
         model = UNet3d(step.topology)
         if way.balances_time:

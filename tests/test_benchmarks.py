@@ -13,6 +13,7 @@ import pytest
 
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
+from unet3d.volumes.phantom import write_phantom_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("step", "training", "prediction", "scaling", "memory", "quality", "nnunet")
@@ -156,6 +157,20 @@ def test_memory_is_predicted_and_cubes_are_tried(run: Run, load: Callable[[str],
     problem = trainees.Problem(size=(16, 16, 16), batch_size=1, channels=(4, 8, 8))
     tried = memory.try_rank(Group(Ranks()), *arguments.largest, problem, arguments)
     assert tried["trains"] and tried["second_step_seconds"] > 0
+
+
+@pytest.mark.nightly
+def test_default_trainings_are_scored_on_the_cases_of_the_fold(run: Run, tmp_path: Path) -> None:
+    dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
+    settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
+    changes = [word for one in settings for word in ("--set", one)]
+    record, table = run(
+        "quality", dataset, *ON_CPU, "--minutes", 0.01, "--nnunet-steps", 2, *changes
+    )
+    ours, theirs = record["rows"]["unet3d"], record["rows"]["nnU-Net"]
+    assert ours["validation, plain"]["num_cases"] == ours["validation, mirrored"]["num_cases"] == 1
+    assert ours["num_epochs"] == 1 and "| unet3d | 1, validation, plain |" in table
+    assert "nnunetv2" in theirs.get("reason", "") or theirs["validation, plain"]["num_cases"] == 1
 
 
 @pytest.mark.nightly
