@@ -184,20 +184,6 @@ def test_nothing_to_compare_is_refused(tmp_path, ignore, message):
         evaluate(path, path, scored=ScoredLabels(ignore=ignore))
 
 
-def test_real_labels_against_themselves(test_data, tmp_path):
-    folder = test_data / "hippocampus" / "labelsTr"
-    labels = sorted(folder.glob("hippocampus_*.nii.gz"))[:3]
-    for label in labels:
-        (tmp_path / label.name).write_bytes(label.read_bytes())
-    evaluation = evaluate(tmp_path, tmp_path)
-    assert evaluation.labels == (1, 2)
-    for case in evaluation.cases:
-        voxels = nib.load(case.label).get_fdata()
-        for value, score in case.scores.items():
-            assert (score.dice, score.hd95_mm) == (1.0, 0.0)
-            assert score.label_ml == pytest.approx((voxels == value).sum() / 1000)
-
-
 @pytest.mark.parametrize(("header", "voxels"), [(".hdr", ".IMG"), (".HDR", ".img")])
 def test_a_pair_of_files_is_one_label_map_in_any_case_of_letters(tmp_path, header, voxels):
     array = cube((5, 5, 5), (15, 15, 15))

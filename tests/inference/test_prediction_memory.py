@@ -156,7 +156,9 @@ def test_it_is_near_what_the_command_takes(
     assert predicted == pytest.approx(peak_bytes, rel=0.25)
 
 
-def test_maps_take_twice_as_much_in_float32(tmp_path: Path) -> None:
+def test_maps_take_twice_as_much_in_float32_and_sums_a_number_for_each_class(
+    tmp_path: Path,
+) -> None:
     path = scan_of(tmp_path, (40, 40, 40))
     one = InferenceSettings(batch_size=1)
     in_types = [
@@ -165,3 +167,6 @@ def test_maps_take_twice_as_much_in_float32(tmp_path: Path) -> None:
     ]
     # Three maps of 4 channels at full resolution, which have 2 bytes and 4.
     assert in_types[1] - in_types[0] == 16**3 * 3 * 4 * 2
+    more = planned(path, random_checkpoint(label_values=(0, 1, 2, 3)), settings=one).slab_bytes
+    # A sum in float32, and twice their mean; what a window takes is less.
+    assert 0 <= more - in_types[1] - 40 * 40 * 16 * 3 * 4 < 16**3 * 3 * 4

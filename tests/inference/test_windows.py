@@ -62,19 +62,6 @@ def test_weights_are_scipys_gaussian_of_a_point(window: Shape) -> None:
     assert weight.min() > 1e-11  # far from what float32 rounds to nothing
 
 
-def test_weights_and_starts_are_those_of_nnunet() -> None:
-    theirs = pytest.importorskip(
-        "nnunetv2.inference.sliding_window_prediction", reason="needs nnU-Net"
-    )
-    for window in ((16, 16, 16), (64, 9, 4), (40, 56, 40)):
-        weights = theirs.compute_gaussian(window, 1 / 8, 10, dtype=torch.float32, device=CPU)
-        torch.testing.assert_close(10 * gaussian_weight(window), weights, rtol=1e-5, atol=0)
-    for overlap, length in itertools.product((0.5, 0.25, 0.75), (7, 16, 31, 40, 64)):
-        for size in range(length, 8 * length):
-            (starts,) = theirs.compute_steps_for_sliding_window((size,), (length,), 1 - overlap)
-            assert window_starts(size, length, overlap) == starts
-
-
 @pytest.mark.parametrize(
     ("window", "devices", "expected"),
     [

@@ -80,14 +80,6 @@ def test_a_fold_alone_segments_as_nnunet_does_with_it() -> None:
         assert_scan(found, recorded("isotropic", "plain", f"fold_{fold}"))
 
 
-def test_the_command_segments_a_folder_of_scans_in_several_channels(tmp_path: Path) -> None:
-    checkpoint = ("--checkpoint", model_of("regions"))
-    scans = FOLDER / "regions" / "scans"
-    assert run("predict", scans, *checkpoint, "--no-tta", "--devices", "cpu", "-o", tmp_path) == 0
-    found = {scan: nib.load(tmp_path / f"{scan}_seg.nii.gz") for scan in scans_of("regions")}
-    assert_agree(found, all_recorded("regions", "plain"))
-
-
 def test_an_exported_model_segments_as_nnunet_does(tmp_path: Path) -> None:
     archive = archive_of(model_of("isotropic"), tmp_path / "model.zip", "Dataset991_isotropic/")
     (scan,) = files_of("isotropic", "plain")
