@@ -1,22 +1,26 @@
-"""How many faults are tried: few with all other tests, many with ``make faults``."""
+"""How many faults are tried: one of each kind by day, as many as are asked for at night."""
 
 import os
 import random
+from typing import Any
 
-NUM_FAULTS = int(os.environ.get("UNET3D_FAULTS", "1"))
+import pytest
+
+NUM_FAULTS = int(os.environ.get("UNET3D_FAULTS", "7"))
 """Kills at random moments; the other numbers follow from it."""
 
 FIRST_SEED = int(os.environ.get("UNET3D_FAULTS_SEED", "0"))
 """Of the random choices. Each seed is a test, so a failure names the seed that repeats it."""
 
 
-def seeds(share: float = 1.0) -> range:
-    """Return a seed for each try.
+def seeds(share: float = 1.0) -> list[Any]:
+    """Return a seed for each try, of which the first is tried by day, too.
 
     Args:
         share: How many tries there are, as a share of the kills.
     """
-    return range(FIRST_SEED, FIRST_SEED + max(1, round(NUM_FAULTS * share)))
+    first, *others = range(FIRST_SEED, FIRST_SEED + max(1, round(NUM_FAULTS * share)))
+    return [first, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in others)]
 
 
 def chance(seed: int) -> random.Random:

@@ -10,9 +10,8 @@ import pytest
 
 from tests.command_line import SMALL, run
 from tests.faults.amounts import chance, seeds
+from tests.trainings import without_pictures
 from tests.volumes.samples import noise, write_msd, write_volume
-
-pytestmark = pytest.mark.nightly
 
 TRAINING = ("train", "data", *SMALL, "--output", "run", "--set", "data.cache=cache")
 COMMANDS = (
@@ -20,7 +19,7 @@ COMMANDS = (
     ("predict", "scan.nii.gz", "--checkpoint", "run/checkpoint-latest.pt", "--devices", "cpu"),
     ("evaluate", "data/labelsTr", "data/labelsTr"),
     ("check", "data"),
-    ("plan", "data", "--devices", "cpu", "--set", "data.cache=cache"),
+    ("plan", "data", *SMALL[:2], *SMALL[4:], "--set", "data.cache=cache"),
 )
 
 
@@ -52,6 +51,12 @@ DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
     zero_a_block,
     add_noise,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    with without_pictures():
+        yield
 
 
 @pytest.fixture(scope="module")

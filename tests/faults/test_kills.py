@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,15 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.command_line import process_environment
+from tests import warm
 from tests.faults.amounts import chance, seeds
 from tests.networks import write_checkpoint
 from tests.process_trees import assert_all_end, family_of
-from tests.trainings import SMALL, assert_same_weights, losses
+from tests.trainings import SMALL, assert_same_weights, losses, without_drawing
 from tests.volumes.samples import noise, write_msd, write_volume
 from unet3d.runs.checkpoint import load_checkpoint
-
-pytestmark = pytest.mark.nightly
 
 MAX_KILLS = 2
 """How often one command is killed before it may end."""
@@ -154,23 +151,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Und
     return run
 
 
-def start(work: Work, folder: Path) -> subprocess.Popen[str]:
+def start(work: Work, folder: Path) -> warm.Warm:
     """Start a command in a session of its own, or go on with what it has begun."""
     words = list(work.words)
     if work.words[0] == "train" and (folder / RUN / "checkpoint-latest.pt").exists():
         words.append("--resume")
-    return subprocess.Popen(
-        [sys.executable, "-m", "unet3d", *words],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=process_environment(),
-        start_new_session=True,
-    )
+    return warm.call(without_drawing, words, cwd=folder)
 
 
-def kill(process: subprocess.Popen[str], choices: random.Random) -> None:
+def kill(process: warm.Warm, choices: random.Random) -> None:
     """Kill the whole session, the first process, or one of its children; see the rest end."""
     family = family_of(process.pid)
     victims = ["session", "first", *(["child"] if family else [])]
