@@ -27,10 +27,6 @@ def _children() -> dict[int, list[int]]:
     return found
 
 
-def ranks_of(parent: int) -> list[int]:
-    return [child for child in children_of(parent) if b"unet3d\0train" in command_of(child)]
-
-
 def command_of(process: int) -> bytes:
     try:
         return Path(f"/proc/{process}/cmdline").read_bytes()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import warm
-from tests.command_line import Capture, refusal, run
+from tests.command_line import Capture, refusal
 from tests.nnunet.models import archive_of, content_of, write_model
 from tests.volumes.samples import noise, write_volume
 from unet3d.cli.predict import predict
@@ -39,17 +39,16 @@ def archive(folder: Path) -> Path:
     return archive_of(model, Path("weights/Task.zip"))
 
 
-def named_in_statistics(case: str) -> list[str]:
-    found: list[str] = json.loads(Path(f"out/{case}_seg.json").read_text())["checkpoints"]
-    return found
-
-
+@pytest.mark.parametrize("devices", ["cpu", "cpu,cpu"])
 def test_a_network_is_called_by_its_place_in_the_archive(
-    archive: Path, temporary: Path, capsys: Capture
+    devices: str, archive: Path, temporary: Path
 ) -> None:
-    assert run("predict", "scans", *OPTIONS, "--devices", "cpu") == 0
-    assert capsys.readouterr().out.startswith(f"using {CHECKPOINT}\n")
-    assert named_in_statistics("a") == [CHECKPOINT]
+    done = warm.run(["predict", "scans", *OPTIONS, "--devices", devices])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"using {CHECKPOINT}\n")
+    for case in "ab":
+        statistics = json.loads(Path(f"out/{case}_seg.json").read_text())
+        assert statistics["checkpoints"] == [CHECKPOINT]
     assert not list(temporary.glob("unet3d*"))
 
 
@@ -62,14 +61,6 @@ def test_messages_name_the_place_in_the_archive(
     said = refusal(capsys, "predict", "scans", *OPTIONS, "--devices", "cpu")
     assert said.startswith(f"Error: {CHECKPOINT} is not a model of nnU-Net that can be used: it do")
     assert str(temporary) not in said and not list(temporary.iterdir())
-
-
-def test_ranks_call_it_so_too(archive: Path, temporary: Path) -> None:
-    done = warm.run(["predict", "scans", *OPTIONS, "--devices", "cpu,cpu"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"using {CHECKPOINT}\n")
-    assert [named_in_statistics(case) for case in "ab"] == [[CHECKPOINT]] * 2
-    assert not list(temporary.glob("unet3d*"))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
