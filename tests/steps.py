@@ -1,18 +1,21 @@
 """Training steps whose memory is predicted, and measured."""
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from tests.shards import ThreadMessages, run_shards
 from unet3d.config import ModelSettings, Shape, Spacing, TrainingSettings
+from unet3d.kernels import recompute
 from unet3d.memory.meter import MemoryMeter, SlotMemory
 from unet3d.model import Regions, UNet3d, plan_topology
 from unet3d.model.optimizer import Optimization
-from unet3d.parallel import Executor, Layout, parallelize
+from unet3d.parallel import Executor, Layout, parallelize, precision
 from unet3d.parallel.precision import autocast_dtype, image_dtype
+from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.executor import SpatialExecutor
-from unet3d.planning.memory_estimate import Step
+from unet3d.planning.memory_estimate import MemoryEstimate, Step, predict_memory
 
 CPU = torch.device("cpu")
 GPUS = tuple(torch.device("cuda", index) for index in range(4))
@@ -50,12 +53,20 @@ def make_step(
     )
 
 
+def predicted(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
+    """Return what is predicted of a step, which is predicted once in a process."""
+    here = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS, precision.cpu_has_bfloat16())
+    return _predicted(step, counts_reserved, here)
+
+
+@cache
+def _predicted(step: Step, counts_reserved: bool, here: object) -> MemoryEstimate:
+    return predict_memory(step, counts_reserved)
+
+
 def measure(step: Step) -> dict[int, SlotMemory]:
     """Take two steps as training does, and measure the second."""
-    model = UNet3d(step.topology)
-    if step.precision == "float64":
-        model.double()
-    return _measure(step, parallelize(model, step.layout))
+    return _measure(step, parallelize(_network(step), step.layout))
 
 
 def measure_shards(step: Step) -> list[dict[int, SlotMemory]]:
@@ -63,12 +74,14 @@ def measure_shards(step: Step) -> list[dict[int, SlotMemory]]:
 
     def work(shard: int, messages: ThreadMessages) -> dict[int, SlotMemory]:
         own = replace(step, layout=replace(step.layout, shard=shard))
-        model = UNet3d(step.topology)
-        if step.precision == "float64":
-            model.double()
-        return _measure(own, SpatialExecutor(model, own.layout, messages=messages))
+        return _measure(own, SpatialExecutor(_network(step), own.layout, messages=messages))
 
     return run_shards(step.layout.num_shards, work)
+
+
+def _network(step: Step) -> UNet3d:
+    model = UNet3d(step.topology)
+    return model.double() if step.precision == "float64" else model
 
 
 def _measure(step: Step, executor: Executor) -> dict[int, SlotMemory]:

@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.steps import predicted
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import DeviceError
 from unet3d.model import UNet3d
 from unet3d.planning import choice, placements
 from unet3d.planning.choice import Choice, choose_mode, tuning_key
-from unet3d.planning.memory_estimate import Step, predict_memory
+from unet3d.planning.memory_estimate import MemoryEstimate, Step
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.placements import PlacementOption, possible_dims
 from unet3d.planning.tuning_cache import TunedConfig, remember_tuned
@@ -35,8 +36,16 @@ def chosen(cache: Path, *changes: str, ranks: Ranks | None = None) -> Choice:
 
 
 def settings(cache: Path, *changes: str) -> Config:
-    precise = ("training.precision=bfloat16", f"data.cache={cache}")
-    return load_config(None, [*precise, *changes])
+    few = ("training.precision=bfloat16", f"data.cache={cache}", "model.num_levels=4")
+    return load_config(None, [*few, *changes])
+
+
+def options_of(config: Config, num_gpus: int) -> list[PlacementOption]:
+    """Return all that such a training could be placed as, with the time of a step of each."""
+    network = plan_without_data(config)
+    devices = tuple(torch.device("cuda", index) for index in range(num_gpus))
+    memory = placements.memory_of(devices, None)
+    return choice.timed_options(config, network, possible_dims(config, network, devices), memory)
 
 
 def placed(found: ParallelSettings) -> tuple[str, int, int]:
@@ -47,6 +56,7 @@ def placed(found: ParallelSettings) -> tuple[str, int, int]:
 FOUR = "parallel.devices=0,1,2,3"
 LARGE = "patches.size=256,256,256"
 SMALL = "patches.size=32,32,32"
+TWO_GROUPS = "2 replicas of spatial over 2 GPUs each"
 
 
 @pytest.mark.usefixtures("gpus")
@@ -55,11 +65,7 @@ SMALL = "patches.size=32,32,32"
     [
         ((FOUR, LARGE, "training.batch_size=1"), ("spatial", 1, 4), "spatial over 4 GPUs"),
         ((FOUR, LARGE, "training.batch_size=4"), ("data", 1, 4), "data over 4 GPUs"),
-        (
-            (FOUR, LARGE, "training.batch_size=2"),
-            ("spatial", 2, 4),
-            "2 replicas of spatial over 2 GPUs each",
-        ),
+        ((FOUR, LARGE, "training.batch_size=2"), ("spatial", 2, 4), TWO_GROUPS),
         # A replica has a patch for each of its micro-batches.
         (
             (FOUR, LARGE, "training.batch_size=4", "training.micro_batches=4"),
@@ -70,7 +76,7 @@ SMALL = "patches.size=32,32,32"
         (
             (FOUR, LARGE, "training.batch_size=4", "parallel.replicas=2"),
             ("spatial", 2, 4),
-            "2 replicas of spatial over 2 GPUs each",
+            TWO_GROUPS,
         ),
         (("parallel.devices=0,cpu", LARGE), ("model", 1, 2), "model over cuda:0,cpu"),
         (("parallel.devices=0,0", LARGE), ("model", 1, 2), "model over cuda:0,cuda:0"),
@@ -99,20 +105,15 @@ def test_the_fastest_is_taken(
     choice = chosen(tmp_path, *changes)
     assert placed(choice.settings) == found
     assert choice.line.startswith(f"parallel: {words}") and "\n" not in choice.line
-    assert chosen(tmp_path, *changes) == choice
 
 
 @pytest.mark.usefixtures("gpus")
 def test_the_line_says_why(tmp_path: Path) -> None:
     config = settings(tmp_path, FOUR, LARGE, "training.batch_size=1")
-    network = plan_without_data(config)
-    devices = tuple(torch.device("cuda", index) for index in range(4))
-    memory = placements.memory_of(devices, None)
-    ways = possible_dims(config, network, devices)
-    one, spatial = choice.timed_options(config, network, ways, memory)
+    one, spatial = options_of(config, 4)
     assert one.seconds is not None and spatial.seconds is not None
-    (shard,) = predict_memory(spatial.step, counts_reserved=False).memory.values()
-    assert choose_mode(config, network).line == (
+    (shard,) = predicted(spatial.step, False).memory.values()
+    assert choose_mode(config, plan_without_data(config)).line == (
         f"parallel: spatial over 4 GPUs: predicted {1000 * spatial.seconds:.0f} ms a step against "
         f"{1000 * one.seconds:.0f} on one; {shard.peak_bytes / GIB:.1f} GiB each"
     )
@@ -151,9 +152,9 @@ def test_only_as_much_as_needed_is_predicted(
 ) -> None:
     asked: list[Step] = []
 
-    def predict(step: Step, counts_reserved: bool = True) -> object:
+    def predict(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
         asked.append(step)
-        return predict_memory(step, counts_reserved)
+        return predicted(step, counts_reserved)
 
     monkeypatch.setattr(placements, "predict_memory", predict)
     chosen(tmp_path, "parallel.devices=0,1,2,3,4,5,6,7", LARGE, "training.batch_size=8")
@@ -165,12 +166,7 @@ def test_measured_steps_replace_predicted_ones(tmp_path: Path) -> None:
     changes = ("parallel.devices=0,1", LARGE, "training.batch_size=1")
     assert placed(chosen(tmp_path, *changes).settings)[0] == "spatial"
     config = settings(tmp_path, *changes)
-    network = plan_without_data(config)
-    devices = (torch.device("cuda", 0), torch.device("cuda", 1))
-    memory = placements.memory_of(devices, None)
-    one, spatial = choice.timed_options(
-        config, network, possible_dims(config, network, devices), memory
-    )
+    one, spatial = options_of(config, 2)
     assert one.seconds is not None and spatial.seconds is not None
 
     def remember(option: PlacementOption, seconds: float) -> None:
@@ -216,10 +212,7 @@ def test_measured_blocks_correct_what_is_counted(
     corrections = choice.block_corrections(config, network, gpu, "bfloat16")
     assert list(corrections) == names and min(corrections.values()) > 10
     assert asked == [(gpu, (256, 256, 256), 1, torch.bfloat16, tmp_path / "timings")]
-    memory = placements.memory_of((gpu,), None)
-    (option,) = choice.timed_options(
-        config, network, possible_dims(config, network, (gpu,)), memory
-    )
+    (option,) = options_of(config, 1)
     assert option.seconds == pytest.approx(len(names), rel=0.01)
 
 
@@ -229,6 +222,14 @@ def test_processes_on_one_cpu_are_no_gain(tmp_path: Path) -> None:
     assert "against" in found.line and "CPU processes" in found.line
 
 
+@pytest.mark.usefixtures("gpus")
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="device '9' does not exist"):
+        chosen(tmp_path, "parallel.devices=0,9")
+    with pytest.raises(DeviceError, match="do not divide by 2"):
+        chosen(tmp_path, "parallel.devices=0,1,2", "parallel.replicas=2")
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "changes", "found"),
     [
@@ -236,31 +237,16 @@ def test_processes_on_one_cpu_are_no_gain(tmp_path: Path) -> None:
         (2, (SMALL, "training.batch_size=1"), ("spatial", 1)),
         (4, (SMALL, "training.batch_size=2", "parallel.replicas=2"), ("spatial", 2)),
         (2, (SMALL, "model.norm=batch"), ("data", 1)),
-        (4, ("patches.size=3,32,32", "model.num_levels=2", "training.batch_size=1"), ("data", 1)),
+        (4, ("patches.size=3,32,32", "training.batch_size=1"), ("data", 1)),
     ],
     ids=str,
 )
 def test_all_ranks_that_were_started_take_part(
     num_ranks: int, changes: tuple[str, ...], found: tuple[str, int], tmp_path: Path
 ) -> None:
+    few = ("training.precision=float32", "model.num_levels=2", "model.base_channels=4")
     for local_world_size in {num_ranks, num_ranks // 2}:  # of one machine, and of two
         ranks = Ranks(rank=0, world_size=num_ranks, local_rank=0, local_world_size=local_world_size)
-        choice = chosen(tmp_path, "training.precision=float32", *changes, ranks=ranks)
+        choice = chosen(tmp_path, *few, *changes, ranks=ranks)
         assert (choice.settings.mode, choice.settings.replicas) == found
         assert choice.settings.devices is None  # as they were
-
-
-@pytest.mark.usefixtures("gpus")
-@pytest.mark.parametrize(
-    ("changes", "error", "reason"),
-    [
-        (("parallel.devices=0,9",), DeviceError, "device '9' does not exist"),
-        (("parallel.devices=0,1,2", "parallel.replicas=2"), DeviceError, "do not divide by 2"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused(
-    changes: tuple[str, ...], error: type[Exception], reason: str, tmp_path: Path
-) -> None:
-    with pytest.raises(error, match=reason):
-        chosen(tmp_path, *changes)

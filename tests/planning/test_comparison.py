@@ -1,7 +1,6 @@
 """``unet3d plan``: what is compared, what it prints and writes, and how it says no."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,26 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line import error_line, run
+from tests.command_line import refusal, run
 from unet3d.config import Shape
 from unet3d.planning import placements
 from unet3d.planning.memory_estimate import Step
 
-TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2")
+LAUNCHED = ("--set", "parallel.cuda_graphs=off")
+"""Where no step is captured, a prediction takes half the time."""
+TINY = ("--set", "model.base_channels=4", "--set", "model.num_levels=2", *LAUNCHED)
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    status = run("plan", *arguments)
-    return status, *capsys.readouterr()
+def plan(
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str
+) -> tuple[dict[str, Any], str]:
+    """Return the record that a command writes, and what it prints."""
+    path = folder / "plan.json"
+    status = run("plan", *arguments, "--json", str(path))
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record, out
 
 
 @pytest.fixture
@@ -33,40 +41,36 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placements, "largest_size", mib_for_a_patch)
 
 
+@pytest.mark.usefixtures("no_search")
 def test_the_command_shows_every_way_side_by_side(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    path = tmp_path / "plan.json"
-    status, out, err = plan(
+    record, out = plan(
         capsys,
-        *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "4", "--micro-batches", "4"),
-        *("--parallel", "model", "--device-memory", "1.7", "--json", str(path), *TINY),
+        tmp_path,
+        *("--shape", "64,64,32", "--devices", "0,1", "--batch-size", "2", "--micro-batches", "2"),
+        *("--parallel", "model", "--device-memory", "1.7", *TINY),
     )
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
-    assert (record["shape"], record["batch_size"]) == ([64, 64, 32], 4)
+    assert (record["shape"], record["batch_size"]) == ([64, 64, 32], 2)
     ways = [(way["parallel"], way["num_micro_batches"], way["asked"]) for way in record["ways"]]
     assert ways == [
         ("none", 1, False),
-        ("none", 4, False),
+        ("none", 2, False),
         ("spatial", 1, False),
-        ("spatial", 4, False),
+        ("spatial", 2, False),
         ("model", 1, False),
-        ("model", 4, True),
+        ("model", 2, True),
     ]
     for way in record["ways"]:
         peaks = [slot["predicted"]["peak_bytes"] for slot in way["slots"]]
         room = 0.2 if way["parallel"] == "spatial" else 0.7  # without the buffers of messages
         assert way["fits"] == (max(peaks) <= room * 1024**3)
         x, y, z = way["largest_shape"]
-        assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride
         assert f"up to {x}x{y}x{z} voxels" in out
         for slot in way["slots"]:
             assert slot["device_bytes"] == int(1.7 * 1024**3)
-    largest = [math.prod(way["largest_shape"]) for way in record["ways"]]
-    assert largest[0] < largest[4] < largest[5]
-    assert "none, 1" in out and "model, 4*" in out
+    assert "none, 1" in out and "model, 2*" in out
     table = out[: out.index("--parallel")]
     assert max(map(len, table.splitlines())) <= 80
     assert table.count("yes") + table.count("NO") == 6
@@ -74,13 +78,14 @@ def test_the_command_shows_every_way_side_by_side(
 
 
 def ways_of(
-    capsys: pytest.CaptureFixture[str], path: Path, *arguments: str
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """Return the ways of a plan, by name, and what the command printed."""
-    status, out, err = plan(capsys, "--shape", "32,32,32", "--json", str(path), *arguments, *TINY)
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
-    return {f"{way['parallel']} {way['num_micro_batches']}": way for way in record["ways"]}, out
+    record, out = plan(capsys, folder, "--shape", "32,32,32", *arguments, *TINY)
+    return {
+        f"{way['replicas']} {way['parallel']} {way['num_micro_batches']}": way
+        for way in record["ways"]
+    }, out
 
 
 @pytest.mark.usefixtures("no_search")
@@ -88,29 +93,24 @@ def test_a_replica_takes_what_its_share_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     memory = ("--device-memory", "2")
-    ways, out = ways_of(
-        capsys,
-        tmp_path / "data.json",
-        *("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory),
-    )
-    assert list(ways) == ["none 1", "data 1", "spatial 1", "model 1"]
-    data = ways["data 1"]
-    assert data["asked"] and data["replicas"] == 3
+    three = ("--parallel", "data", "--devices", "0,1,2", "--batch-size", "5", *memory)
+    ways, out = ways_of(capsys, tmp_path, *three)
+    assert list(ways) == ["1 none 1", "3 data 1", "1 spatial 1", "1 model 1"]
+    data = ways["3 data 1"]
+    assert data["asked"]
     assert [(slot["slot"], slot["rank"], slot["device"]) for slot in data["slots"]] == [
         (index, index, f"cuda:{index}") for index in range(3)
     ]
     # Each holds the whole network, and the largest share is of two patches.
-    alone, _ = ways_of(
-        capsys, tmp_path / "one.json", "--devices", "0", "--batch-size", "2", *memory
-    )
-    (one,) = alone["none 1"]["slots"]
+    alone, _ = ways_of(capsys, tmp_path, "--devices", "0", "--batch-size", "2", *memory)
+    (one,) = alone["1 none 1"]["slots"]
     for slot in data["slots"]:
         assert slot["blocks"] == one["blocks"]
         for kind in ("parameters_bytes", "optimizer_bytes", "activations_bytes"):
             assert slot["predicted"][kind] == one["predicted"][kind] > 0
         # Gradients stay where they are exchanged, and are there in forward too.
         assert slot["predicted"]["peak_bytes"] >= one["predicted"]["peak_bytes"]
-    assert (ways["none 1"]["largest_shape"][0], data["largest_shape"][0]) == (2048 // 5, 1024)
+    assert (ways["1 none 1"]["largest_shape"][0], data["largest_shape"][0]) == (2048 // 5, 1024)
     assert "--parallel data --devices cuda:0,cuda:1,cuda:2" in out
 
 
@@ -118,53 +118,43 @@ def test_a_replica_takes_what_its_share_takes(
 def test_replicas_of_stages_share_the_batch(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    spread = ("--parallel", "model", "--micro-batches", "2", "--device-memory", "1")
-    ways, out = ways_of(
-        capsys,
-        tmp_path / "two.json",
-        *("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread),
-    )
-    alone, _ = ways_of(
-        capsys, tmp_path / "one.json", "--devices", "cpu,cpu", "--batch-size", "2", *spread
-    )
-    two, one = ways["model 2"], alone["model 2"]
-    assert two["asked"] and two["replicas"] == 2
+    spread = ("--parallel", "model", "--micro-batches", "1", "--device-memory", "1")
+    four = ("--devices", "cpu,cpu,cpu,cpu", "--replicas", "2", "--batch-size", "4", *spread)
+    ways, out = ways_of(capsys, tmp_path, *four)
+    alone, _ = ways_of(capsys, tmp_path, "--devices", "cpu,cpu", "--batch-size", "2", *spread)
+    two, one = ways["2 model 1"], alone["1 model 1"]
+    assert two["asked"]
     assert [slot["rank"] for slot in two["slots"]] == [0, 0, 1, 1]
     for slot, wanted in zip(two["slots"], one["slots"] * 2, strict=True):
         assert slot["predicted"] == wanted["predicted"]
     # They share the memory of the machine.
     assert (one["largest_shape"][0], two["largest_shape"][0]) == (512, 256)
-    assert "2 x model, 2*" in out
-    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 2" in out
+    assert "2 x model, 1*" in out
+    assert "--parallel model --devices cpu,cpu,cpu,cpu --replicas 2 --micro-batches 1" in out
 
 
 @pytest.mark.usefixtures("no_search")
 def test_shards_have_a_row_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     spread = ("--parallel", "spatial", "--device-memory", "2", "--batch-size", "2")
-    path = tmp_path / "plan.json"
-    ways, out = ways_of(capsys, path, "--devices", "0,1,2", *spread)
-    spatial = ways["spatial 1"]
-    assert spatial["asked"] and (spatial["replicas"], spatial["shards"]) == (1, 3)
+    ways, out = ways_of(capsys, tmp_path, "--devices", "0,1,2", *spread)
+    spatial = ways["1 spatial 1"]
+    assert spatial["asked"] and spatial["shards"] == 3
     assert [(slot["slot"], slot["rank"], slot["device"]) for slot in spatial["slots"]] == [
         (index, index, f"cuda:{index}") for index in range(3)
     ]
     # Of 32 planes two slabs have 11 and one 10, and the middle one has two neighbours.
     first, middle, last = (slot["predicted"] for slot in spatial["slots"])
     assert first["activations_bytes"] > last["activations_bytes"]
-    (one,) = ways["none 1"]["slots"]
+    (one,) = ways["1 none 1"]["slots"]
     assert middle["parameters_bytes"] == one["predicted"]["parameters_bytes"]
     assert middle["activations_bytes"] < 0.55 * one["predicted"]["activations_bytes"]
     assert "--parallel spatial --devices cuda:0,cuda:1,cuda:2 --micro-batches 1: " in out
     # Groups of shards share the batch, each with a volume.
-    groups, out = ways_of(capsys, path, "--devices", "0,1,2,3", "--replicas", "2", *spread)
-    ways_by_group = {
-        (way["replicas"], way["shards"]): way
-        for way in json.loads(path.read_text())["ways"]
-        if way["parallel"] == "spatial"
-    }
-    assert set(ways_by_group) == {(1, 4), (2, 2)}
-    assert ways_by_group[2, 2]["asked"] and not ways_by_group[1, 4]["asked"]
-    assert [slot["rank"] for slot in ways_by_group[2, 2]["slots"]] == [0, 1, 2, 3]
+    groups, out = ways_of(capsys, tmp_path, "--devices", "0,1,2,3", "--replicas", "2", *spread)
+    alone, grouped = groups["1 spatial 1"], groups["2 spatial 1"]
+    assert (alone["shards"], alone["asked"]) == (4, False)
+    assert (grouped["shards"], grouped["asked"]) == (2, True)
+    assert [slot["rank"] for slot in grouped["slots"]] == [0, 1, 2, 3]
     assert "2 x spatial, 1*" in out and "--replicas 2 --micro-batches 1: " in out
 
 
@@ -172,31 +162,27 @@ def test_shards_have_a_row_each(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_any_number_of_devices_is_planned(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    names = ",".join(map(str, range(64)))
-    status, _, err = plan(
+    record, _ = plan(
         capsys,
-        *("--shape", "1024,1024,1024", "--parallel", "spatial", "--devices", names),
-        *("--device-memory", "24", "--batch-size", "1", "--json", str(tmp_path / "plan.json")),
+        tmp_path,
+        *("--shape", "1024,1024,1024", "--parallel", "spatial", "--device-memory", "24"),
+        *("--devices", ",".join(map(str, range(64))), "--batch-size", "1"),
+        *("--set", "model.num_levels=2"),
+        *LAUNCHED,
     )
-    assert (status, err) == (0, "")
-    record = json.loads((tmp_path / "plan.json").read_text())
+    first = record["ways"][0]
     (asked,) = (way for way in record["ways"] if way["asked"])
     assert len(asked["slots"]) == 64 and asked["fits"]
-    (one,) = record["ways"][0]["slots"]
-    assert one["predicted"]["peak_bytes"] > 300 * 1024**3 and not record["ways"][0]["fits"]
-    assert asked["step_seconds"] < record["ways"][0]["step_seconds"] / 30
+    (one,) = first["slots"]
+    assert one["predicted"]["peak_bytes"] > 300 * 1024**3 and not first["fits"]
+    assert asked["step_seconds"] < first["step_seconds"] / 30
 
 
 @pytest.mark.usefixtures("no_search")
 def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    status, out, err = plan(
-        capsys,
-        *("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1"),
-        *("--device-memory", "24", "--json", str(path)),
-    )
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
+    four = ("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1")
+    fewer = ("--set", "model.num_levels=4", *LAUNCHED)
+    record, out = plan(capsys, tmp_path, *four, "--device-memory", "24", *fewer)
     (asked,) = (way for way in record["ways"] if way["asked"])
     assert (asked["parallel"], asked["shards"]) == ("spatial", 4)
     one = record["ways"][0]
@@ -224,11 +210,8 @@ def test_what_auto_has_no_alternative_to_is_starred(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    path = tmp_path / "plan.json"
     network = ("--set", "model.channels=4,8", "--batch-size", "1")
-    status, _, err = plan(capsys, "--shape", shape, *options, *network, "--json", str(path))
-    assert (status, err) == (0, "")
-    record = json.loads(path.read_text())
+    record, _ = plan(capsys, tmp_path, "--shape", shape, *options, *network)
     assert [way["parallel"] for way in record["ways"] if way["asked"]] == [mode]
     assert record["choice"].startswith(f"parallel: {mode}")
 
@@ -236,19 +219,22 @@ def test_what_auto_has_no_alternative_to_is_starred(
 @pytest.mark.usefixtures("no_search")
 def test_what_is_not_predicted_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     threads = ("--set", "parallel.engine=dataparallel", "--parallel", "data", "--devices", "0,1")
-    _, out = ways_of(capsys, tmp_path / "plan.json", *threads, "--device-memory", "2")
+    _, out = ways_of(capsys, tmp_path, *threads, "--device-memory", "2", "--batch-size", "2")
     assert "parallel.engine=dataparallel is not predicted" in " ".join(out.split())
 
 
-@pytest.mark.usefixtures("no_search")
-def test_without_a_gpu_the_command_says_whose_memory_it_took(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_the_command_searches_what_the_cpu_can_hold(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    status, out, _ = plan(capsys, "--shape", "16,16,16", *TINY)
-    assert status == 0
+    small = ("--shape", "32,32,16", "--batch-size", "1")
+    record, out = plan(capsys, tmp_path, *small, *TINY)
     assert "This machine has no GPU, so its CPU is meant" in " ".join(out.split())
     assert "--parallel model --devices cpu,cpu" in out
+    for way in record["ways"]:
+        x, y, z = way["largest_shape"]
+        assert x == y and abs(z - x / 2) < 2  # the proportions, in multiples of the stride
+        assert f"up to {x}x{y}x{z} voxels" in out
 
 
 @pytest.mark.parametrize(
@@ -278,6 +264,4 @@ def test_the_command_explains_itself_in_one_line(
     reason: str,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    status, out, err = plan(capsys, *arguments)
-    assert (status, out) == (1, "")
-    assert reason in error_line(err)
+    assert reason in refusal(capsys, "plan", *arguments)

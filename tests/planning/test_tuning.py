@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.command_line import error_line, run
+from tests.volumes.samples import write_msd
 from unet3d.config import Config, load_config
 from unet3d.errors import DeviceError
 from unet3d.memory.meter import MemoryMeter
+from unet3d.parallel import Layout
 from unet3d.parallel.balance import stopwatch as timings
 from unet3d.parallel.pipeline import PipelineExecutor
 from unet3d.planning import bench, placements, tuning
@@ -23,7 +25,7 @@ from unet3d.planning.bench import Bench, Row, promising_neighbours
 from unet3d.planning.memory_estimate import Step, predict_memory
 from unet3d.planning.network_plan import plan_without_data
 from unet3d.planning.tuning import Progress, Tuning, micro_batch_counts, tune
-from unet3d.planning.tuning_cache import recall_tuned, remember_tuned, resolve_auto
+from unet3d.planning.tuning_cache import TuningKey, recall_tuned, remember_tuned, resolve_auto
 
 FLOAT32 = "training.precision=float32"
 NUM_TIMED_RUNS = timings.NUM_TIMED_RUNS
@@ -34,6 +36,8 @@ SMALL = (
     "training.batch_size=2",
 )
 SPREAD = ("parallel.mode=model", "parallel.devices=cpu,cpu")
+ALONE = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=1")
+CPU = torch.device("cpu")
 
 
 def settings(cache: Path, *overrides: str) -> Config:
@@ -43,6 +47,12 @@ def settings(cache: Path, *overrides: str) -> Config:
 def sweep(cache: Path, *overrides: str) -> Tuning:
     config = settings(cache, *overrides)
     return tune(config, plan_without_data(config))
+
+
+def words(cache: Path, *overrides: str) -> list[str]:
+    """Return such settings as options of a command."""
+    changes = (*SMALL[:2], FLOAT32, f"data.cache={cache}", *overrides)
+    return [word for change in changes for word in ("--set", change)]
 
 
 @pytest.fixture(autouse=True)
@@ -69,22 +79,23 @@ def swept(tmp_path_factory: pytest.TempPathFactory, fewer_steps: pytest.MonkeyPa
     return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=2")
 
 
-def test_what_is_measured_is_what_the_settings_ask_for(swept: Tuning, tmp_path: Path) -> None:
-    found = sweep(
-        tmp_path,
-        "parallel.mode=none",
-        "parallel.devices=cpu",
-        "training.batch_size=1",
-        "memory.offload=skips",
-        "parallel.cuda_graphs=off",
-        "parallel.schedule=all-forward",
-    )
+def test_settings_are_followed_or_refused_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloading = ("memory.offload=skips", "parallel.cuda_graphs=off")
+    found = sweep(tmp_path, *ALONE, *offloading, "parallel.schedule=all-forward")
     (row,) = found.rows
     assert (row.layout.offload, row.layout.cuda_graphs) == ("skips", "off")
     assert row.layout.schedule == "all-forward"
     key = found.tuning_key.describe()
     assert (key["memory"]["offload"], key["cuda_graphs"]) == ("skips", "off")
-    assert {row.layout.offload for row in swept.rows} == {"none"}
+    monkeypatch.setattr(tuning, "Bench", None)
+    with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 7 blocks"):
+        sweep(tmp_path, "parallel.cuts=999")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    with pytest.raises(DeviceError, match="does not exist"):
+        sweep(tmp_path, "parallel.devices=0,1")
 
 
 def test_every_cut_is_measured_with_every_number_of_micro_batches(swept: Tuning) -> None:
@@ -147,7 +158,7 @@ def test_the_fastest_of_all_may_be_on_one_device(
         remember_tuned(key, choice)
     on_one = {"parallel.mode": "none", "parallel.devices": ["cpu"]}
     alone = found.tuning_key.config.with_values(on_one)
-    key = replace(found.tuning_key, config=alone, devices=(torch.device("cpu"),))
+    key = replace(found.tuning_key, config=alone, devices=(CPU,))
     assert resolve_auto(key).training.micro_batches == 2
     taken = resolve_auto(found.tuning_key)
     assert (taken.parallel.cuts, taken.training.micro_batches) == ((4,), 2)
@@ -211,38 +222,37 @@ def test_a_sweep_keeps_to_its_time_and_says_how_far_it_is(
     assert f"{num_measured} of 6: " in caplog.text
 
 
-def test_cuts_that_do_not_exist_are_refused_before_anything_is_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "Bench", None)
-    with pytest.raises(DeviceError, match=r"parallel.cuts \[999\] do not divide 7 blocks"):
-        sweep(tmp_path, "parallel.cuts=999")
+def step_of(found: Tuning, row: Row) -> Step:
+    """Return the step that a row of a sweep has measured."""
+    here = found.tuning_key
+    return Step(
+        topology=here.topology,
+        layout=row.layout,
+        size=here.size,
+        batch_size=here.config.training.batch_size,  # type: ignore[arg-type]
+        settings=here.config.training,
+        precision=here.precision,
+    )
 
 
 def test_the_peaks_are_those_that_training_would_have(swept: Tuning) -> None:
-    here = swept.tuning_key
     for row in swept.rows[::3]:  # each number of micro-batches, on one device and on two
-        step = Step(
-            topology=here.topology,
-            layout=row.layout,
-            size=here.size,
-            batch_size=2,
-            settings=here.config.training,
-            precision=here.precision,
-        )
-        assert row.peak_bytes == predict_memory(step).needed_bytes()
+        assert row.peak_bytes == predict_memory(step_of(swept, row)).needed_bytes()
 
 
 def test_a_time_is_the_median_of_steps_that_do_all_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And of these steps one is watched by the meter, which changes no parameter."""
     monkeypatch.setattr(timings, "NUM_TIMED_RUNS", NUM_TIMED_RUNS)
     calls: list[str] = []
+    watched: list[str] = []
     now = [0.0]
     forward_backward, take = PipelineExecutor.forward_backward, bench.Optimization.step
+    during = MemoryMeter.during
 
     def forward(self: PipelineExecutor, image: Tensor, target: Tensor, *more: Any) -> Any:
-        assert image.shape == (2, 1, 8, 8, 8) and target.shape == (2, 8, 8, 8)
+        assert image.shape == (1, 1, 8, 8, 8) and target.shape == (1, 8, 8, 8)
         calls.append("forward and backward")
         return forward_backward(self, image, target, *more)
 
@@ -252,33 +262,32 @@ def test_a_time_is_the_median_of_steps_that_do_all_the_work(
         now[0] += 100.0 if len(calls) % 8 == 0 else 1.0
         take(self, learning_rate)
 
+    def noting(self: MemoryMeter, slot: Any, kind: str, micro_batch: int) -> Any:
+        watched.append(kind)
+        return during(self, slot, kind, micro_batch)
+
     monkeypatch.setattr(PipelineExecutor, "forward_backward", forward)
     monkeypatch.setattr(bench.Optimization, "step", step)
+    monkeypatch.setattr(MemoryMeter, "during", noting)
     monkeypatch.setattr(timings.time, "perf_counter", lambda: now[0])
-    alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=2")
-    rows = sweep(tmp_path, *alone).rows
-    assert [row.seconds for row in rows] == [1.0, 1.0]
-    assert calls == ["forward and backward", "step"] * (len(calls) // 2)
-
-
-def test_the_network_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Bench(swept_circumstances(tmp_path))
+    one = Bench(replace(circumstances(tmp_path), config=settings(tmp_path, *ALONE)))
     before = {name: value.clone() for name, value in one.model.state_dict().items()}
-    layout = tuning.Layout(devices=(torch.device("cpu"),) * 2, cuts=(3,), num_micro_batches=2)
-    assert one.row(layout).seconds is not None
+    row = one.row(Layout(devices=(CPU,), cuts=()))
+    assert row.seconds == 1.0
+    assert calls == ["forward and backward", "step"] * (len(calls) // 2)
+    assert watched == ["forward", "loss", "backward"]
     assert all(torch.equal(v, before[n]) for n, v in one.model.state_dict().items())
     assert all(parameter.grad is None for parameter in one.model.parameters())
 
 
-def swept_circumstances(cache: Path) -> Any:
+def circumstances(cache: Path) -> TuningKey:
     config = settings(cache)
     network = plan_without_data(config)
-    devices = (torch.device("cpu"),) * 2
-    return tuning.TuningKey(
+    return TuningKey(
         config=network.settled(config),
         topology=network.topology,
         size=network.size,
-        devices=devices,
+        devices=(CPU, CPU),
         precision="float32",
     )
 
@@ -297,18 +306,15 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches
 
 
 def test_running_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_for(monkeypatch, num_stages=2, num_micro_batches=1)
-    found = sweep(tmp_path)
+    with monkeypatch.context() as patch:
+        fail_for(patch, num_stages=2, num_micro_batches=1)
+        found = sweep(tmp_path)
     for row in found.rows:
         assert (row.seconds is None) == (row.layout.num_micro_batches == 1)
         assert bool(row.peak_bytes) == (row.seconds is not None)
     assert found.fastest_asked is not None
     assert found.fastest_asked.layout.num_micro_batches == 2
-
-
-def test_without_a_step_on_one_device_there_is_no_ratio(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Without a step on one device there is no ratio.
     fail_for(monkeypatch, num_stages=1, num_micro_batches=8)
     record = sweep(tmp_path).to_dict()
     assert record["best_one_device_seconds"] is None
@@ -366,9 +372,8 @@ def test_the_command_shows_draws_and_remembers(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    cache, path = tmp_path / "cache", tmp_path / "tuning.json"
-    changes = (f"data.cache={cache}", *SMALL[:2], FLOAT32, "training.optimizer=sgd")
-    options = [word for change in changes for word in ("--set", change)]
+    path = tmp_path / "tuning.json"
+    options = words(tmp_path, "training.optimizer=sgd")
     shape = ("--shape", "8,8,8", "--batch-size", "2")
     shape += ("--devices", "cpu,cpu", "--parallel", "model")
     with monkeypatch.context() as patch:
@@ -382,7 +387,7 @@ def test_the_command_shows_draws_and_remembers(
     (chosen,) = (row for row in record["rows"] if row["chosen"])
     assert f"{1000 * chosen['seconds']:.1f}" in table and "*" in table
     assert (tmp_path / "tuning.png").read_bytes()[:4] == b"\x89PNG"
-    choice = recall_tuned(swept_circumstances(cache))
+    choice = recall_tuned(circumstances(tmp_path))
     assert choice is not None
     assert (list(choice.cuts), choice.num_micro_batches) == (
         chosen["cuts"],
@@ -395,21 +400,6 @@ def test_the_command_shows_draws_and_remembers(
     (asked,) = (way for way in ways if way["asked"])
     assert asked["num_micro_batches"] == chosen["num_micro_batches"]
     assert len(asked["slots"][0]["blocks"]) == chosen["cuts"][0]
-
-
-def test_the_command_fails_where_nothing_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    fail_for(monkeypatch, num_stages=2, num_micro_batches=8)
-    options = [
-        word for setting in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", setting)
-    ]
-    assert run("plan", "--measure", "--devices", "cpu", *options) == 1
-    out, err = capsys.readouterr()
-    assert out.count("out of memory") == 2
-    assert "every setting ran out of memory" in err.splitlines()[-1]
-    assert not (tmp_path / "tuning.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -433,18 +423,23 @@ def test_wrong_use_is_explained(
     assert reason in capsys.readouterr().err
 
 
-def test_a_picture_that_cannot_be_written_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_command_fails_where_nothing_fits_or_no_picture_can_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = [
-        word for setting in (*SMALL, f"data.cache={tmp_path}") for word in ("--set", setting)
-    ]
+    monkeypatch.chdir(tmp_path)
+    measure = ("plan", "--measure", "--devices", "cpu", *words(tmp_path, *SMALL[2:]))
     picture = tmp_path / "nowhere" / "tuning.png"
-    assert run("plan", "--measure", "--devices", "cpu", *options, "--picture", picture) == 1
+    assert run(*measure, "--picture", picture) == 1
     assert f"cannot write {picture}" in capsys.readouterr().err.splitlines()[-1]
+    fail_for(monkeypatch, num_stages=2, num_micro_batches=8)
+    assert run(*measure) == 1
+    out, err = capsys.readouterr()
+    assert out.count("out of memory") == 2
+    assert "every setting ran out of memory" in err.splitlines()[-1]
+    assert not (tmp_path / "tuning.png").exists()
 
 
-@pytest.mark.parametrize("balance", ["memory", "time"])
+@pytest.mark.parametrize("balance", ["memory", pytest.param("time", marks=pytest.mark.nightly)])
 def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     balance: str,
     tmp_path: Path,
@@ -452,17 +447,10 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
-    config = settings(tmp_path / "cache", f"parallel.balance={balance}", "training.epochs=1")
-    config = config.with_values(
-        {
-            "data.phantom.num_cases": 5,
-            "data.phantom.shape": [16, 16, 16],
-            "training.steps_per_epoch": 2,
-        }
-    )
+    dataset = write_msd(tmp_path / "data", 2, (8, 8, 8))
+    few = ("training.epochs=1", "training.steps_per_epoch=1", "data.num_workers=0")
     file = tmp_path / "settings.yaml"
-    file.write_text(config.to_yaml())
-    (dataset,) = make_phantoms(config)
+    file.write_text(settings(tmp_path, f"parallel.balance={balance}", *few).to_yaml())
     arguments = ("--config", file, "--micro-batches", 2)
     path = tmp_path / "plan.json"
     spread = ("--parallel", "model", "--devices", "cpu,cpu")
@@ -476,31 +464,18 @@ def test_a_plan_predicts_the_balanced_cut_that_training_makes(
         assert planned["predicted"] == trained["predicted"]
 
 
-def make_phantoms(config: Config) -> list[Path]:
-    from unet3d.planning.experiment import open_dataset
-
-    open_dataset(config)
-    return [path.parent for path in config.data.cache.glob("*/dataset.json")]
-
-
 def test_a_plan_needs_devices_to_balance_times(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(placements, "largest_size", lambda *_: (8, 8, 8))  # saves time
     shape = ("plan", "--shape", "16,16,16", "--devices", "0,1", "--device-memory", 80)
-    shape += ("--parallel", "model")
+    shape += ("--parallel", "model", "--batch-size", 2, "--set", "model.num_levels=2")
+    shape += ("--set", "parallel.cuda_graphs=off")
     assert run(*shape, "--balance", "time") == 1
     line = error_line(capsys.readouterr().err)
     assert "cuda:0 is not on this machine" in line and "--balance memory" in line
     assert run(*shape, "--balance", "memory") == 0
-
-
-def test_absent_devices_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    with pytest.raises(DeviceError, match="does not exist"):
-        sweep(tmp_path, "parallel.devices=0,1")
 
 
 @pytest.mark.multigpu
@@ -516,18 +491,9 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
     )
     assert {len(row.peak_bytes) for row in found.rows} == {1, 2}
     assert all(row.seconds is not None for row in found.rows)
-    here = found.tuning_key
     ratios = {}
     for row in found.rows:
-        step = Step(
-            topology=here.topology,
-            layout=row.layout,
-            size=here.size,
-            batch_size=4,
-            settings=here.config.training,
-            precision=here.precision,
-        )
-        expected = predict_memory(step)
+        expected = predict_memory(step_of(found, row))
         for slot in expected.slots:
             predicted = expected.memory[slot.index].peak_bytes
             key = (row.layout.cuts, row.layout.num_micro_batches, slot.device)
@@ -552,17 +518,3 @@ def test_a_gpu_that_is_too_small_is_a_row(tmp_path: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
     fits = [row.seconds is not None for row in found.rows]
     assert fits[0] is False and fits[-1] is True
-
-
-def test_the_meter_is_taken_off_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[str] = []
-    during = MemoryMeter.during
-
-    def noting(self: MemoryMeter, slot: Any, kind: str, micro_batch: int) -> Any:
-        watched.append(kind)
-        return during(self, slot, kind, micro_batch)
-
-    monkeypatch.setattr(MemoryMeter, "during", noting)
-    alone = ("parallel.mode=none", "parallel.devices=cpu", "training.batch_size=1")
-    sweep(tmp_path, *alone)
-    assert watched == ["forward", "loss", "backward"]  # of the one step that is measured

@@ -1,0 +1,14 @@
+import pytest
+
+from tests.steps import predicted
+from unet3d.planning import largest, memory_estimate, out_of_memory, placements, step_size
+
+
+@pytest.fixture(autouse=True)
+def predicts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict the memory of a step once in this process, however many tests plan with it.
+
+    What a prediction is worth is tested in test_memory_estimate.py, which predicts itself.
+    """
+    for module in (largest, memory_estimate, out_of_memory, placements, step_size):
+        monkeypatch.setattr(module, "predict_memory", predicted)
