@@ -10,7 +10,7 @@ import pytest
 from tests.networks import place, random_checkpoint
 from tests.volumes.samples import SPACING_MM, noise, write_volume
 from unet3d.errors import ResultExistsError, VolumeError
-from unet3d.volumes.header import read_header
+from unet3d.volumes.header import VolumeHeader, read_header
 from unet3d.volumes.nifti import read_label
 from unet3d.volumes.scans import (
     Scan,
@@ -42,43 +42,46 @@ def test_channels_are_put_together_in_order(tmp_path: Path) -> None:
         read_scan(scan)
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
-    path = write_volume(tmp_path / "scan.nii", noise((4, 4, 4)))
+@pytest.fixture
+def header(tmp_path: Path) -> VolumeHeader:
+    return read_header(write_volume(tmp_path / "scan.nii", noise((4, 4, 4))))
+
+
+LABELS = np.zeros((4, 4, 4), np.uint8)
+
+
+def test_a_folder_that_cannot_be_made_is_explained(tmp_path: Path, header: VolumeHeader) -> None:
     (tmp_path / "file").touch()
-    scan = Scan(images=(path,), output=tmp_path / "file" / "scan_seg.nii.gz")
-    header = read_header(path)
+    scan = Scan(images=(header.path,), output=tmp_path / "file" / "scan_seg.nii.gz")
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
-        write_segmentation(scan, np.zeros((4, 4, 4), np.uint8), header)
+        write_segmentation(scan, LABELS, header)
     with pytest.raises(VolumeError, match="cannot write to .*file: "):
         with writing_statistics(scan, {}, []):
             pass
 
 
-def test_what_somebody_else_has_written_in_the_meantime_is_kept(tmp_path: Path) -> None:
-    path = write_volume(tmp_path / "scan.nii", noise((4, 4, 4)))
-    header, labels = read_header(path), np.zeros((4, 4, 4), np.uint8)
-    scan = Scan(images=(path,), output=tmp_path / "scan_seg.nii.gz")
-    scan.output.write_text("theirs")
-    scan.statistics.write_text("theirs")
+def test_what_somebody_else_has_written_in_the_meantime_is_kept(
+    tmp_path: Path, header: VolumeHeader
+) -> None:
+    scan = Scan(images=(header.path,), output=tmp_path / "scan_seg.nii.gz")
+    results = scan.results(Wanted(statistics=True))
+    assert results == [scan.output, scan.statistics]
+    for path in results:
+        path.write_text("theirs")
     with pytest.raises(ResultExistsError, match="scan_seg.nii.gz was made by somebody else in the"):
-        write_segmentation(scan, labels, header)
+        write_segmentation(scan, LABELS, header)
     with pytest.raises(ResultExistsError, match="scan_seg.json was made by somebody else in the"):
         with writing_statistics(scan, {}, []):
             pass
-    assert [result.read_text() for result in scan.results(Wanted(statistics=True))] == [
-        "theirs",
-        "theirs",
-    ]
-    write_segmentation(scan, labels, header, overwrite=True)
+    assert [path.read_text() for path in results] == ["theirs", "theirs"]
+    write_segmentation(scan, LABELS, header, overwrite=True)
     with writing_statistics(scan, {}, [], overwrite=True):
         assert scan.statistics.read_text() == "theirs"
     assert read_label(scan.output).array.shape == (4, 4, 4)
     assert json.loads(scan.statistics.read_text())["labels"] == {}
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "scan.nii",
-        "scan_seg.json",
-        "scan_seg.nii.gz",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("scan.nii", "scan_seg.json", "scan_seg.nii.gz")
+    }
 
 
 def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -100,40 +103,31 @@ def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path
     assert path.read_text() == "other" and list(tmp_path.iterdir()) == [path]
 
 
-# Statistics
-
-
 def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
     array = noise((6, 5, 4, 2))
     path = write_volume(tmp_path / "scan.nii.gz", array, (0.5, 2, 3))
-    image = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
+    scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
     labels = np.zeros((6, 5, 4), np.uint16)
     labels[:2, 1:3, 1] = 7
     labels[5, 4, 3] = 300
-    found = label_statistics(labels, image, {7: "seven", 300: "corner", 9: "absent"})
+    found = label_statistics(labels, read_scan(scan), {7: "seven", 300: "corner", 9: "absent"})
     inside = array[:2, 1:3, 1].reshape(4, 2).astype(np.float64)
     assert list(found) == ["seven", "corner", "absent"]
-    assert found["seven"]["value"] == 7
-    assert found["seven"]["num_voxels"] == 4
+    assert (found["seven"]["value"], found["seven"]["num_voxels"]) == (7, 4)
     assert found["seven"]["volume_ml"] == pytest.approx(4 * 0.5 * 2 * 3 / 1000)
-    for channel in range(2):
+    for channel, values in enumerate(inside.T):
         assert found["seven"]["intensity"][channel] == pytest.approx(
             {
-                "mean": inside[:, channel].mean(),
-                "standard_deviation": inside[:, channel].std(),
-                "minimum": inside[:, channel].min(),
-                "maximum": inside[:, channel].max(),
+                "mean": values.mean(),
+                "standard_deviation": values.std(),
+                "minimum": values.min(),
+                "maximum": values.max(),
             }
         )
     assert found["corner"]["intensity"][1]["standard_deviation"] == 0
     assert found["corner"]["intensity"][0]["mean"] == array[5, 4, 3, 0]
-    assert found["absent"] == {
-        "value": 9,
-        "num_voxels": 0,
-        "volume_ml": 0,
-        "intensity": [None, None],
-    }
-    scan = Scan(images=(path,), output=tmp_path / "mine.nii.gz")
+    nothing = {"value": 9, "num_voxels": 0, "volume_ml": 0, "intensity": [None, None]}
+    assert found["absent"] == nothing
     with writing_statistics(scan, found, [Path("a.pt"), Path("b.pt")]):
         assert not scan.statistics.exists()
     content = json.loads((tmp_path / "mine.json").read_text())

@@ -4,6 +4,7 @@ import gzip
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -64,8 +65,13 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
     return Reading(monkeypatch)
 
 
-def give_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    monkeypatch.setattr(scans_ahead, "available_bytes", lambda: num_bytes)
+def take_all(scans: list[Scan], scratch: Scratch, monkeypatch: Any, available: int) -> None:
+    """Take every scan, where so much memory is available."""
+    monkeypatch.setattr(scans_ahead, "available_bytes", lambda: available)
+    ahead = ScansAhead(scans, scratch)
+    ahead.begin()
+    for number, scan in enumerate(scans):
+        assert_is(ahead.take(number), number, scan)
 
 
 def assert_is(found: scans_ahead.ReadScan, seed: int, scan: Scan) -> None:
@@ -84,15 +90,9 @@ def test_the_next_scan_is_read_while_one_is_in_use(scans: list[Scan], reading: R
     assert reading.in_main == []
 
 
-@pytest.mark.parametrize("begins", [True, False])
-def test_no_scans_or_no_beginning_are_fine(
-    scans: list[Scan], reading: Reading, begins: bool
-) -> None:
+def test_no_scans_or_no_beginning_are_fine(scans: list[Scan], reading: Reading) -> None:
     ScansAhead([], Scratch()).begin()
-    ahead = ScansAhead(scans[:1], Scratch())
-    if begins:
-        ahead.begin()
-    assert_is(ahead.take(0), 0, scans[0])
+    assert_is(ScansAhead(scans[:1], Scratch()).take(0), 0, scans[0])
     assert reading.read == ["a"]
 
 
@@ -104,30 +104,20 @@ def test_a_scan_that_takes_much_of_the_memory_is_read_when_it_is_needed(
     is_early: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    give_memory(monkeypatch, available)
-    ahead = ScansAhead(scans, Scratch())
-    ahead.begin()
-    for number, scan in enumerate(scans):
-        assert_is(ahead.take(number), number, scan)
+    take_all(scans, Scratch(), monkeypatch, available)
     assert reading.read == list("abcd")
     assert reading.in_main == ([] if is_early else list("abcd"))
 
 
-@pytest.mark.parametrize("kind", ["mapped", "scratch"])
 def test_what_takes_no_memory_is_read_whatever_its_size(
-    kind: str, scans: list[Scan], reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scans: list[Scan], reading: Reading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give_memory(monkeypatch, 0)
-    scratch = Scratch(tmp_path) if kind == "scratch" else Scratch()
-    if kind == "mapped":
-        for number, scan in enumerate(scans):
-            path = scan.images[0].with_suffix("")
-            path.write_bytes(gzip.decompress(scan.images[0].read_bytes()))
-            scans[number] = scan_of(path)
-    ahead = ScansAhead(scans, scratch)
-    ahead.begin()
+    take_all(scans, Scratch(tmp_path), monkeypatch, 0)
     for number, scan in enumerate(scans):
-        assert_is(ahead.take(number), number, scan)
+        path = scan.images[0].with_suffix("")
+        path.write_bytes(gzip.decompress(scan.images[0].read_bytes()))
+        scans[number] = scan_of(path)  # which is mapped
+    take_all(scans, Scratch(), monkeypatch, 0)
     assert reading.in_main == []
 
 

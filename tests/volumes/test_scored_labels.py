@@ -64,26 +64,20 @@ def test_what_cannot_be_understood_is_refused_in_one_line(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_no_description_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match=r"cannot read .*dataset\.json"):
-        read_scored_labels(tmp_path)
-
-
-def test_values_that_nobody_named_are_scored_too() -> None:
-    scored = ScoredLabels(names={(4, 7): "both", 7: "one", 2: "absent"}, ignore=9)
-    assert scored.among([0, 4, 3, 9]) == [(4, 7), 3]
-    assert EVERY_VALUE.among([5, 0, 3]) == [3, 5]
-
-
 def test_masks_of_labels_and_regions() -> None:
     array = np.arange(5)
     assert mask_of(array, 3).tolist() == [False, False, False, True, False]
     assert mask_of(array, (1, 4)).tolist() == [False, True, False, False, True]
+    scored = ScoredLabels(names={(4, 7): "both", 7: "one", 2: "absent"}, ignore=9)
+    assert scored.among([0, 4, 3, 9]) == [(4, 7), 3]  # values that nobody named, too
+    assert EVERY_VALUE.among([5, 0, 3]) == [3, 5]
 
 
 def test_the_description_is_that_of_the_data_set_that_label_maps_lie_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(DatasetError, match=r"cannot read .*dataset\.json"):
+        read_scored_labels(tmp_path)
     path = write_json(tmp_path / "dataset.json", {})
     (tmp_path / "labelsTr").mkdir()
     (tmp_path / "other").mkdir()

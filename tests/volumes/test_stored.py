@@ -1,3 +1,4 @@
+import contextlib
 import gzip
 import io
 import os
@@ -6,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,6 @@ def write(folder: Path, name: str, header: bytes, rest: bytes) -> Path:
 
 def read_or_refuse(path: Path) -> None:
     """Read a volume in every way: that works, with numbers that make sense, or is refused."""
-    began = time.monotonic()
     for read in READERS:
         try:
             volume = read(path)
@@ -91,14 +92,14 @@ def read_or_refuse(path: Path) -> None:
         if read is not read_header:
             assert volume.array.shape[-3:] == header.shape
             assert volume.array.nbytes <= MAX_BYTES and np.isfinite(volume.array).all()
-        if np.prod(header.shape) < 1000:
+        if read is not read_image and np.prod(header.shape) < 1000:
             labels = np.zeros(header.shape, np.uint8)
             labels[-1, 0, 0] = 1
-            write_label(path.parent / "seg.nii", labels, header)
-            written = read_label(path.parent / "seg.nii")
-            assert same_grid(written.header, header) is None
-            assert np.array_equal(written.array, labels)
-    assert time.monotonic() - began < 10
+            written = path.with_name("seg.nii")
+            write_label(written, labels, header)
+            label = read_label(written)
+            assert same_grid(label.header, header) is None
+            assert np.array_equal(label.array, labels)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_what_is_mutated_below_can_be_read(tmp_path: Path, name: str) -> None:
         read_or_refuse(path)
 
 
-@property_test
+@partial(property_test, share=0.6)
 @given(
     name=st.sampled_from(list(FORMATS)),
     byte_order=st.sampled_from("<>"),
@@ -153,7 +154,7 @@ def changed_fields(draw: st.DrawFn) -> tuple[str, str, dict[str, list[float]]]:
     return name, draw(st.sampled_from("<>")), fields
 
 
-@property_test
+@partial(property_test, share=0.6)
 @given(changed=changed_fields())
 @example(changed=("two.hdr", "<", {"dim": [-1, 0, 0, 0, 0, 0, 0, 0]}))
 def test_fields_of_a_header_may_be_anything(
@@ -175,7 +176,7 @@ def test_fields_of_a_header_may_be_anything(
     read_or_refuse(write(folder, name, record.tobytes(), rest))
 
 
-@property_test
+@partial(property_test, share=0.6)
 @given(end=st.integers(0, 400), flips=st.lists(st.integers(0, 8 * 400), max_size=4))
 def test_a_compressed_file_may_be_damaged_anywhere(
     folder: Path, end: int, flips: list[int]
@@ -192,33 +193,27 @@ def test_a_compressed_file_may_be_damaged_anywhere(
 
 def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.nii.gz")
-    (tmp_path / "zero.nii").symlink_to("/dev/zero")
-    (tmp_path / "link.nii").symlink_to("pipe.nii.gz")
-    header, rest = content_of("one.hdr")
-    pair = write(tmp_path, "one.hdr", header, rest)
+    for link, target in {
+        "zero.nii": "/dev/zero",
+        "link.nii": "pipe.nii.gz",
+        "a.nii.gz": "b.nii.gz",
+        "b.nii.gz": "a.nii.gz",
+    }.items():
+        (tmp_path / link).symlink_to(target)
+    pair = write(tmp_path, "one.hdr", *content_of("one.hdr"))
     pair.with_suffix(".img").unlink()
     os.mkfifo(pair.with_suffix(".img"))
     with socket.socket(socket.AF_UNIX) as server:
-        here = os.getcwd()
-        os.chdir(tmp_path)  # the name of a socket may have 107 bytes
-        try:
+        with contextlib.chdir(tmp_path):  # the name of a socket may have 107 bytes
             server.bind("socket.nii")
-        finally:
-            os.chdir(here)
         for read in READERS:
             assert "is a pipe, not a file" in refusal(tmp_path / "pipe.nii.gz", read)
             assert "is a pipe, not a file" in refusal(tmp_path / "link.nii", read)
             assert "is a device, not a file" in refusal(tmp_path / "zero.nii", read)
             assert "is a socket, not a file" in refusal(tmp_path / "socket.nii", read)
+            assert "Too many levels of symbolic links" in refusal(tmp_path / "a.nii.gz", read)
             with pytest.raises(VolumeError, match="lacks its partner|is a pipe"):
                 read(pair)
-
-
-def test_links_that_lead_to_themselves_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.nii.gz").symlink_to("b.nii.gz")
-    (tmp_path / "b.nii.gz").symlink_to("a.nii.gz")
-    for read in READERS:
-        assert "Too many levels of symbolic links" in refusal(tmp_path / "a.nii.gz", read)
 
 
 def compressed(header: bytes, rest: bytes, tail: int) -> bytes:
@@ -255,6 +250,15 @@ def test_a_short_tail_is_no_fault_and_its_checksum_counts(tmp_path: Path) -> Non
     assert read_image(path).array.max() == 59
     path.write_bytes(content[:-8] + b"1234" + content[-4:])
     assert "Incorrect checksum" in refusal(path)
+    with path.open("wb") as raw, gzip.GzipFile("a name.nii", "wb", fileobj=raw) as file:
+        file.write(header + rest)
+    assert read_image(path).array.max() == 59
+
+
+def changed(place: int, raw: bytes) -> tuple[bytes, bytes]:
+    """Return a header with other bytes at a place, and all that follows it."""
+    header, rest = content_of("one.nii")
+    return header[:place] + raw + header[place + len(raw) :], rest
 
 
 def test_a_plain_file_may_not_go_on_either(tmp_path: Path) -> None:
@@ -277,42 +281,30 @@ def test_sizes_of_extensions_may_lie(tmp_path: Path, name: str) -> None:
 
 
 def test_an_offset_beyond_all_extensions_is_refused(tmp_path: Path) -> None:
-    header, rest = content_of("one.nii.gz")
-    changed = bytearray(header)
-    changed[108:112] = struct.pack("<f", 1e9)
+    header, rest = changed(108, struct.pack("<f", 1e9))
     path = tmp_path / "far.nii.gz"
-    path.write_bytes(compressed(bytes(changed), rest, 2**31))
+    path.write_bytes(compressed(header, rest, 2**31))
     assert "begin at byte 1000000000" in refusal(path, read_header)
 
 
-def test_scaling_by_infinity_is_refused(tmp_path: Path) -> None:
-    for place in (112, 116):
-        header, rest = content_of("one.nii")
-        changed = bytearray(header)
-        changed[112:120] = struct.pack("<ff", 1, 0)
-        changed[place : place + 4] = struct.pack("<f", np.inf)
-        assert "scales its voxels by infinity" in refusal(
-            write(tmp_path, "one.nii", bytes(changed), rest)
-        )
-
-
-@pytest.mark.parametrize("slope", [0.0, np.nan])
-def test_no_scaling_is_none(tmp_path: Path, slope: float) -> None:
-    header, rest = content_of("one.nii")
-    changed = bytearray(header)
-    changed[112:120] = struct.pack("<ff", slope, np.nan)
-    path = write(tmp_path, "one.nii", bytes(changed), rest)
-    assert sorted(read_image(path).array.ravel()) == list(range(60))
+def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path: Path) -> None:
+    for scaling in ((np.inf, 0), (1, -np.inf)):
+        path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", *scaling)))
+        assert "scales its voxels by infinity" in refusal(path)
+    for slope, inter, factor, shift in (
+        *[(0.0, np.nan, 1, 0), (np.nan, np.nan, 1, 0), (0.5, -7, 0.5, -7), (1, 3, 1, 3)],
+    ):
+        path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", slope, inter)))
+        expected = np.arange(60) * factor + shift
+        np.testing.assert_array_equal(np.sort(read_image(path).array.ravel()), expected)
 
 
 def test_types_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     words = {128: "colour", 2304: "colour", 32: "complex", 1792: "complex", 1536: "unknown"}
     for code, word in words.items():
-        header, rest = content_of("one.nii")
-        changed = bytearray(header)
-        changed[70:72] = struct.pack("<h", code)
-        path = write(tmp_path, "one.nii", bytes(changed), rest + bytes(10_000))
-        assert f"holds {word} voxels" in refusal(path) or code == 1536
+        header, rest = changed(70, struct.pack("<h", code))
+        path = write(tmp_path, "one.nii", header, rest + bytes(10_000))
+        assert f"holds {word} voxels" in refusal(path, read_header) or code == 1536
 
 
 def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
@@ -330,13 +322,13 @@ def test_what_the_memory_cannot_hold_is_refused_before_it_is_read(
         assert "TiB of memory, but this machine has 16 GiB available" in message
 
 
-@pytest.mark.parametrize("flags", [8, 16, 4 + 8, 8 + 16])
-def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path: Path, flags: int) -> None:
-    extra = b"\x05\0\0\0\0\0\0" if flags & 4 else b""
-    name = b"name\0" if flags == 8 + 16 else b""
-    start = b"\x1f\x8b\x08" + bytes([flags]) + bytes(6) + extra + name
-    (tmp_path / "endless.nii.gz").write_bytes(start + b"a" * 2**24)
-    assert "bytes hold no header of a volume" in refusal(tmp_path / "endless.nii.gz")
+def test_names_in_a_compressed_file_that_do_not_end_are_refused(tmp_path: Path) -> None:
+    for flags in (8, 16, 4 + 8, 8 + 16):
+        extra = b"\x05\0\0\0\0\0\0" if flags & 4 else b""
+        name = b"name\0" if flags == 8 + 16 else b""
+        start = b"\x1f\x8b\x08" + bytes([flags]) + bytes(6) + extra + name
+        (tmp_path / "endless.nii.gz").write_bytes(start + b"a" * 2**24)
+        assert "bytes hold no header of a volume" in refusal(tmp_path / "endless.nii.gz")
 
 
 NO_END = b"\x1f\x8b\x08\x08" + bytes(6) + b"a" * 2**24
@@ -349,17 +341,9 @@ def test_a_compressed_file_that_is_much_longer_than_its_content(
 ) -> None:
     header, rest = content_of("one.nii.gz")
     path = tmp_path / "long.nii.gz"
-    start = time.monotonic()
     path.write_bytes(gzip.compress(header + rest + bytes(540), mtime=0) + filler)
+    began = time.process_time()
     assert "goes on for more than" in refusal(path)
     path.write_bytes(gzip.compress(header[:9], mtime=0) + filler)
     assert re.search("hold no header of|not begin with a NIfTI header", refusal(path))
-    assert time.monotonic() - start < 1  # it took ten
-
-
-def test_a_name_in_a_compressed_file_is_no_fault(tmp_path: Path) -> None:
-    header, rest = content_of("one.nii.gz")
-    path = tmp_path / "named.nii.gz"
-    with path.open("wb") as raw, gzip.GzipFile("a name.nii", "wb", fileobj=raw) as file:
-        file.write(header + rest)
-    assert read_image(path).array.max() == 59
+    assert time.process_time() - began < 3  # it took ten
