@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.model.shapes import SHAPES, image_of, topology_of, without_plain_numbers
-from tests.nnunet.test_weights import their_network
+from tests.nnunet.models import their_network
 from tests.products import pairwise
 from unet3d.model import UNet3d
 from unet3d.nnunet.axes import Axes

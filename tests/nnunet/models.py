@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -171,3 +172,28 @@ def archive_of(folder: Path, path: Path, prefix: str = "Dataset001_Phantoms/") -
             if file.is_file():
                 archive.write(file, f"{prefix}{file.relative_to(folder.parent)}")
     return path
+
+
+def their_network(topology: Topology, axes: Axes) -> nn.Module:
+    """Return nnU-Net's own network of a topology, whose axes are in another order."""
+    architectures: Any = pytest.importorskip("dynamic_network_architectures.architectures.unet")
+    is_residual = topology.encoder == "residual"
+    levels = range(topology.num_levels)
+    kind = architectures.ResidualEncoderUNet if is_residual else architectures.PlainConvUNet
+    network: nn.Module = kind(
+        topology.in_channels,
+        topology.num_levels,
+        topology.channels,
+        nn.Conv3d,
+        [axes.to_network(topology.kernel(level)) for level in levels],
+        [axes.to_network(stride) for stride in topology.strides],
+        [topology.num_units(level) for level in levels],
+        topology.num_classes,
+        [topology.num_decoder_units(level) for level in reversed(levels[:-1])],
+        conv_bias=topology.upsampling_bias,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": topology.norm_eps, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"negative_slope": topology.negative_slope},
+    )
+    return network

@@ -1,12 +1,10 @@
 """Weights by both names, against nnU-Net's own networks where they are installed."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.nnunet.models import assert_equal
+from tests.nnunet.models import assert_equal, their_network
 from unet3d.model import Topology, UNet3d
 from unet3d.nnunet.axes import Axes
 from unet3d.nnunet.weights import from_nnunet, of_plan, to_nnunet, with_all_names
@@ -52,31 +50,6 @@ def random_network(topology: Topology) -> UNet3d:
     network = UNet3d(topology)
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return network
-
-
-def their_network(topology: Topology, axes: Axes) -> nn.Module:
-    """Return nnU-Net's own network of a topology, whose axes are in another order."""
-    architectures: Any = pytest.importorskip("dynamic_network_architectures.architectures.unet")
-    is_residual = topology.encoder == "residual"
-    levels = range(topology.num_levels)
-    kind = architectures.ResidualEncoderUNet if is_residual else architectures.PlainConvUNet
-    network: nn.Module = kind(
-        topology.in_channels,
-        topology.num_levels,
-        topology.channels,
-        nn.Conv3d,
-        [axes.to_network(topology.kernel(level)) for level in levels],
-        [axes.to_network(stride) for stride in topology.strides],
-        [topology.num_units(level) for level in levels],
-        topology.num_classes,
-        [topology.num_decoder_units(level) for level in reversed(levels[:-1])],
-        conv_bias=topology.upsampling_bias,
-        norm_op=nn.InstanceNorm3d,
-        norm_op_kwargs={"eps": topology.norm_eps, "affine": True},
-        nonlin=nn.LeakyReLU,
-        nonlin_kwargs={"negative_slope": topology.negative_slope},
-    )
     return network
 
 
