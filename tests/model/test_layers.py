@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from unet3d.model.layers import ConvUnit, ResidualUnit
+from unet3d.model.layers import ConvUnit, ResidualUnit, Upsample
 from unet3d.model.norms import Norm, make_norm
 
 
@@ -28,3 +28,7 @@ def test_group_norm_takes_groups_that_divide(channels: int, num_groups: int) -> 
     norm, _ = make_norm(Norm(kind="group"), channels, activated=True)
     assert isinstance(norm, nn.GroupNorm)
     assert norm.num_groups == num_groups
+
+
+def test_upsampling_has_a_bias_only_where_one_is_asked_for() -> None:
+    assert Upsample(2, 3, (2, 2, 2)).bias is None
