@@ -214,6 +214,18 @@ def test_one_logit_that_is_no_number_is_refused(window: object, value: float) ->
             predict_logits(Voxelwise(answer), image, window, 0.5, 1)
 
 
+@pytest.mark.parametrize("window", ["whole", WINDOW], ids=str)
+def test_what_a_network_returns_stays_its_own(window: object) -> None:
+    image = make_image((16, 16, 8) if window == "whole" else (24, 16, 8))
+    kept = torch.ones(1, 2, 16, 16, 8)  # as a graph answers in the same memory every time
+    networks = [Voxelwise(lambda x: kept), Voxelwise(lambda x: torch.full_like(x, 3))]
+    topology = networks[0].module.topology
+    windows = Windows.of(image.shape[1:], topology, window, 0.5, 1, [CPU])
+    slabs = list(logit_slabs(networks, slab_of(image, windows), windows, 2))
+    torch.testing.assert_close(torch.cat(slabs, 1), torch.full_like(image, 2))
+    assert (kept == 1).all()
+
+
 def test_a_bad_network_is_refused_at_its_first_window() -> None:
     executor = Voxelwise(lambda image: image * math.nan)
     with pytest.raises(NonFiniteLogitsError):
