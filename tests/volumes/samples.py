@@ -12,7 +12,8 @@ import pytest
 
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
-from unet3d.volumes.nifti import read_image
+from unet3d.volumes.header import read_header, same_grid
+from unet3d.volumes.nifti import read_image, read_label, write_label
 
 
 def write_volume(path: Path, array: npt.NDArray[Any], spacing_mm: Spacing = (1, 1, 1)) -> Path:
@@ -107,3 +108,32 @@ def noise(shape: tuple[int, ...] = (20, 17, 13), seed: int = 0) -> np.ndarray:
         np.sin(np.indices(shape)[axis] / (2.0 + axis) + seed) * 20 for axis in range(len(shape))
     )
     return (100 + waves + rng.normal(0, 15, shape)).astype(np.float32)
+
+
+READERS: tuple[Callable[[Path], Any], ...] = (read_header, read_image, read_label)
+MAX_BYTES = 2**22
+"""What reading a small file may allocate for an array, whatever its header claims."""
+
+
+def read_or_refuse(path: Path) -> None:
+    """Read a volume in every way: that works, with numbers that make sense, or is refused."""
+    for read in READERS:
+        try:
+            volume = read(path)
+        except VolumeError as error:
+            assert "\n" not in str(error) and str(path.parent) in str(error)
+            continue
+        header = volume if read is read_header else volume.header
+        assert np.isfinite(header.affine).all() and min(header.spacing_mm) > 0
+        assert same_grid(header, header) is None
+        if read is not read_header:
+            assert volume.array.shape[-3:] == header.shape
+            assert volume.array.nbytes <= MAX_BYTES and np.isfinite(volume.array).all()
+        if read is not read_image and np.prod(header.shape) < 1000:
+            labels = np.zeros(header.shape, np.uint8)
+            labels[-1, 0, 0] = 1
+            written = path.with_name("seg.nii")
+            write_label(written, labels, header)
+            label = read_label(written)
+            assert same_grid(label.header, header) is None
+            assert np.array_equal(label.array, labels)

@@ -1,7 +1,6 @@
 import gzip
 import itertools
 import logging
-import os
 import pickle
 import re
 import struct
@@ -32,46 +31,14 @@ ORIENTATIONS = [
     for codes in itertools.product(*axes)
 ]
 
-NOT_FINITE, NOT_INTEGER = "NaN or infinite", "no integer labels"
-AWKWARD: dict[str, tuple[int | str, list[int] | str | None]] = {
-    "natural/sct_t2_t2_seg-manual.nii.gz": (1, [0, 1]),
-    "natural/sct_t2_t2_seg-manual_labeled.nii.gz": (1, [0, 2, 3, 4, 5]),
-    "natural/sct_t2_t2_fake_lesion_lesion_seg.nii.gz": (1, [0, 1]),
-    "natural/sct_t1_t1w_seg-manual.nii.gz": (1, [0, 1]),
-    "natural/sct_t2s_t2s_uncropped_gmseg_manual.nii.gz": (1, [0, 1]),
-    "natural/sct_t2s_t2s.nii.gz": (1, NOT_INTEGER),
-    "natural/sct_t2s_t2s_seg-deepseg.nii.gz": (1, [0, 1]),
-    "natural/sct_mt_mt1_seg.nii.gz": (1, [0, 1]),
-    "natural/sct_mt_t1w.nii.gz": (1, NOT_INTEGER),
-    "natural/sct_mt_mtr.nii.gz": (f"633 voxels of 8000 that are {NOT_FINITE}", NOT_FINITE),
-    "natural/sct_mt_mt1_gmseg_goldstandard.nii.gz": (1, [0, 1]),
-    "natural/sct_dmri_dmri.nii.gz": (7, "7 channels"),
-    "natural/sct_fmri_fmri_tsnr.nii.gz": (f"408 voxels of 27744 that are {NOT_FINITE}", NOT_FINITE),
-    "natural/sct_fmri_fmri_r.nii.gz": (30, "30 channels"),
-    "natural/sct_qmri_venc.nii.gz": (3, "3 channels"),
-    "natural/sct_mt_warp_t22mt1.nii.gz": ("5 axes (40x40x5x1x3)", "5 axes"),
-    "natural/nib_functional.nii": (20, "20 channels"),
-    "natural/nib_resampled_anat_moved.nii": (f"153 voxels of 1071 that are {NOT_FINITE}", None),
-    "natural/nib_reoriented_anat_moved.nii": (1, NOT_INTEGER),
-    "natural/nib_example4d.nii.gz": (2, "2 channels"),
-    "natural/nib_example_nifti2.nii.gz": (2, "2 channels"),
-    "natural/nib_test.mgz": (2, "2 channels"),
-    "natural/udacity_hippocampus_010_label_without_image.nii.gz": (1, [0, 1, 2]),
-    "natural/udacity_hippocampus_281_label_without_image.nii.gz": (1, [0, 1]),
-    "derived/pair_label.hdr": (1, [0, 1, 2]),
-    "derived/analyze_image.hdr": ("Analyze 7.5", "convert it to NIfTI"),
-    "derived/sclslope_image.nii.gz": (1, NOT_INTEGER),
-    "derived/nan_inf_image.nii.gz": (f"5356 voxels of 62475 that are {NOT_FINITE}", NOT_FINITE),
-    "derived/empty_label.nii.gz": (1, [0]),
-    "derived/neg_label.nii.gz": (1, None),
-    "derived/twochannel_image.nii.gz": (2, "2 channels"),
-    "derived/constant_image.nii.gz": (1, [7]),
-    "derived/truncated_image.nii.gz": ("end before", "end before"),
-    "derived/notgz_image.nii.gz": ("is not gzip-compressed", "is not gzip-compressed"),
-    "derived/empty_file.nii.gz": ("is empty (0 bytes)", "is empty"),
+UNREADABLE = {
+    "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
+    "derived/analyze_image.hdr": "Analyze 7.5 format, which has no orientation; convert it",
+    "derived/truncated_image.nii.gz": "end before",
+    "derived/notgz_image.nii.gz": "is not gzip-compressed",
+    "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
-"""What becomes of a file, read as an image and read as a label map: the number of channels and the
-labels, or words of the refusal. Others have one channel, and three labels if they are named so."""
+"""Of the awkward files, those that are no volumes, and why."""
 
 
 def random_volume(seed: int = 0, shape: tuple[int, ...] = (5, 6, 7)) -> np.ndarray:
@@ -123,40 +90,45 @@ def plain(tmp_path: Path) -> Path:
     return path
 
 
-def test_awkward_files(test_data):
+def test_awkward_files_are_what_nibabel_loads(test_data):
     manifest = (test_data / "awkward" / "MANIFEST.tsv").read_text().splitlines()
-    names = [line.split("\t")[0] for line in manifest]
-    assert len(names) == 72 and set(AWKWARD) <= set(names)
-    for name in names:
-        has_labels = name.startswith("derived/") and name.endswith("_label.nii.gz")
-        check_awkward(
-            test_data / "awkward" / name, *AWKWARD.get(name, (1, [0, 1, 2] if has_labels else None))
-        )
+    assert len(manifest) == 72
+    for name in (line.split("\t")[0] for line in manifest):
+        path = test_data / "awkward" / name
+        if name in UNREADABLE:
+            for read in (read_image, read_label):
+                assert UNREADABLE[name] in refusal(path, read)
+        else:
+            assert_is_what_nibabel_loads(path)
 
 
-def check_awkward(path: Path, as_image: int | str, as_label: list[int] | str | None) -> None:
-    if isinstance(as_image, str):
-        assert as_image in refusal(path)
+def assert_is_what_nibabel_loads(path: Path) -> None:
+    """Compare an image and a label map, or why they are refused, with nibabel's reorientation."""
+    reference = nib.as_closest_canonical(nib.load(path))
+    found = reference.get_fdata()
+    expected = np.moveaxis(found.reshape(*found.shape[:3], -1), 3, 0).astype(np.float32)
+    num_bad, num_channels = np.count_nonzero(~np.isfinite(expected)), len(expected)
+    if num_bad:
+        of_all = f"{num_bad} voxels of {expected.size} that are NaN or infinite"
+        assert of_all in refusal(path) and "NaN or infinite" in refusal(path, read_label)
+        return
+    volume = read_image(path)
+    assert np.array_equal(volume.array, expected)  # a fifth of the time of numpy.testing
+    assert volume.array.dtype == np.float32 and volume.array.flags.c_contiguous
+    assert volume.header.shape == volume.array.shape[1:]
+    assert volume.header.num_channels == num_channels
+    np.testing.assert_allclose(volume.header.affine, reference.affine, atol=1e-6)
+    spacing = nib.affines.voxel_sizes(reference.affine)
+    np.testing.assert_allclose(volume.header.spacing_mm, spacing, rtol=1e-5)
+    assert read_header(path).spacing_mm == volume.header.spacing_mm
+    if num_channels > 1:
+        assert f"{num_channels} channels" in refusal(path, read_label)
+    elif np.abs(found - np.rint(found)).max() > 1e-3:
+        assert "no integer labels" in refusal(path, read_label)
     else:
-        volume = read_image(path)
-        # nibabel's own reorientation, with its affine and spacing, is the reference.
-        reference = nib.as_closest_canonical(nib.load(path))
-        expected = reference.get_fdata().astype(np.float32)
-        expected = np.moveaxis(expected.reshape(*expected.shape[:3], -1), 3, 0)
-        assert np.array_equal(volume.array, expected)  # a fifth of the time of numpy.testing
-        assert volume.array.dtype == np.float32 and volume.array.flags.c_contiguous
-        assert volume.header.shape == volume.array.shape[1:]
-        assert volume.header.num_channels == as_image
-        np.testing.assert_allclose(volume.header.affine, reference.affine, atol=1e-6)
-        spacing = nib.affines.voxel_sizes(reference.affine)
-        np.testing.assert_allclose(volume.header.spacing_mm, spacing, rtol=1e-5)
-        assert read_header(path).spacing_mm == volume.header.spacing_mm
-    if isinstance(as_label, str):
-        assert as_label in refusal(path, read_label)
-    elif as_label is not None:
-        label = read_label(path)
-        assert np.unique(label.array).tolist() == as_label
-        assert label.array.dtype == np.uint8 and label.array.flags.c_contiguous
+        label = read_label(path).array
+        np.testing.assert_array_equal(label, np.rint(expected[0]))
+        assert label.flags.c_contiguous
 
 
 @pytest.mark.parametrize("affine", AFFINES)
@@ -319,29 +291,6 @@ def test_writing_refuses_what_are_no_labels_of_the_image(tmp_path, plain):
     assert [path.name for path in tmp_path.iterdir()] == ["plain.nii"]
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, plain, monkeypatch):
-    header = read_header(plain)
-    output = tmp_path / "label.nii"
-    write_label(output, np.ones(header.shape, np.uint8), header)
-    before = output.read_bytes()
-
-    def half_written(_, file_map):
-        Path(file_map["image"].filename).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    def refused(*_):
-        raise OSError(1, "refused")
-
-    broken = (nib.Nifti1Image, "to_file_map", half_written), (os, "replace", refused)
-    for owner, name, fails in broken:
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, fails)
-            with pytest.raises(VolumeError, match=r"cannot write .*label.nii: (No space|refused)"):
-                write_label(output, np.zeros(header.shape, np.uint8), header)
-        assert output.read_bytes() == before
-        assert {path.name for path in tmp_path.iterdir()} == {"plain.nii", "label.nii"}
-
-
 def test_units_other_than_mm_are_converted_and_written_back(tmp_path):
     array = random_volume()
     for units, factor in (("micron", 1e-3), ("meter", 1e3), ("unknown", 1.0)):
@@ -423,26 +372,6 @@ def test_a_damaged_file_is_refused_by_its_header_alone(plain, capfd):
     plain.write_bytes(content)
     assert "data code 4096 not recognized" in refusal(plain, read_header)
     assert capfd.readouterr() == ("", "")  # nothing but the error tells of it
-
-
-@pytest.mark.parametrize("suffix", [".nii.gz", ".mgz"])
-def test_damaged_gzip_is_refused(tmp_path, suffix):
-    array = random_volume(shape=(20, 20, 20))
-    path = tmp_path / f"image{suffix}"
-    kind = nib.MGHImage if suffix == ".mgz" else nib.Nifti1Image
-    nib.save(kind(array, np.eye(4)), path)
-    content = path.read_bytes()
-    middle = len(content) // 2
-    for damaged in (
-        content[:middle],
-        content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :],
-        content[:-8] + struct.pack("<I", 12345) + content[-4:],  # the checksum
-    ):
-        path.write_bytes(damaged)
-        for read in (read_image, read_label):
-            assert "cannot read" in refusal(path, read)
-        if suffix == ".nii.gz":  # the damage lies behind what a header needs
-            assert read_header(path).shape == (20, 20, 20)
 
 
 def test_files_that_are_not_there_or_not_volumes_are_refused(tmp_path, plain):

@@ -3,16 +3,13 @@
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mutations import property_test
 from tests.volumes.itk_headers import META, NRRD, VOXELS, meta_bytes, nrrd_bytes
-from unet3d.errors import VolumeError
-from unet3d.volumes.header import read_header, same_grid
-from unet3d.volumes.nifti import read_image, read_label, write_label
+from tests.volumes.samples import read_or_refuse
 
 TEXTS = st.one_of(
     st.none(),
@@ -26,22 +23,6 @@ TEXTS = st.one_of(
     ),
     st.text(max_size=8),
 )
-
-
-def read_or_refuse(path: Path) -> None:
-    for read in (read_header, read_image, read_label):
-        try:
-            volume = read(path)
-        except VolumeError as error:
-            assert "\n" not in str(error) and str(path.parent) in str(error)
-            continue
-        header = getattr(volume, "header", volume)
-        assert np.isfinite(header.affine).all() and min(header.spacing_mm) > 0
-        if read is not read_header:
-            assert volume.array.shape[-3:] == header.shape
-            labels = np.zeros(header.shape, np.uint8)
-            write_label(path.with_name("seg.nii"), labels, header)
-            assert same_grid(read_header(path.with_name("seg.nii")), header) is None
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import torch
 from scipy import ndimage
 from torch.profiler import ProfilerActivity, profile
 
-from tests.products import pairwise
 from unet3d.config import Shape, Spacing
 from unet3d.errors import VolumeError
 from unet3d.memory import host
@@ -77,19 +76,6 @@ def test_slices_lie_along_one_axis_where_they_are_clipped() -> None:
     always = Interpolation(thick="always", clips=True)
     assert always.slice_axes((1, 1, 1.1), (5, 1, 1)) == (2,)
     assert always.slice_axes((1, 1, 1), (5, 1, 1)) == ()
-
-
-@pytest.mark.parametrize("shape", [(17, 9, 5), (11, 20, 5), (3, 40, 1), (22, 28, 10), (1, 1, 1)])
-def test_images_are_resampled_as_scipy_zooms(shape: Shape) -> None:
-    image = RNG.normal(size=(2, 11, 14, 5)).astype(np.float32)
-    resampled = resample_image(image, shape, CUBES)
-    assert resampled.dtype == np.float32
-    for channel in range(2):
-        factors = [new / old for new, old in zip(shape, image.shape[1:], strict=True)]
-        expected = ndimage.zoom(
-            image[channel].astype(np.float64), factors, order=3, mode="nearest", grid_mode=True
-        )
-        np.testing.assert_allclose(resampled[channel], expected, atol=1e-5)
 
 
 def test_long_axes_leave_no_weights_that_slow_everything_down() -> None:
@@ -218,30 +204,6 @@ def test_target_spacings_are_those_of_nnunet() -> None:
         assert target_mm == pytest.approx(nnunet_target_spacing(spacings_mm, shapes), rel=1e-5)
         changed += target_mm != median_spacing(spacings_mm)
     assert 50 < changed < 250
-
-
-@pairwise(
-    shape=[(90, 31, 44), (60, 50, 22), (25, 50, 90), (120, 50, 44)],
-    axis=[0, 1, 2],
-    orders=[CUBES, (1, 3, 1), (0, 3, 3)],
-    piece_voxels=[5_000, 2**24],
-)
-def test_planes_by_themselves_are_those_of_the_whole(
-    shape: Shape,
-    axis: int,
-    orders: tuple[Order, Order, Order],
-    piece_voxels: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    image = RNG.normal(size=(2, 60, 50, 44)).astype(np.float32)
-    whole = resample_image(image, shape, orders)
-    monkeypatch.setattr(plane_resampling, "SOURCE_VOXELS", piece_voxels)
-    resampling = Resampling((60, 50, 44), shape, orders)
-    along = (slice(None),) * (1 + axis)
-    for begin in range(0, shape[axis], 7):
-        end = min(begin + 7, shape[axis])
-        part = some_planes(resampling, image, axis, begin, end)
-        np.testing.assert_allclose(part, whole[(*along, slice(begin, end))], rtol=0, atol=2e-6)
 
 
 def test_a_plane_needs_its_neighbourhood_and_not_the_whole_image() -> None:

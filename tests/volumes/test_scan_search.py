@@ -37,26 +37,38 @@ def names(scans: tuple[Scan, ...]) -> list[str]:
     return [scan.images[0].name for scan in scans]
 
 
-def test_a_folder_is_every_volume_in_it_but_earlier_segmentations(tmp_path: Path) -> None:
-    touch(tmp_path, "b.nii.gz", "a.nii", "c.mgz", "a_seg.nii.gz", ".hidden.nii", "notes.txt")
-    touch(tmp_path, "pair.hdr", "pair.img", "LOUD.HDR", "LOUD.IMG", "lonely.img", "deeper/d.nii")
-    touch(tmp_path, "Mixed.IMG", "Mixed.hdr", "B.NII.GZ", "B_SEG.NII.GZ")
-    assert outputs(find_scans([tmp_path], None, 1, Wanted(overwrite=True))) == {
-        ("B.NII.GZ",): "B_seg.nii.gz",
-        ("LOUD.HDR",): "LOUD_seg.nii.gz",
-        ("Mixed.hdr",): "Mixed_seg.nii.gz",
-        ("a.nii",): "a_seg.nii.gz",
-        ("b.nii.gz",): "b_seg.nii.gz",
-        ("c.mgz",): "c_seg.nii.gz",
-        ("lonely.img",): "lonely_seg.nii.gz",
-        ("pair.hdr",): "pair_seg.nii.gz",
-    }
-
-
 def dicom_folder(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "IM0001").write_bytes(bytes(128) + b"DICM")
     return folder
+
+
+def test_a_folder_is_every_scan_in_it_but_earlier_segmentations(tmp_path: Path) -> None:
+    touch(tmp_path, "b.nii.gz", "a.nii", "c.mgz", "a_seg.nii.gz", ".hidden.nii", "notes.txt")
+    touch(tmp_path, "pair.hdr", "pair.img", "LOUD.HDR", "LOUD.IMG", "lonely.img", "deeper/d.nii")
+    touch(tmp_path, "Mixed.IMG", "Mixed.hdr", "B.NII.GZ", "B_SEG.NII.GZ")
+    touch(tmp_path, "e.nrrd", "f.mha", "g.mhd", "g.raw")
+    for name in ("series", "s.2", ".hidden", "study/too deep"):
+        dicom_folder(tmp_path / name)
+    assert outputs(find_scans([tmp_path], None, 1, Wanted(overwrite=True))) == {
+        (f"{stem}{ending}",): f"{stem}_seg.nii.gz"
+        for ending, stems in {
+            ".NII.GZ": ["B"],
+            ".HDR": ["LOUD"],
+            ".hdr": ["Mixed", "pair"],
+            ".nii": ["a"],
+            ".nii.gz": ["b"],
+            ".mgz": ["c"],
+            ".img": ["lonely"],
+            ".nrrd": ["e"],
+            ".mha": ["f"],
+            ".mhd": ["g"],
+            "": ["s.2", "series"],
+        }.items()
+        for stem in stems
+    }
+    touch(tmp_path / "series", "mask.nrrd", "old_seg.nii.gz")
+    refuses([tmp_path / "series"], "holds DICOM slices and volumes, such as mask.nrrd")
 
 
 def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(
@@ -73,22 +85,6 @@ def test_a_folder_of_slices_is_one_scan_and_its_result_lies_beside_it(
     assert scan.images == (series,) and scan.output == expected
     (scan,) = find_scans([series], tmp_path / "out", 1, Wanted()).to_segment
     assert scan.output == tmp_path / "out" / "CT 1.2.840_seg.nii.gz"
-
-
-def test_a_folder_may_hold_scans_of_every_kind(tmp_path: Path) -> None:
-    touch(tmp_path, "a.nii.gz", "b.nrrd", "c.mha", "d.mhd", "d.raw", "deeper/e.nii")
-    for name in ("series", "s.2", ".hidden", "study/too deep"):
-        dicom_folder(tmp_path / name)
-    assert outputs(find_scans([tmp_path], None, 1, Wanted(overwrite=True))) == {
-        ("a.nii.gz",): "a_seg.nii.gz",
-        ("b.nrrd",): "b_seg.nii.gz",
-        ("c.mha",): "c_seg.nii.gz",
-        ("d.mhd",): "d_seg.nii.gz",
-        ("s.2",): "s.2_seg.nii.gz",
-        ("series",): "series_seg.nii.gz",
-    }
-    touch(tmp_path / "series", "mask.nrrd", "old_seg.nii.gz")
-    refuses([tmp_path / "series"], "holds DICOM slices and volumes, such as mask.nrrd")
 
 
 def test_channel_files_are_one_scan_where_the_network_wants_several(tmp_path: Path) -> None:
