@@ -149,10 +149,16 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"a": [1]}, "regions_class_order": [1, 2]}, r"is \[1, 2\]; name .* 1 regions"),
         ({"labels": {"a": [1, 2]}, "regions_class_order": ["1"]}, "regions_class_order is"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
-        ({"labels": {"a": [1], "b": [1]}, "regions_class_order": [1, 2]}, "of the same labels"),
+        (
+            {"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]},
+            "of the same labels",
+        ),
         ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
-        ({"labels": {"a": 1, "ignore": [5, 6]}}, r"the label ignore is \[5, 6\]; give it one value"),
+        (
+            {"labels": {"a": 1, "ignore": [5, 6]}},
+            r"the label ignore is \[5, 6\]; give it one value",
+        ),
         ({"labels": {"a": 3, "ignore": 2}}, "label ignore is 2, but a is 3; give ignore the high"),
         ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
