@@ -51,20 +51,12 @@ def test_without_a_gpu_what_is_open_suits_a_cpu(changes: tuple[str, ...]) -> Non
     assert changed(*changes) == VALUES
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [(), ("parallel.devices=1",), ("parallel.mode=model", "parallel.devices=cpu,0")],
-    ids=str,
-)
-def test_with_a_gpu_nothing_changes(changes: tuple[str, ...]) -> None:
-    assert changed(*changes, num_gpus=2) == {}
-
-
-def test_who_trains_on_the_cpu_beside_a_gpu_gets_the_same_as_without_one() -> None:
+def test_with_a_gpu_or_a_configuration_nothing_changes(tmp_path: Path) -> None:
+    assert changed(num_gpus=2) == {}
+    assert changed("parallel.devices=1", num_gpus=2) == {}
+    assert changed("parallel.mode=model", "parallel.devices=cpu,0", num_gpus=2) == {}
+    # Who trains on the CPU beside a GPU gets the same as without one.
     assert changed("parallel.devices=cpu", num_gpus=2) == VALUES
-
-
-def test_a_configuration_decides_alone(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("")
     assert changed(path=path) == {}
@@ -92,7 +84,7 @@ def test_what_the_user_sets_stands_with_all_that_belongs_to_it(change: str, kept
 
 
 def test_two_patches_of_64_voxels_fit_into_what_a_cpu_takes() -> None:
-    phantoms = ("data.phantom.shape=256,256,256", "data.phantom.num_cases=100")
+    phantoms = ("data.phantom.shape=128,128,128", "data.phantom.num_cases=100")
     config = load_settings(None, phantoms, dims_with(0))
     network = plan_without_data(config)
     assert (network.size, network.batch_size) == ((64, 64, 64), 2)

@@ -21,8 +21,10 @@ from unet3d.volumes.check import Finding
 
 
 def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
+    """Return settings, by default of a narrow network."""
     named = [] if dataset is None else [f"data.dataset={dataset}"]
-    return load_config(None, [f"data.cache={folder / 'cache'}", *named, *overrides])
+    few = (f"data.cache={folder / 'cache'}", "model.base_channels=4", *named)
+    return load_config(None, [*few, *overrides])
 
 
 # The patch
@@ -31,8 +33,6 @@ def settings(folder: Path, dataset: Path | None, *overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("shape", "spacing_mm", "patch_size", "strides"),
     [
-        ((60, 60, 60), (1.0, 1.0, 1.0), (64, 64, 64), (16, 16, 16)),
-        ((56, 56, 56), (1.0, 1.0, 1.0), (56, 56, 56), (8, 8, 8)),
         ((13, 13, 13), (1.0, 1.0, 1.0), (14, 14, 14), (2, 2, 2)),
         ((37, 50, 31), (1.0, 1.0, 1.0), (40, 56, 32), (8, 8, 8)),
         # Thick slices are halved less often.
@@ -43,7 +43,7 @@ def test_a_patch_that_fits_is_the_median_volume_padded_to_the_strides(
     tmp_path: Path, shape: Any, spacing_mm: Any, patch_size: Any, strides: Any
 ) -> None:
     root = write_msd(tmp_path / "data", 2, shape, spacing_mm)
-    experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=4"), 0)
+    experiment = plan_experiment(settings(tmp_path, root), 0)
     assert experiment.topology.total_stride == strides
     assert experiment.patch_size == patch_size
     assert experiment.config.patches.size == patch_size
@@ -59,29 +59,15 @@ def test_a_patch_that_was_asked_for_is_kept_whatever_the_memory(
         experiment = plan_experiment(settings(tmp_path, root, *overrides), 0)
     assert experiment.patch_size == (24, 18, 16)  # multiples of 2
     assert experiment.config.training.batch_size == 1
+    assert caplog.text.count("is rounded up to") == 1
+    assert "patches.size 24x17x16 is rounded up to 24x18x16, multiples of 2x2x2" in caplog.text
     assert "patches of 24x18x16 voxels (as set), 1 in a batch (limited by memory)" in caplog.text
-
-
-def test_a_batch_of_several_replicas_has_a_patch_for_each_micro_batch(tmp_path: Path) -> None:
-    root = write_msd(tmp_path / "data")
-    config = settings(tmp_path, root, "training.micro_batches=2", "model.num_levels=2")
-    experiment = plan_experiment(config, 0, num_replicas=3)
-    assert experiment.config.training.batch_size == 6
-
-
-def test_whole_volumes_have_no_patch(tmp_path: Path) -> None:
-    root = write_msd(tmp_path / "data", shape=(33, 40, 16))
-    experiment = plan_experiment(settings(tmp_path, root, "patches.size=whole"), 0)
-    assert experiment.patch_size is None
-    assert experiment.config.patches.size == "whole"
-    assert experiment.topology.total_stride == (8, 8, 4)  # of the median volume
-
-
-def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
-    root = write_msd(tmp_path / "data")
-    config = settings(tmp_path, root, "patches.size=16,16,16", "model.num_levels=5")
-    with pytest.raises(ConfigError, match="has 5 levels but a patch of 16x16x16 voxels gives 3"):
-        plan_experiment(config, 0)
+    # A batch of several replicas has a patch for each micro-batch.
+    several = settings(tmp_path, root, *overrides, "training.micro_batches=2")
+    assert plan_experiment(several, 0, num_replicas=3).config.training.batch_size == 6
+    caplog.clear()
+    plan_experiment(settings(tmp_path, root, "patches.size=24,18,16", *overrides[1:]), 0)
+    assert "is rounded up to" not in caplog.text
 
 
 # The configuration, the cases
@@ -95,6 +81,11 @@ def test_a_network_too_deep_for_the_patch_is_refused(tmp_path: Path) -> None:
         (("parallel.cuts=3", "parallel.mode=model"), 1, "over 1 device.s.; leave them out"),
         ((), 99, "99 devices for a network of"),
         (("model.num_levels=8",), 1, "the model has 8 levels"),
+        (
+            ("patches.size=16,16,16", "model.num_levels=5"),
+            1,
+            "has 5 levels but a patch of 16x16x16 voxels gives 3",
+        ),
     ],
     ids=str,
 )
@@ -113,17 +104,9 @@ def test_what_cannot_be_trained_is_refused_before_a_case_is_prepared(
     assert read == []
 
 
-def test_a_patch_with_too_few_planes_is_refused_before_a_case_is_prepared(
+def test_volumes_with_too_few_planes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = write_msd(tmp_path / "data", modality="CT")
-    monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: pytest.fail("prepared"))
-    config = settings(tmp_path, root, "patches.size=16,16,16")
-    with pytest.raises(DeviceError, match="16x16x16 voxels has 16 planes .* use at most 16"):
-        plan_experiment(config, 0, num_shards=17)
-
-
-def test_a_whole_volume_with_too_few_planes_is_refused(tmp_path: Path) -> None:
     root = write_msd(tmp_path / "data", num_cases=4, shape=(24, 16, 16))
     write_msd(tmp_path / "thin", num_cases=1, shape=(8, 16, 16))
     for kind in ("imagesTr", "labelsTr"):
@@ -131,21 +114,17 @@ def test_a_whole_volume_with_too_few_planes_is_refused(tmp_path: Path) -> None:
         for path in sorted((root / kind).iterdir())[:2]:
             path.write_bytes(thin.read_bytes())
     config = settings(tmp_path, root, "patches.size=whole")
-    assert len(plan_experiment(config, 0, num_shards=8).training) > 0
+    whole = plan_experiment(config, 0, num_shards=8)
+    assert len(whole.training) > 0
+    assert whole.patch_size is None and whole.config.patches.size == "whole"
+    assert whole.topology.total_stride == (4, 4, 4)  # of the median volume
     with pytest.raises(DeviceError, match="8x16x16 voxels has 8 planes .* use at most 8"):
         plan_experiment(config, 0, num_shards=9)
-
-
-def test_a_patch_that_is_rounded_up_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    root = write_msd(tmp_path / "data")
-    caplog.set_level("INFO", "unet3d")
-    for size, levels in (("9,10,12", 2), ("10,10,12", 2)):
-        config = settings(tmp_path, root, f"patches.size={size}", f"model.num_levels={levels}")
-        assert plan_experiment(config, 0).patch_size == (10, 10, 12)
-    assert caplog.text.count("is rounded up to") == 1
-    assert "patches.size 9x10x12 is rounded up to 10x10x12, multiples of 2x2x2" in caplog.text
+    # Of a patch it is known before a case is prepared.
+    monkeypatch.setattr(experiment, "prepare_cases", lambda *_, **__: pytest.fail("prepared"))
+    config = settings(tmp_path, root, "patches.size=16,16,16")
+    with pytest.raises(DeviceError, match="16x16x16 voxels has 16 planes .* use at most 16"):
+        plan_experiment(config, 0, num_shards=17)
 
 
 def test_the_resolved_configuration_names_every_choice(tmp_path: Path) -> None:
@@ -172,7 +151,7 @@ def test_names_of_regions_say_whether_sides_may_be_swapped(
 ) -> None:
     labels = {"background": 0, region: [1, 2], "core": 2}
     root = write_msd(tmp_path / "data", 2, labels=labels, regions_class_order=[1, 2])
-    experiment = plan_experiment(settings(tmp_path, root, "model.base_channels=4"), 0)
+    experiment = plan_experiment(settings(tmp_path, root), 0)
     assert experiment.config.patches.augmentation.mirror_axes == axes
     assert experiment.topology.num_classes == 2
 
@@ -203,23 +182,20 @@ def test_memory_for_cuts_is_that_of_the_case_with_the_widest_intensities(tmp_pat
     assert experiment.augmentation(torch.device("cpu")) is None
 
 
-@pytest.mark.parametrize("fold", [0, 1])
-def test_the_fold_is_that_of_the_datalist(tmp_path: Path, fold: int) -> None:
+def test_the_fold_is_that_of_the_datalist(tmp_path: Path) -> None:
     root = write_msd(tmp_path / "data", 4)
     tree = json.loads((root / "dataset.json").read_text())
     for number, case in enumerate(tree["training"]):
         case["fold"] = number % 2
     write_json(root / "dataset.json", tree)
-    experiment = plan_experiment(settings(tmp_path, root, f"data.fold={fold}"), 0)
-    assert [case.name for case in experiment.validation] == [f"case_{fold}", f"case_{fold + 2}"]
-    assert len(experiment.training) == 2
+    for fold in range(2):
+        experiment = plan_experiment(settings(tmp_path, root, f"data.fold={fold}"), 0)
+        assert [case.name for case in experiment.validation] == [f"case_{fold}", f"case_{fold + 2}"]
+        assert len(experiment.training) == 2
 
 
-def test_phantom_data_are_made_once_for_a_seed_and_a_shape(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    overrides = ("data.phantom.num_cases=2", "data.phantom.shape=16,18,20")
-    config = settings(tmp_path, None, *overrides)
+def test_phantom_data_are_made_once_for_a_seed_and_a_shape(tmp_path: Path) -> None:
+    config = settings(tmp_path, None, "data.phantom.num_cases=2", "data.phantom.shape=16,18,20")
     experiment = plan_experiment(config, 0)
     (folder,) = (tmp_path / "cache").glob("phantom-*")
     assert folder.name == "phantom-2-16x18x20-1x1x1-seed0"
@@ -261,12 +237,7 @@ def train_briefly(folder: Path, config: Config) -> dict[str, Any]:
 
 
 BRIEF = (
-    *(
-        "training.epochs=1",
-        "training.steps_per_epoch=2",
-        "model.base_channels=4",
-        "data.num_workers=0",
-    ),
+    *("training.epochs=1", "training.steps_per_epoch=2", "data.num_workers=0"),
     *("parallel.mode=model", "parallel.devices=cpu,cpu", "inference.overlap=0"),
 )
 
@@ -288,8 +259,9 @@ def test_sarcomas_in_thick_slices_train_without_tuning(test_data: Path, tmp_path
     assert 0 <= summary["best_dice"] <= 1
 
 
-def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
-    root = tmp_path / "few"
+def hippocampi(test_data: Path, folder: Path) -> Config:
+    """Return settings for four cases in two folds."""
+    root = folder / "few"
     tree = json.loads((test_data / "hippocampus" / "dataset.json").read_text())
     tree["training"] = [{**case, "fold": n % 2} for n, case in enumerate(tree["training"][:4])]
     tree["test"] = []
@@ -297,8 +269,18 @@ def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> Non
         for kind in ("image", "label"):
             (root / case[kind]).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(test_data / "hippocampus" / case[kind], root / case[kind])
-    config = settings(tmp_path, write_json(root / "datalist.json", tree), *BRIEF)
-    summary = train_briefly(tmp_path, config)
+    return settings(folder, write_json(root / "datalist.json", tree), *BRIEF)
+
+
+def test_hippocampi_are_planned_as_the_datalist_says(test_data: Path, tmp_path: Path) -> None:
+    experiment = plan_experiment(hippocampi(test_data, tmp_path), 0)
+    assert len(experiment.validation) == len(experiment.training) == 2
+    assert experiment.preprocessing.label_names[1:] == ("Anterior", "Posterior")
+    assert experiment.preprocessing.spacing_mm == (1, 1, 1)
+
+
+@pytest.mark.nightly
+def test_hippocampi_train_without_tuning(test_data: Path, tmp_path: Path) -> None:
+    summary = train_briefly(tmp_path, hippocampi(test_data, tmp_path))
     assert set(summary["dice"]) == {"Anterior", "Posterior"}
-    assert len(plan_experiment(config, 0).validation) == 2
     assert 0 <= summary["best_dice"] <= 1

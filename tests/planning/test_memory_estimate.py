@@ -95,8 +95,8 @@ def by_name(table: dict[str, dict[str, Any]], at_night: tuple[str, ...] = ()) ->
         "batch Dice": {"batch_size": 5, "num_micro_batches": 3, "batch_dice": True},
         "regions": {"regions": ((1, 2), (2,), (1,))},
         "8 in flight": {"batch_size": 8, "num_micro_batches": 8},
-        "odd batch": {"num_slots": 3, "batch_size": 7, "num_micro_batches": 6},
-        "all forward": {"batch_size": 5, "num_micro_batches": 5, "schedule": "all-forward"},
+        "odd batch": {"num_slots": 3, "batch_size": 5, "num_micro_batches": 4},
+        "all forward": {"batch_size": 3, "num_micro_batches": 3, "schedule": "all-forward"},
         "another cut": {"cuts": (3,)},
         "float64": {"precision": "float64"},
         "bfloat16": {"precision": "bfloat16"},
@@ -252,7 +252,7 @@ def test_the_first_product_on_a_gpu_takes_workspaces(device: torch.device) -> No
 
 
 def test_gpus_are_predicted_without_gpus() -> None:
-    step = make_step(GPUS[:2], (128, 128, 128), 4, 4, "bfloat16", WIDE)
+    step = make_step(GPUS[:2], (128, 128, 128), 2, 2, "bfloat16", WIDE)
     prediction = predicted(step)
     assert [slot.device for slot in prediction.slots] == list(GPUS[:2])
     for memory in prediction.memory.values():
@@ -319,7 +319,9 @@ def test_every_parameter_and_buffer_is_on_its_device(
         assert found.memory[slot.index].parameters_bytes == sum(sizes)
 
 
-@pytest.mark.parametrize("devices", [GPUS[:1], GPUS[:2]], ids=str)
+@pytest.mark.parametrize(
+    "devices", [GPUS[:1], pytest.param(GPUS[:2], marks=pytest.mark.nightly)], ids=str
+)
 def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ...]) -> None:
     steps = [
         make_step(devices, (256, 256, 256), 1, 1, "bfloat16", LARGE, recompute=how)
@@ -334,9 +336,7 @@ def test_the_more_is_made_again_the_less_is_kept(devices: tuple[torch.device, ..
         assert most[0][index] <= most[1][index] < most[2][index]
 
 
-@pytest.mark.parametrize(
-    ("how", "precision"), [("level", "bfloat16"), ("norm", "float32"), ("off", "bfloat16")]
-)
+@pytest.mark.parametrize(("how", "precision"), [("level", "bfloat16"), ("norm", "float32")])
 def test_memory_of_a_gpu_does_not_depend_on_what_this_cpu_convolves_with(
     how: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.shards import ThreadMessages, run_shards
-from tests.steps import CPU, GPUS, LARGE, SMALL, WIDE, make_step
+from tests.steps import CPU, GPUS, LARGE, SMALL, make_step
 from unet3d.config import ModelSettings, Shape
 from unet3d.model import UNet3d, dice_cross_entropy
+from unet3d.parallel.spatial import division
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.parallel.spatial.executor import SpatialExecutor
 from unet3d.planning.message_time import GLOO, NVLINK, Messages, gradient_seconds, links_between
@@ -22,39 +23,34 @@ def messages_of(model: ModelSettings, size: Shape, num_shards: int) -> tuple[Mes
     return found, levels
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "microseconds"), [(2**9, 12), (2**19, 18), (2**21, 25), (2**23, 60)], ids=str
-)
-def test_an_exchange_takes_what_two_h200_took(num_bytes: int, microseconds: float) -> None:
-    assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.2)
-
-
-def test_sums_take_what_two_h200_took() -> None:
+def test_messages_take_what_two_h200_took() -> None:
+    for num_bytes, microseconds in ((2**9, 12), (2**19, 18), (2**21, 25), (2**23, 60)):
+        assert 1e6 * NVLINK.exchange(num_bytes) == pytest.approx(microseconds, rel=0.2)
     assert 1e6 * NVLINK.sum(640 * 4, 2) == pytest.approx(12, rel=0.03)
     assert 1e3 * NVLINK.sum(125e6, 2) == pytest.approx(0.44, rel=0.01)
     assert NVLINK.sum(125e6, 2) < NVLINK.sum(125e6, 8) < 2 * NVLINK.sum(125e6, 2)
     assert NVLINK.gather(1e8, 2) < NVLINK.gather(1e8, 8) < 2 * NVLINK.gather(1e8, 2)
-
-
-def test_launched_messages_take_longer() -> None:
+    # Launched ones take longer.
     assert links_between(False, True) is NVLINK
     assert links_between(True, True) is links_between(True, False) is GLOO
     assert links_between(False, False).exchange(1024) > 3 * NVLINK.exchange(1024)
 
 
-@pytest.mark.parametrize(
-    ("model", "size"), [(SMALL, (16, 16, 16)), (WIDE, (48, 48, 48)), (WIDE, (64, 64, 64))], ids=str
-)
-def test_as_many_are_counted_as_are_sent(model: ModelSettings, size: Shape) -> None:
+@pytest.mark.parametrize("min_divided", [0, 8 * 8 * 8 * 8, 2**20])
+def test_as_many_are_counted_as_are_sent(min_divided: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all levels divided, all but one, and only the first."""
+    monkeypatch.setattr(division, "MIN_DIVIDED_ELEMENTS", min_divided)
+    size = (16, 16, 16)
+
     def work(shard: int, messages: ThreadMessages) -> int:
-        step = make_step((CPU,), size, 1, model=model, num_shards=2, shard=shard)
+        step = make_step((CPU,), size, 1, num_shards=2, shard=shard)
         executor = SpatialExecutor(UNet3d(step.topology), step.layout, messages=messages)
         image = torch.randn(1, 2, *step.own_size)
         target = torch.zeros(1, *step.own_size, dtype=torch.uint8)
         executor.forward_backward(image, target, dice_cross_entropy, planes=size[0])
         return len(messages.log)
 
-    found, levels = messages_of(model, size, 2)
+    found, levels = messages_of(SMALL, size, 2)
     assert run_shards(2, work) == [found.count(levels)] * 2
 
 

@@ -89,24 +89,15 @@ def test_what_runs_out_of_memory_is_a_row(tmp_path: Path, seconds: dict[str, flo
     assert timed(settings(tmp_path)).fastest is None
 
 
-def test_a_mode_that_is_named_is_measured_alone(
-    tmp_path: Path, seconds: dict[str, float | None]
-) -> None:
+@pytest.mark.usefixtures("seconds")
+def test_which_modes_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = timed(settings(tmp_path, "parallel.mode=data")).rows
     assert row.option.dims.mode == "data"
+    # Cuts and one device are measured elsewhere.
+    for change in ("parallel.devices=cpu", "model.norm=batch", "parallel.mode=model"):
+        config = settings(tmp_path, change)
+        assert time_modes(config, plan_without_data(config)) is None
 
-
-@pytest.mark.parametrize(
-    "changes", [("parallel.devices=cpu",), ("model.norm=batch",), ("parallel.mode=model",)], ids=str
-)
-def test_cuts_and_one_device_are_measured_elsewhere(
-    changes: tuple[str, ...], tmp_path: Path
-) -> None:
-    config = settings(tmp_path, *changes)
-    assert time_modes(config, plan_without_data(config)) is None
-
-
-def test_other_failures_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise Unet3dError("rank 1 was killed by SIGKILL")
 
@@ -156,17 +147,9 @@ def test_ranks_take_the_steps(tmp_path: Path) -> None:
 
 @pytest.mark.multigpu
 def test_gpus_take_the_steps(tmp_path: Path) -> None:
-    found = timed(
-        settings(
-            tmp_path,
-            "parallel.devices=0,1",
-            "patches.size=128,128,128",
-            "model.base_channels=32",
-            "model.num_levels=5",
-            "training.precision=auto",
-        )
-    )
-    for row in found.rows:
+    large = ("patches.size=128,128,128", "model.base_channels=32", "model.num_levels=5")
+    options = ("parallel.devices=0,1", "training.precision=auto", *large)
+    for row in timed(settings(tmp_path, *options)).rows:
         assert row.seconds is not None
         for shard, peak in zip(row.option.shards, row.peak_bytes, strict=False):
             assert peak == pytest.approx(shard.memory[0].peak_bytes, rel=0.1)

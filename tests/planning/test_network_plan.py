@@ -47,26 +47,21 @@ def test_the_largest_batch_is_that_of_the_worst_volumes() -> None:
             assert math.prod(batch_shape(sizes, num_patches)) == most, sizes  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("size", "batch_dice", "expected"),
-    [
+def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path: Path) -> None:
+    root = write_msd(tmp_path / "data", shape=(24, 24, 24))
+    for size, batch_dice, expected in (
         # A quarter of 24x24x24 is 3456 voxels.
         ("16,16,8", "auto", True),
         ("16,16,16", "auto", False),
         ("whole", "auto", False),
         ("16,16,8", "false", False),
         ("whole", "true", True),
-    ],
-)
-def test_patches_much_smaller_than_the_volumes_have_batch_dice(
-    tmp_path: Path, size: str, batch_dice: str, expected: bool
-) -> None:
-    root = write_msd(tmp_path / "data", shape=(24, 24, 24))
-    overrides = [f"data.dataset={root}", f"patches.size={size}", "model.num_levels=2"]
-    config = load_config(None, [*overrides, f"training.batch_dice={batch_dice}"])
-    settled = plan_without_data(config).settled(config)
-    assert settled.training.batch_dice is expected
-    assert settled.model_copy(update={"training": config.training}) == config
+    ):
+        set_ = (f"data.dataset={root}", f"patches.size={size}", f"training.batch_dice={batch_dice}")
+        config = load_config(None, [*set_, "model.num_levels=2", "training.batch_size=2"])
+        settled = plan_without_data(config).settled(config)
+        assert settled.training.batch_dice is expected, (size, batch_dice)
+        assert settled.model_copy(update={"training": config.training}) == config
 
 
 def test_whole_volumes_are_planned_at_the_largest(tmp_path: Path) -> None:
@@ -87,12 +82,13 @@ def test_the_smallest_volume_says_how_many_shards_there_can_be(tmp_path: Path) -
         assert ("spatial" in modes) == (count == 16)
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_whole_volumes_of_unequal_shapes_take_what_was_predicted(
     batch_size: int, tmp_path: Path
 ) -> None:
     """A batch of two is as large along each axis as either of them."""
     few = ("training.epochs=1", f"training.batch_size={batch_size}", "data.num_folds=3")
+    few += ("training.steps_per_epoch=3", "model.base_channels=2", "inference.overlap=0")
     config = crossed(tmp_path, *few, "parallel.devices=cpu", "patches.augmentation.enabled=false")
     run(config, tmp_path / "run")
     (slot,) = json.loads((tmp_path / "run" / "memory.json").read_text())["slots"]

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.steps import CPU, GPUS, WIDE, make_step
+from tests.steps import CPU, GPUS, WIDE, make_step, predicted
 from unet3d.errors import DoesNotFitError
 from unet3d.memory import host
-from unet3d.planning.memory_estimate import predict_memory
+from unet3d.planning.memory_estimate import Step
 from unet3d.planning.out_of_memory import (
     explain_out_of_memory,
     refuse_beyond_host,
@@ -33,11 +33,18 @@ def peaks_of(advice: str) -> list[float]:
     return [float(text.split()[0]) for text in advice.split("predicted peak ")[1].split(", ")]
 
 
+def explained(step: Step, gpu: int = 0) -> str:
+    """Return what is said when a GPU has no memory for a step."""
+    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", f"GPU {gpu}"))
+    message = explain_out_of_memory(error, step)
+    assert "\n" not in message
+    return message
+
+
 @pytest.mark.usefixtures("two_gpus")
 def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
     step = make_step(GPUS[:2], (192, 192, 192), 4, 1, "bfloat16", WIDE)
-    message = explain_out_of_memory(torch.OutOfMemoryError(OUT_OF_MEMORY), step)
-    assert "\n" not in message
+    message = explained(step, gpu=1)
     assert message.startswith("cuda:1 ran out of memory: 2.25 GiB asked, 1.06 GiB free; it holds ")
     assert "slot 1 (decoder.1.skip to head)" in message
     _, *advice = message.split("what would fit: ")[1].split("--")
@@ -52,23 +59,22 @@ def test_out_of_memory_names_the_slot_and_what_would_fit() -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_out_of_memory_on_one_gpu_thinks_of_the_other() -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, recompute="off")
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
-    message = explain_out_of_memory(error, step)
+@pytest.mark.parametrize("offload", ["none", "skips"])
+def test_out_of_memory_on_one_gpu_thinks_of_the_other_and_of_the_host(offload: str) -> None:
+    given = {"recompute": "off", "offload": offload}
+    message = explained(make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, **given))
     assert "--parallel spatial --devices 0,1 (predicted peak " in message
     assert "--parallel model" not in message
     assert "--set memory.recompute=level (predicted peak " in message
+    assert ("--offload none --set memory.recompute" in message) == (offload == "skips")
+    assert ("--offload skips (predicted peak " in message) == (offload == "none")
     assert "--micro-batches" not in message  # of a single sample
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
     step = make_step(GPUS[:1], (640, 512, 512), 1, 1, "bfloat16", WIDE, num_shards=2, shard=1)
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY)
-    message = explain_out_of_memory(
-        error, replace(step, layout=replace(step.layout, devices=GPUS[1:2]))
-    )
+    message = explained(replace(step, layout=replace(step.layout, devices=GPUS[1:2])), gpu=1)
     assert "with slab 1 of 2 of patches of 640x512x512 voxels" in message
     found = re.search(r"--parallel spatial over (\d+) GPUs like cuda:0 \(predicted peak", message)
     assert found is not None
@@ -76,7 +82,7 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
 
     def peak(num_shards: int) -> int:
         sized = replace(step, layout=replace(step.layout, num_shards=num_shards, shard=0))
-        return predict_memory(sized, counts_reserved=False).needed_bytes()[GPUS[0]]
+        return predicted(sized, False).needed_bytes()[GPUS[0]]
 
     assert count > 2 and peak(count) <= 20 * 1024**3
     # It is near the least: half as many would not do.
@@ -87,26 +93,15 @@ def test_out_of_memory_of_a_shard_names_the_number_that_would_fit() -> None:
 @pytest.mark.parametrize("change", [{"norm": "batch"}, {}], ids=str)
 def test_stages_are_advised_where_a_volume_cannot_be_divided(change: dict[str, str]) -> None:
     size = (192, 192, 192) if change else (1, 2048, 2048)
-    model = WIDE.model_copy(update=change)
-    step = make_step(GPUS[:1], size, 2, 1, "bfloat16", model, recompute="off")
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
-    message = explain_out_of_memory(error, step)
+    model = WIDE.model_copy(update={"channels": (32, 64), **change})
+    message = explained(make_step(GPUS[:1], size, 2, 1, "bfloat16", model, recompute="off"))
     assert "--parallel model --devices 0,1" in message
     assert "--parallel spatial" not in message
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("offload", "is_offered"), [("none", True), ("skips", False)])
-def test_out_of_memory_offers_what_the_host_could_hold(offload: str, is_offered: bool) -> None:
-    step = make_step(GPUS[:1], (256, 256, 256), 1, 1, "bfloat16", WIDE, offload=offload)
-    error = torch.OutOfMemoryError(OUT_OF_MEMORY.replace("GPU 1", "GPU 0"))
-    message = explain_out_of_memory(error, step)
-    assert ("--offload skips (predicted peak " in message) == is_offered
-
-
-@pytest.mark.usefixtures("two_gpus")
 def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    fitting = predict_memory(make_step(GPUS[:2], precision="bfloat16"), counts_reserved=False)
+    fitting = predicted(make_step(GPUS[:2], precision="bfloat16"), False)
     warn_if_too_large(fitting)
     assert not caplog.records
     much = replace(fitting.memory[1], peak_bytes=20 * 1024**3)
@@ -117,7 +112,7 @@ def test_a_training_that_will_not_fit_is_warned_of(caplog: pytest.LogCaptureFixt
 
 def test_a_training_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step((CPU,), (64, 64, 64), 2, 1, "float32", WIDE)
-    prediction = predict_memory(step)
+    prediction = predicted(step, False)
     (needed,) = prediction.needed_bytes().values()
     monkeypatch.setattr(host, "available_bytes", lambda: needed)
     refuse_beyond_host(prediction)

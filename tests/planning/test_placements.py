@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.steps import predicted
 from unet3d.config import Config, load_config
 from unet3d.errors import ConfigError, DeviceError
 from unet3d.parallel import ParallelDims
 from unet3d.parallel.spatial.division import SlabRule
 from unet3d.planning import placements
-from unet3d.planning.memory_estimate import predict_memory
 from unet3d.planning.network_plan import NetworkPlan, plan_without_data
 from unet3d.planning.placements import (
     PlacementOption,
@@ -26,7 +26,8 @@ MIB = 1024**2
 
 
 def planned(*changes: str) -> tuple[Config, NetworkPlan]:
-    config = load_config(None, ["patches.size=32,32,32", "training.precision=bfloat16", *changes])
+    few = ("patches.size=32,32,32", "training.precision=bfloat16", "parallel.cuda_graphs=off")
+    config = load_config(None, [*few, *changes])
     return config, plan_without_data(config)
 
 
@@ -53,37 +54,35 @@ def test_all_devices_are_used_in_every_way(
     assert ways(GPUS, f"training.batch_size={batch_size}") == [("none", 1, 1), *found]
 
 
-def test_replicas_that_are_asked_for_are_kept() -> None:
-    changes = ("training.batch_size=8", "parallel.mode=spatial")
-    assert ways(GPUS, *changes, "parallel.replicas=4") == [("spatial", 4, 2)]
-    assert ways(GPUS, *changes, "parallel.replicas=8") == [("data", 8, 1)]
-    # There is no other way to have three groups on six than stages, with a batch of two.
-    few = ("training.batch_size=2", "parallel.mode=spatial", "parallel.replicas=3")
-    assert ways(GPUS[:6], *few) == [("model", 3, 1)]
-
-
-def test_a_volume_needs_planes_for_its_shards() -> None:
-    thin = ("patches.size=4,64,64", "model.num_levels=3", "training.batch_size=2")
-    assert ways(GPUS[:4], *thin) == [("none", 1, 1), ("spatial", 1, 4), ("spatial", 2, 2)]
-    assert ways(GPUS, *thin) == [("none", 1, 1), ("spatial", 2, 4)]
+THIN = ("patches.size=4,64,64", "model.num_levels=3", "training.batch_size=2")
+ONE = ("none", 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("devices", "change"),
+    ("devices", "changes", "found"),
     [
-        ((GPUS[0], CPU), "model.norm=instance"),
-        ((GPUS[0], GPUS[0]), "model.norm=instance"),
-        (GPUS[:2], "model.norm=batch"),
+        # Replicas that are asked for are kept.
+        (GPUS, ("training.batch_size=8", "parallel.replicas=4"), [("spatial", 4, 2)]),
+        (GPUS, ("training.batch_size=8", "parallel.replicas=8"), [("data", 8, 1)]),
+        # There is no other way to have three groups on six than stages, with a batch of two.
+        (GPUS[:6], ("training.batch_size=2", "parallel.replicas=3"), [("model", 3, 1)]),
+        # A volume needs planes for its shards.
+        (GPUS[:4], THIN, [ONE, ("spatial", 1, 4), ("spatial", 2, 2)]),
+        (GPUS, THIN, [ONE, ("spatial", 2, 4)]),
+        # Stages are what is left, if there are not more devices than blocks.
+        ((GPUS[0], CPU), (), [ONE, ("model", 1, 1)]),
+        ((GPUS[0], GPUS[0]), (), [ONE, ("model", 1, 1)]),
+        (GPUS[:2], ("model.norm=batch",), [ONE, ("model", 1, 1)]),
+        (tuple(torch.device("cuda", i) for i in range(64)), ("training.batch_size=1",), [ONE]),
     ],
-    ids=str,
 )
-def test_stages_are_what_is_left(devices: tuple[torch.device, ...], change: str) -> None:
-    assert ways(devices, change) == [("none", 1, 1), ("model", 1, 1)]
-
-
-def test_more_devices_than_blocks_leave_one() -> None:
-    many = tuple(torch.device("cuda", index) for index in range(64))
-    assert ways(many, "training.batch_size=1") == [("none", 1, 1)]
+def test_what_is_possible_depends_on_settings_and_devices(
+    devices: tuple[torch.device, ...],
+    changes: tuple[str, ...],
+    found: list[tuple[str, int, int]],
+) -> None:
+    spatial = ("parallel.mode=spatial",) if "parallel.replicas" in str(changes) else ()
+    assert ways(devices, *changes, *spatial) == found
 
 
 def test_a_mode_that_does_not_suit_the_devices_is_refused() -> None:
@@ -136,7 +135,7 @@ def test_an_option_is_the_step_of_one_process() -> None:
     # That of the largest slab stands for all: none needs noticeably more.
     peaks = [shard.memory[0].peak_bytes for shard in found.shards]
     assert max(peaks) == pytest.approx(found.prediction.memory[0].peak_bytes, rel=0.01)
-    assert found.prediction.memory == predict_memory(found.step, counts_reserved=False).memory
+    assert found.prediction.memory == predicted(found.step, False).memory
     assert not found.fits and found.largest() is None  # a GPU needs 1.5 GiB beside the tensors
     assert option(dims, dict.fromkeys(GPUS, 1024 * 2 * MIB)).fits
 

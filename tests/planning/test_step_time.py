@@ -1,13 +1,9 @@
 """How long steps are predicted to take: against what was measured, and how it changes."""
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from tests.steps import CPU, GPUS, LARGE, WIDE, make_step
-from unet3d.config import ModelSettings, Shape
-from unet3d.distributed import ranks
+from unet3d.config import ModelSettings
 from unet3d.errors import DeviceError
 from unet3d.model import UNet3d
 from unet3d.planning import step_time
@@ -15,10 +11,10 @@ from unet3d.planning.memory_estimate import Step
 from unet3d.planning.step_time import count_parameters, count_work, rates_of, step_seconds
 
 
-def on_gpu(edge: int, batch_size: int = 1, **layout: object) -> Step:
+def on_gpu(edge: int, batch_size: int = 1, **more: object) -> Step:
     """Return a step of the standard network on a cube, on a GPU."""
     model = LARGE if edge >= 128 else ModelSettings(base_channels=32, deep_supervision=False)
-    return make_step(GPUS[:1], (edge,) * 3, batch_size, precision="bfloat16", model=model, **layout)
+    return make_step(GPUS[:1], (edge,) * 3, batch_size, precision="bfloat16", model=model, **more)
 
 
 def seconds(step: Step) -> float:
@@ -29,17 +25,12 @@ def seconds(step: Step) -> float:
 
 # Measured: ``benchmarks/results/spatial-2026-11-23.json``.
 @pytest.mark.parametrize(
-    ("edge", "milliseconds"), [(128, 10.4), (256, 68.9), (384, 230.0), (512, 557.4)]
+    ("edge", "one_ms", "two_ms"),
+    [(128, 10.4, 8.4), (256, 68.9, 39.1), (384, 230.0, 123.4), (512, 557.4, 293.7)],
 )
-def test_one_gpu_takes_what_an_h200_took(edge: int, milliseconds: float) -> None:
-    assert 1000 * seconds(on_gpu(edge)) == pytest.approx(milliseconds, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("edge", "milliseconds"), [(128, 8.4), (256, 39.1), (384, 123.4), (512, 293.7)]
-)
-def test_two_gpus_take_what_two_h200_took(edge: int, milliseconds: float) -> None:
-    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(milliseconds, rel=0.03)
+def test_gpus_take_what_h200_took(edge: int, one_ms: float, two_ms: float) -> None:
+    assert 1000 * seconds(on_gpu(edge)) == pytest.approx(one_ms, rel=0.03)
+    assert 1000 * seconds(on_gpu(edge, num_shards=2)) == pytest.approx(two_ms, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +70,12 @@ def test_large_volumes_go_by_the_number_of_gpus() -> None:
     assert 1.6 < ratios[256, 2] < 1.9
 
 
-def test_small_volumes_are_not_worth_messages() -> None:
+def test_small_volumes_are_not_worth_messages_and_the_largest_slab_counts() -> None:
     assert seconds(on_gpu(32, num_shards=2)) > seconds(on_gpu(32))
     captured, launched = (
         seconds(on_gpu(128, num_shards=4, cuda_graphs=graphs)) for graphs in ("auto", "off")
     )
     assert launched > captured + 0.001
-
-
-def test_the_largest_slab_counts() -> None:
     # 32 units of 8 planes: ten slabs are of four or three.
     assert seconds(on_gpu(256, num_shards=10)) > 0.99 * seconds(on_gpu(256, num_shards=8))
     assert seconds(on_gpu(256, num_shards=11)) < 0.9 * seconds(on_gpu(256, num_shards=10))
@@ -100,22 +88,18 @@ def test_replicas_take_a_share_of_the_batch_each() -> None:
     assert 1000 * two == pytest.approx(21.5, rel=0.06)
 
 
-def test_processes_share_the_cores_of_a_cpu() -> None:
-    alone = seconds(make_step((CPU,), (64,) * 3, 2, model=WIDE))
-    data = seconds(make_step((CPU,), (64,) * 3, 1, model=WIDE, num_replicas=2))
-    shards = seconds(make_step((CPU,), (64,) * 3, 2, model=WIDE, num_shards=2))
-    assert alone < data < 1.3 * alone
-    assert alone < shards < 1.8 * alone
+def test_processes_share_the_cores_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_cpu(batch_size: int, **layout: int) -> float:
+        return seconds(make_step((CPU,), (64,) * 3, batch_size, model=WIDE, **layout))
 
-
-def test_more_cores_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step((CPU,), (64,) * 3, 1, model=WIDE)
+    alone = on_cpu(2)
+    assert alone < on_cpu(1, num_replicas=2) < 1.3 * alone
+    assert alone < on_cpu(2, num_shards=2) < 1.8 * alone
     times = []
     for cores in (1, 4):
         monkeypatch.setattr(step_time, "num_cores", lambda cores=cores: cores)
-        times.append(seconds(step))
+        times.append(on_cpu(1))
     assert times[0] > 3 * times[1]
-    assert ranks.num_cores() >= 1
 
 
 def test_operations_and_weights_are_those_of_the_network() -> None:
@@ -141,28 +125,20 @@ def test_a_block_that_was_measured_takes_what_it_took() -> None:
     assert twice - seconds(step) == pytest.approx(added)
 
 
-@pytest.mark.parametrize("option", [{"recompute": "level"}, {"offload": "skips"}], ids=str)
-def test_what_saves_memory_takes_time(option: dict[str, str]) -> None:
-    assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
-
-
-def test_batch_dice_takes_a_forward_pass_more_with_micro_batches() -> None:
+def test_what_saves_memory_and_batch_dice_take_time() -> None:
+    for option in ({"recompute": "level"}, {"offload": "skips"}):
+        assert 1.05 < seconds(on_gpu(256, **option)) / seconds(on_gpu(256)) < 1.35
+    # With micro-batches batch Dice passes forward once more.
     for num_micro_batches, least, most in ((1, 1.0, 1.0), (4, 1.3, 1.34)):
-        steps = [
-            make_step(
-                GPUS[:1], (128,) * 3, 4, num_micro_batches, model=LARGE, batch_dice=batch_dice
-            )
+        plain, joined = (
+            seconds(on_gpu(128, 4, num_micro_batches=num_micro_batches, batch_dice=batch_dice))
             for batch_dice in (False, True)
-        ]
-        assert least <= seconds(steps[1]) / seconds(steps[0]) <= most
+        )
+        assert least <= joined / plain <= most
 
 
-def test_stages_are_not_predicted() -> None:
+def test_stages_are_not_predicted_and_too_few_planes_are_refused() -> None:
     assert step_seconds(make_step(GPUS[:2], precision="bfloat16")) is None
-
-
-@pytest.mark.parametrize("size", [(16, 16, 16), (8, 64, 64)], ids=str)
-def test_too_few_planes_are_refused(size: Shape) -> None:
-    step = make_step((torch.device("cuda", 0),), size)
-    with pytest.raises(DeviceError, match="too few"):
-        step_seconds(replace(step, layout=replace(step.layout, num_shards=17)))
+    for size in ((16, 16, 16), (8, 64, 64)):
+        with pytest.raises(DeviceError, match="too few"):
+            step_seconds(make_step(GPUS[:1], size, num_shards=17))
