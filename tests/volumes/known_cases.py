@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from unet3d.config import AugmentationSettings, Shape
+from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.volumes.cache import Cache, PreparedCase
+from unet3d.volumes.loader import PatchLoader
 
 PLAIN = AugmentationSettings(enabled=False)
 LIVELY = AugmentationSettings(
@@ -33,3 +35,15 @@ def make_cases(
         assert case is not None
         cases.append(case)
     return cases
+
+
+def make_loader(cases: Sequence[PreparedCase], settings: PatchSettings, **more: Any) -> PatchLoader:
+    """Return a loader that augments in its own processes; ``more`` are its other arguments."""
+    given = {"batch_size": 2, "num_steps": 6, "seed": 0, "num_workers": 0, **more}
+    return PatchLoader(
+        cases=cases,
+        settings=settings,
+        device=torch.device("cpu"),
+        augments_on_device=False,
+        **given,
+    )

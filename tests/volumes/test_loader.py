@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases
+from tests.volumes.known_cases import LIVELY, PLAIN, known_volume, make_cases, make_loader
 from unet3d.config import PatchSettings, Shape
 from unet3d.errors import CacheError, ConfigError, DatasetError
 from unet3d.volumes.augment import Cut
@@ -23,29 +23,13 @@ def loader(
     cases: Sequence[PreparedCase],
     size: Shape | None = (4, 4, 4),
     batch_size: int = 2,
-    num_workers: int = 0,
     stride: Shape = (2, 2, 2),
-    seed: int = 0,
-    rank: int = 0,
-    num_ranks: int = 1,
-    num_steps: int = 6,
-    **settings: Any,
+    **more: Any,
 ) -> PatchLoader:
-    settings = {"augmentation": PLAIN, **settings}
-    return PatchLoader(
-        cases=cases,
-        settings=PatchSettings(**settings),
-        size=size,
-        stride=stride,
-        batch_size=batch_size,
-        num_steps=num_steps,
-        seed=seed,
-        num_workers=num_workers,
-        device=torch.device("cpu"),
-        augments_on_device=False,
-        rank=rank,
-        num_ranks=num_ranks,
-    )
+    """Return one whose patches are not augmented; fields of its settings may be among ``more``."""
+    fields = {key: more.pop(key) for key in list(more) if key in PatchSettings.model_fields}
+    settings = PatchSettings(**{"augmentation": PLAIN, **fields})
+    return make_loader(cases, settings, size=size, batch_size=batch_size, stride=stride, **more)
 
 
 def same(left: Sequence[Batch], right: Sequence[Batch]) -> bool:

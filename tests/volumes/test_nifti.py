@@ -232,31 +232,21 @@ def test_labels_are_written_for_every_kind_of_image(tmp_path, kind):
     assert isinstance(label, nib.Nifti2Image) == (kind == "nifti2")
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [
-        *[
-            ((0, 1), np.uint8),
-            ((0, 255), np.uint8),
-            ((0, 256), np.uint16),
-            ((0, 70_000), np.uint32),
-        ],
-        *[((-1, 127), np.int8), ((-1, 128), np.int16), ((-129, 1), np.int16)],
-        ((-300, 40_000), np.int32),
-    ],
-)
-def test_labels_take_the_smallest_type(tmp_path, values, dtype):
-    stored = np.zeros((3, 4, 5), np.int32)
-    stored.flat[:2] = values
-    nib.save(nib.Nifti1Image(stored, np.eye(4)), tmp_path / "label.nii")
-
-    label = read_label(tmp_path / "label.nii")
-    assert label.array.dtype == dtype
-    np.testing.assert_array_equal(label.array, stored)
-    if min(values) >= 0:
-        write_label(tmp_path / "written.nii", stored.astype(np.int64), label.header)
-        assert nib.load(tmp_path / "written.nii").get_data_dtype() == dtype
-        np.testing.assert_array_equal(read_label(tmp_path / "written.nii").array, stored)
+def test_labels_take_the_smallest_type(tmp_path):
+    for low, high, dtype in (
+        *[(0, 1, "u1"), (0, 255, "u1"), (0, 256, "u2"), (0, 70_000, "u4")],
+        *[(-1, 127, "i1"), (-1, 128, "i2"), (-129, 1, "i2"), (-300, 40_000, "i4")],
+    ):
+        stored = np.zeros((3, 4, 5), np.int32)
+        stored.flat[:2] = low, high
+        nib.save(nib.Nifti1Image(stored, np.eye(4)), tmp_path / "label.nii")
+        label = read_label(tmp_path / "label.nii")
+        assert label.array.dtype == dtype
+        np.testing.assert_array_equal(label.array, stored)
+        if low >= 0:
+            write_label(tmp_path / "written.nii", stored.astype(np.int64), label.header)
+            assert nib.load(tmp_path / "written.nii").get_data_dtype() == dtype
+            np.testing.assert_array_equal(read_label(tmp_path / "written.nii").array, stored)
 
 
 def test_labels_far_from_integers_are_refused_by_value(tmp_path):
@@ -309,16 +299,14 @@ def test_units_other_than_mm_are_converted_and_written_back(tmp_path):
         np.testing.assert_array_equal(label.affine, nib.load(tmp_path / "image.nii").affine)
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 6, 1, 1), (4, 5, 6, 1), (4, 5, 6), (4, 5)])
-def test_axes_of_length_one_do_not_count(tmp_path, shape):
-    array = random_volume(shape=shape)
-    nib.save(nib.Nifti1Image(array, np.eye(4)), tmp_path / "image.nii")
-
-    volume = read_image(tmp_path / "image.nii")
-
-    assert volume.header.num_channels == 1
-    np.testing.assert_array_equal(volume.array.ravel(), array.ravel())
-    assert volume.array.shape == (1, 4, 5, shape[2] if len(shape) > 2 else 1)
+def test_axes_of_length_one_do_not_count(tmp_path):
+    for shape in ((4, 5, 6, 1, 1), (4, 5, 6, 1), (4, 5, 6), (4, 5)):
+        array = random_volume(shape=shape)
+        nib.save(nib.Nifti1Image(array, np.eye(4)), tmp_path / "image.nii")
+        volume = read_image(tmp_path / "image.nii")
+        assert volume.header.num_channels == 1
+        np.testing.assert_array_equal(volume.array.ravel(), array.ravel())
+        assert volume.array.shape == (1, 4, 5, shape[2] if len(shape) > 2 else 1)
 
 
 def test_an_unknown_orientation_is_accepted_with_a_warning(plain, caplog):
@@ -411,48 +399,28 @@ def test_a_file_that_cannot_be_opened_or_held_is_explained(plain, monkeypatch):
     assert "Permission denied" in refusal(plain)
 
 
-def test_same_grid_measures_corners_in_mm(tmp_path):
-    headers = []
-    for shift, turn in ((0.0, 0.0), (0.05, 0.0), (2.0, 0.0), (0.0, 10.0)):
-        affine = oblique_affine(turn)
-        affine[0, 3] += shift
-        nib.save(nib.Nifti1Image(random_volume(), affine), tmp_path / "a.nii")
-        headers.append(read_header(tmp_path / "a.nii"))
-
-    assert same_grid(headers[0], headers[1]) is None
-    assert "0.05 mm apart" in (same_grid(headers[0], headers[1], tolerance_mm=0.01) or "")
-    assert "2 mm apart" in (same_grid(headers[0], headers[2]) or "")
-    assert same_grid(headers[0], headers[2], tolerance_mm=2.5) is None
-    assert "mm apart" in (same_grid(headers[0], headers[3]) or "")
-
-
-def test_channels_in_one_file_or_in_several_are_one_array(tmp_path):
+def test_channels_in_one_file_or_in_several_are_one_array(tmp_path, monkeypatch):
     array = np.stack([random_volume(), random_volume() + 1, random_volume() + 2], axis=-1)
-    nib.save(nib.Nifti1Image(array, STRAIGHT), tmp_path / "all.nii")
-    nib.save(nib.Nifti1Image(array[..., 0], STRAIGHT), tmp_path / "first.nii")
+    names = ("all.nii", "first.nii", "others.nii", "shorter.nii")
+    whole, first, others, shorter = (tmp_path / name for name in names)
+    nib.save(nib.Nifti1Image(array, STRAIGHT), whole)
+    nib.save(nib.Nifti1Image(array[..., 0], STRAIGHT), first)
     # The others are stored from right to left, but lie where the first one lies.
     flip = np.diag([-1.0, 1.0, 1.0, 1.0])
     flip[0, 3] = len(array) - 1
-    nib.save(nib.Nifti1Image(array[::-1, ..., 1:], STRAIGHT @ flip), tmp_path / "others.nii")
-
-    together = read_channels([tmp_path / "all.nii"])
-    apart = read_channels([tmp_path / "first.nii", tmp_path / "others.nii"])
+    nib.save(nib.Nifti1Image(array[::-1, ..., 1:], STRAIGHT @ flip), others)
+    together, apart = read_channels([whole]), read_channels([first, others])
     assert together.header.num_channels == apart.header.num_channels == 3
     assert apart.array.dtype == np.float32 and apart.array.flags.c_contiguous
     np.testing.assert_array_equal(apart.array, together.array)
     assert same_grid(apart.header, together.header) is None
-    assert apart.header.path == tmp_path / "first.nii"
-
-
-def test_channels_on_two_grids_are_refused_before_their_voxels_are_read(tmp_path, monkeypatch):
-    nib.save(nib.Nifti1Image(random_volume(), STRAIGHT), tmp_path / "a.nii")
-    nib.save(nib.Nifti1Image(random_volume()[1:], STRAIGHT), tmp_path / "b.nii")
+    assert apart.header.path == first
 
     def read(*_):
         raise AssertionError("voxels were read")
 
     monkeypatch.setattr("unet3d.volumes.nifti.raw_voxels", read)
-    with pytest.raises(
-        VolumeError, match=r"b\.nii is not on the grid of .*a\.nii: shapes 5x6x7 and 4x6x7 differ"
-    ):
-        read_channels([tmp_path / "a.nii", tmp_path / "b.nii"])
+    nib.save(nib.Nifti1Image(random_volume()[1:], STRAIGHT), shorter)
+    words = r"shorter\.nii is not on the grid of .*first\.nii: shapes 5x6x7 and 4x6x7 differ"
+    with pytest.raises(VolumeError, match=words):
+        read_channels([first, shorter])

@@ -67,16 +67,6 @@ def test_intensities_are_those_of_the_voxels_that_count(
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5, err_msg=kind)
 
 
-def test_a_part_is_normalised_as_in_the_whole() -> None:
-    array = channel()
-    inside = RNG.random(array.shape) < 0.5
-    for how in (Z_SCORE, ChannelNormalization(kind="ct", low=200, high=350, mean=280, std=30)):
-        scaling = scaling_of(array, how, inside)
-        whole = normalised(scaling, array, inside)
-        part = normalised(scaling, array[:, 2:5], inside[:, 2:5])
-        np.testing.assert_array_equal(part, whole[:, 2:5])
-
-
 def test_what_has_no_intensities_stays() -> None:
     array = np.zeros((4, 5, 6), np.float32)
     for how in (Z_SCORE, ChannelNormalization(kind="none")):

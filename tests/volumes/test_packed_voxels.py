@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mutations import property_test
-from tests.volumes.itk_headers import META, NRRD, VOXELS, meta_bytes, nrrd_bytes
+from tests.volumes.itk_headers import META, NRRD, VOXELS, meta_bytes, nrrd_bytes, written
 from tests.volumes.samples import read_or_refuse
 
 TEXTS = st.one_of(
@@ -30,34 +30,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("headers")
 
 
-@partial(property_test, share=0.6)
-@given(
-    fields=st.dictionaries(st.sampled_from([*NRRD, "space units", "data file", "kinds"]), TEXTS),
-    voxels=st.sampled_from([None, VOXELS, VOXELS[:50], b""]),
-)
-def test_fields_of_nrrd_may_be_anything(
-    folder: Path, fields: dict[str, str | None], voxels: bytes | None
-) -> None:
-    changes = {name.replace(" ", "_"): text for name, text in fields.items()}
-    path = folder / "a.nrrd"
-    path.write_bytes(nrrd_bytes(voxels, **changes))
-    read_or_refuse(path)
+META_NAMES = [*META, "ElementDataFile", "HeaderSize", "DistanceUnits"]
+NRRD_NAMES = [*NRRD, "space units", "data file", "kinds"]
 
 
-@partial(property_test, share=0.6)
+@property_test
 @given(
-    fields=st.dictionaries(
-        st.sampled_from([*META, "ElementDataFile", "HeaderSize", "DistanceUnits"]), TEXTS
-    ),
+    kind=st.sampled_from([("a.nrrd", NRRD_NAMES), ("a.mha", META_NAMES), ("a.mhd", META_NAMES)]),
     voxels=st.sampled_from([None, VOXELS, VOXELS[:50], b""]),
-    name=st.sampled_from(["a.mha", "a.mhd"]),
+    data=st.data(),
 )
-def test_fields_of_metaimages_may_be_anything(
-    folder: Path, fields: dict[str, str | None], voxels: bytes | None, name: str
+def test_fields_may_be_anything(
+    folder: Path, kind: tuple[str, list[str]], voxels: bytes | None, data: st.DataObject
 ) -> None:
-    path = folder / name
-    path.write_bytes(meta_bytes(voxels, **fields))
-    read_or_refuse(path)
+    name, names = kind
+    fields = data.draw(st.dictionaries(st.sampled_from(names), TEXTS))
+    changes = {field.replace(" ", "_"): text for field, text in fields.items()}
+    content = nrrd_bytes if name == "a.nrrd" else meta_bytes
+    read_or_refuse(written(folder / name, content(voxels, **changes)))
 
 
 @partial(property_test, share=0.6)

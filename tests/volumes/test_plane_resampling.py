@@ -135,7 +135,8 @@ def test_any_grid_gives_what_scipy_gives() -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5, err_msg=f"seed {seed}")
 
 
-def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_ranges_are_those_of_normalised_and_masked_intensities(axis: int) -> None:
     """Where the outside is set to 0, that may be the lowest or the highest of a slice."""
     rng = np.random.default_rng(2)
     stored = np.zeros((1, 18, 15, 9), np.int16)
@@ -147,11 +148,17 @@ def test_ranges_are_those_of_normalised_and_masked_intensities() -> None:
     inside = ndimage.binary_fill_holes(stored[0] != 0)
     counted = stored[0][inside].astype(np.float64)
     normal = np.where(inside, (stored[0] - counted.mean()) / counted.std(), 0)
-    found = prepare_image(image, (1, 1, 5), preprocessing)[0]
-    expected = slice_by_slice(normal, found.shape, 2, 3, 0)  # type: ignore[arg-type]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    whole = prepare_image(image, (1, 1, 2), preprocessing)[0]
-    np.testing.assert_allclose(whole, zoomed(normal, whole.shape, 3), rtol=0, atol=1e-5)
+    for thickness_mm in (5, 2):
+        prepared = PreparedImage(image, (1, 1, thickness_mm), preprocessing)
+        if thickness_mm == 5:
+            expected = slice_by_slice(normal, prepared.shape, 2, 3, 0)
+        else:
+            expected = zoomed(normal, prepared.shape, 3)
+        for begin in range(0, prepared.shape[axis], 4):
+            end = min(begin + 4, prepared.shape[axis])
+            found = prepared.planes(axis, begin, end).numpy()[0]
+            index = (slice(None),) * axis + (slice(begin, end),)
+            np.testing.assert_allclose(found, expected[index], rtol=0, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from tests.volumes.itk_headers import written
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.errors import DatasetError, VolumeError
-from unet3d.volumes import case_boxes, preprocess, workers
+from unet3d.volumes import preprocess, workers
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.image_voxels import ImageVoxels
@@ -126,44 +126,25 @@ def test_image_and_label_map_are_cut_to_what_is_not_zero(
     assert fingerprint == fingerprint_of_cut
 
 
-@pytest.mark.parametrize(
-    ("planes", "normalization", "kind"),
-    [
-        ((30, 30, 30), "auto", "z-score-all"),
-        ((30, 23, 30), "auto", "z-score-all"),
-        ((10, 23, 30), "auto", "z-score-all"),
-        ((10, 22, 30), "auto", "z-score-inside"),
-        ((12, 12, 30), "auto", "z-score-inside"),
-        ((12, 12, 30), "none", "none"),
-        ((12, 12, 30), "ct", "ct"),
-    ],
-)
 def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
-    tmp_path: Path,
-    settings: DataSettings,
-    planes: tuple[int, ...],
-    normalization: str,
-    kind: str,
+    tmp_path: Path, settings: DataSettings
 ) -> None:
-    boxes = [(slice(0, number), slice(None), slice(None)) for number in planes]
-    dataset = write_in_zeros(tmp_path / "data", boxes, (30, 6, 6), (1, 1, 1))
-    settings = with_(settings, normalization=normalization)
-    plan, _ = plan_preprocessing(dataset, settings)
-    assert [channel.kind for channel in plan.channels] == [kind]
-    assert not plan.masks_outside
-
-
-def test_a_ct_case_is_read_once_for_the_plan(
-    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
-
-    def refuse(paths: object) -> None:
-        raise AssertionError(f"{paths} were read for their boxes")
-
-    monkeypatch.setattr(case_boxes, "open_channels", refuse)
-    _, fingerprint = plan_preprocessing(dataset, settings)
-    assert fingerprint.shapes == {(12, 14, 10)}
+    for number, (planes, normalization, kind) in enumerate(
+        [
+            ((30, 30, 30), "auto", "z-score-all"),
+            ((30, 23, 30), "auto", "z-score-all"),
+            ((10, 23, 30), "auto", "z-score-all"),
+            ((10, 22, 30), "auto", "z-score-inside"),
+            ((12, 12, 30), "auto", "z-score-inside"),
+            ((12, 12, 30), "none", "none"),
+            ((12, 12, 30), "ct", "ct"),
+        ]
+    ):
+        boxes = [(slice(0, number), slice(None), slice(None)) for number in planes]
+        dataset = write_in_zeros(tmp_path / f"{number}", boxes, (30, 6, 6), (1, 1, 1))
+        plan, _ = plan_preprocessing(dataset, with_(settings, normalization=normalization))
+        assert [channel.kind for channel in plan.channels] == [kind]
+        assert not plan.masks_outside
 
 
 def test_normalization_follows_the_channel_name(tmp_path: Path, settings: DataSettings) -> None:
@@ -259,13 +240,16 @@ def test_ct_without_any_label_is_refused(tmp_path: Path, settings: DataSettings)
 
 
 def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: DataSettings) -> None:
-    root = write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2))
-    dataset = load_dataset(root)
+    """Channels may be in files of their own."""
+    dataset = load_dataset(write_msd(tmp_path / "data", spacing_mm=(1, 1.5, 2)))
+    second = dataset.cases[2].images[0]
+    cases = tuple(replace(case, images=(*case.images, second)) for case in dataset.cases)
+    dataset = replace(dataset, cases=cases, channel_names=("one", "other"))
     plan, _ = plan_preprocessing(dataset, with_(settings, spacing_mm=(1.2, 1.2, 1.2)))
     prepared = prepare_cases(dataset.cases, plan, settings.cache, 0)
     assert [case.name for case in prepared] == ["case_0", "case_1", "case_2"]
     for case, source in zip(prepared, dataset.cases, strict=True):
-        image = nib.load(source.images[0]).get_fdata(dtype=np.float32)[None]
+        image = np.stack([nib.load(path).get_fdata(dtype=np.float32) for path in source.images])
         label = np.asarray(nib.load(source.label).dataobj)
         stored = case.image()
         assert not stored.flags.writeable and not stored.flags.owndata
@@ -274,23 +258,6 @@ def test_prepared_arrays_are_those_of_prepare_image(tmp_path: Path, settings: Da
         np.testing.assert_allclose(stored.astype(np.float32), expected, rtol=2**-11, atol=2**-25)
         np.testing.assert_array_equal(case.label(), prepare_label(label, (1, 1.5, 2), plan))
         assert case.spacing_mm == (1.2, 1.2, 1.2)
-
-
-def test_channels_in_files_of_their_own_are_stacked(tmp_path: Path, settings: DataSettings) -> None:
-    label = blob_label((8, 8, 8))
-    files = []
-    for number, factor in enumerate((1, 10)):
-        files.append(f"case_{number}.nii.gz")
-        write_volume(tmp_path / files[-1], (label * factor + 1).astype(np.float32))
-    write_volume(tmp_path / "label.nii.gz", label)
-    tree = {
-        "channel_names": {"0": "noNorm", "1": "noNorm"},
-        "labels": {"background": 0, "a": 1, "b": 2},
-        "training": [{"image": files, "label": "label.nii.gz"}],
-    }
-    (tmp_path / "dataset.json").write_text(json.dumps(tree))
-    (case,) = prepare(load_dataset(tmp_path), settings)
-    np.testing.assert_array_equal(case.image(), [label + 1, label * 10 + 1])
 
 
 def test_a_second_run_reads_no_volume(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.volumes.known_cases import make_loader
 from unet3d.config import AugmentationSettings, PatchSettings, Shape, Spacing
 from unet3d.errors import DeviceError
 from unet3d.volumes.augment import Slab
@@ -71,23 +72,10 @@ def loader(
     augmentation: AugmentationSettings,
     size: Shape | None = (20, 18, 21),
     stride: Shape = (1, 1, 1),
-    batch_size: int = 2,
-    num_workers: int = 0,
     **settings: Any,
 ) -> PatchLoader:
-    return PatchLoader(
-        cases=cases,
-        settings=PatchSettings(augmentation=augmentation),
-        size=size,
-        stride=stride,
-        batch_size=batch_size,
-        num_steps=2,
-        seed=3,
-        num_workers=num_workers,
-        device=torch.device("cpu"),
-        augments_on_device=False,
-        **settings,
-    )
+    given = {"num_steps": 2, "seed": 3, "size": size, "stride": stride, **settings}
+    return make_loader(cases, PatchSettings(augmentation=augmentation), **given)
 
 
 def check(whole: Sequence[Batch], shards: Sequence[Sequence[Batch]]) -> None:

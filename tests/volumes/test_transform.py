@@ -6,7 +6,6 @@ import pytest
 import torch
 from scipy import ndimage
 
-from tests.products import pairwise
 from unet3d.config import Spacing
 from unet3d.errors import VolumeError
 from unet3d.inputs.plain_data import validated
@@ -211,20 +210,6 @@ def test_what_would_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.Mon
         prepare_image(image, (1e-3, 1e-3, 1e-3), at_one_mm)
 
 
-def test_an_allocation_that_fails_all_the_same_is_explained(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    image = RNG.uniform(size=(1, 8, 8, 8)).astype(np.float32)
-    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: x")):
-
-        def exhausted(*_: object, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr("unet3d.volumes.prepared_image.Resampling.planes", exhausted)
-        with pytest.raises(VolumeError, match="too little memory, .* available"):
-            prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(spacing_mm=(0.5, 1, 1)))
-
-
 def test_what_becomes_infinite_is_refused() -> None:
     image = np.zeros((1, 6, 6, 6), np.float32)
     image[:, ::2] = 3.3e38
@@ -235,25 +220,6 @@ def test_what_becomes_infinite_is_refused() -> None:
     ):
         with pytest.raises(VolumeError, match=r"up to 3.3e\+38 become infinite when they are prep"):
             prepare_image(ImageVoxels.of(image), (1, 1, 1), plan(how, spacing_mm=(0.4, 1, 1)))
-
-
-@pairwise(target_mm=[None, (1, 1, 1), (0.6, 1.7, 2)], axis=[0, 1, 2], masks_outside=[False, True])
-def test_planes_are_prepared_as_in_the_whole(
-    target_mm: Spacing | None, axis: int, masks_outside: bool
-) -> None:
-    image = RNG.normal(5, 2, size=(2, 22, 18, 15)).astype(np.float32)
-    image[:, :4] = 0
-    how = ChannelNormalization(kind="z-score")
-    preprocessing = replace(plan(how, how, spacing_mm=target_mm), masks_outside=masks_outside)
-    whole = prepare_image(ImageVoxels.of(image), (1, 1.2, 2.5), preprocessing)
-    prepared = PreparedImage(ImageVoxels.of(image), (1, 1.2, 2.5), preprocessing)
-    assert prepared.shape == whole.shape[1:]
-    along = (slice(None),) * (1 + axis)
-    for begin in range(0, prepared.shape[axis], 4):
-        end = min(begin + 4, prepared.shape[axis])
-        np.testing.assert_allclose(
-            prepared.planes(axis, begin, end), whole[(*along, slice(begin, end))], atol=1e-5
-        )
 
 
 def test_the_largest_intensity_is_that_of_the_normalised_image() -> None:
