@@ -139,7 +139,6 @@ def test_a_batch_comes_out_of_another_process_as_it_was_and_in_one_file() -> Non
     received: CutBatch = pickle.loads(file.getvalue())
     assert torch.equal(received.augmented().image, batch.augmented().image)
     assert torch.equal(received.augmented().target, batch.augmented().target)
-    assert [cut.placement for cut in received.cuts] == [cut.placement for cut in cuts]
     assert (received.shape, received.weight) == (batch.shape, batch.weight)
 
 

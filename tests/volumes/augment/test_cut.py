@@ -14,11 +14,6 @@ LIVELY = AugmentationDraw(
 )
 
 
-def corners(region: Region) -> list[tuple[int, ...]]:
-    ends = [(first, last - 1) for first, last in zip(region.start, region.stop, strict=True)]
-    return list(itertools.product(*ends))
-
-
 def test_a_patch_that_does_not_turn_is_a_box() -> None:
     placement = Placement.centred(None, (5, -2, 7), (4, 6, 5))
     assert placement.offset == (5.0, -2.0, 7.0)
@@ -37,16 +32,14 @@ def test_a_patch_that_does_not_turn_is_a_box() -> None:
 
 def test_the_box_holds_every_sampled_point_and_little_more() -> None:
     size = (16, 24, 8)
-    regions = (
-        Region(start=ZERO, stop=size),
-        Region(start=(4, 0, 0), stop=(8, 24, 8)),
-        Region(start=(15, 23, 7), stop=size),
-    )
-    for seed, region in itertools.product(range(20), regions):
+    corners = ((ZERO, size), ((4, 0, 0), (8, 24, 8)), ((15, 23, 7), size))
+    for seed, (start, stop) in itertools.product(range(20), corners):
+        region = Region(start=start, stop=stop)
         matrix = LIVELY.matrix(np.random.default_rng(seed), size, (1, 1.2, 2))
         placement = Placement.centred(matrix, (100, 110, 120), size)
         box = placement.box(region, (400, 400, 400))
-        points = np.array(placement.matrix) @ np.array(corners(region)).T
+        ends = [(first, last - 1) for first, last in zip(start, stop, strict=True)]
+        points = np.array(placement.matrix) @ np.array(list(itertools.product(*ends))).T
         points += np.array(placement.offset)[:, None]
         assert (points.min(axis=1) >= np.array(box.start) - 1e-5).all()
         assert (points.max(axis=1) <= np.array(box.stop) - 1 + 1e-5).all()
@@ -72,15 +65,17 @@ def test_margins_hold_what_blur_and_coarsening_reach() -> None:
 
 def test_cuts_are_copied_with_what_was_drawn() -> None:
     drawn = DrawnChannel(blur_sigma=(0.5, 0.6, 0.7))
+    size = (2, 3, 4)
+    whole = Region(start=ZERO, stop=size)
     cut = Cut(
-        image=torch.ones(1, 2, 3, 4),
-        label=torch.ones(2, 3, 4, dtype=torch.uint8),
-        placement=Placement.centred(None, ZERO, (2, 3, 4)),
+        image=torch.ones(1, *size),
+        label=torch.ones(size, dtype=torch.uint8),
+        placement=Placement.centred(None, ZERO, size),
         channels=(drawn,),
-        filters=(ChannelFilters.of(drawn, (2, 3, 4)),),
-        size=(2, 3, 4),
-        region=Region(start=ZERO, stop=(2, 3, 4)),
-        made=Region(start=ZERO, stop=(2, 3, 4)),
+        filters=(ChannelFilters.of(drawn, size),),
+        size=size,
+        region=whole,
+        made=whole,
         name="a",
     )
     moved = cut.to(torch.device("meta"))

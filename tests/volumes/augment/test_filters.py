@@ -23,25 +23,14 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(0).normal(size=shape).astype(np.float32))
 
 
-def sizes(channel: torch.Tensor) -> Shape:
-    x, y, z = channel.shape
-    return (x, y, z)
-
-
 @pytest.mark.parametrize("shape", [(20, 31, 17), (130, 9, 66), (12, 1, 70)])
 def test_blur_is_scipys_gaussian_mirrored_at_the_faces(shape: Shape) -> None:
     channel = noise(*shape)
-    sigma = (0.5, 0.8, 1.0)
-    expected = ndimage.gaussian_filter(
-        channel.numpy().astype(np.float64), sigma, mode="mirror", truncate=4.0
-    )
-    result = blur(channel, sigma, ZERO, shape).numpy()
+    values = channel.numpy().astype(np.float64)
     # SciPy ends the Gaussian at a whole voxel, which is 3 e-4 of its weight at most.
-    np.testing.assert_allclose(result, expected, atol=2e-3)
-    inner = ndimage.gaussian_filter(
-        channel.numpy().astype(np.float64), 1.0, mode="mirror", truncate=4
-    )
-    np.testing.assert_allclose(blur(channel, (1, 1, 1), ZERO, shape), inner, atol=1e-5)
+    for sigma, atol in (((0.5, 0.8, 1.0), 2e-3), ((1.0, 1.0, 1.0), 1e-5)):
+        expected = ndimage.gaussian_filter(values, sigma, mode="mirror", truncate=4.0)
+        np.testing.assert_allclose(blur(channel, sigma, ZERO, shape), expected, atol=atol)
 
 
 def test_a_constant_stays_that_constant() -> None:
@@ -59,43 +48,38 @@ def test_a_constant_stays_that_constant() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 0.25])
 def test_coarsening_is_pytorchs_area_and_linear_interpolation(factor: float) -> None:
-    channel = noise(16, 24, 32)
+    size = (16, 24, 32)
+    channel = noise(*size)
     smaller = [round(voxels * factor) for voxels in channel.shape]
     area = F.interpolate(channel[None, None], size=smaller, mode="area")
     expected = F.interpolate(area, size=channel.shape, mode="trilinear", align_corners=False)[0, 0]
-    result = coarsen(channel, (factor, factor, factor), ZERO, sizes(channel))
+    result = coarsen(channel, (factor, factor, factor), ZERO, size)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("factor", [0.5, 0.55, 0.61, 0.77, 0.94])
 @pytest.mark.parametrize("voxels", [21, 64, 101])
-def test_coarsening_moves_nothing(voxels: int) -> None:
+def test_coarsening_moves_nothing(voxels: int, factor: float) -> None:
     """MONAI's takes the nearest voxel, which moved the image 0.64 voxels on average."""
-    for factor in (0.5, 0.55, 0.61, 0.7, 0.77, 0.83, 0.94):
-        assert_moves_nothing(factor, voxels)
-
-
-def assert_moves_nothing(factor: float, voxels: int) -> None:
     place = torch.arange(voxels).float()
     ramp = place[:, None, None].expand(voxels, 3, 3).contiguous()
-    moved = coarsen(ramp, (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0] - place
+    moved = coarsen(ramp, (factor, 1.0, 1.0), ZERO, (voxels, 3, 3))[:, 0, 0] - place
     inner = moved[voxels // 5 : -voxels // 5]
     assert inner.mean().abs() < 0.05
     bump = torch.exp(-((place - voxels / 2 + 0.3) ** 2) / 18)[:, None, None].expand_as(ramp)
-    after = coarsen(bump.contiguous(), (factor, 1.0, 1.0), ZERO, sizes(ramp))[:, 0, 0]
+    after = coarsen(bump.contiguous(), (factor, 1.0, 1.0), ZERO, (voxels, 3, 3))[:, 0, 0]
     centre = [(place * line).sum() / line.sum() for line in (bump[:, 0, 0], after)]
     assert abs(centre[0] - centre[1]) < 0.05
 
 
 @pytest.mark.parametrize("start", [ZERO, (10, 0, 30), (64, 5, 7)])
-@pytest.mark.parametrize(
-    "how",
-    [
-        blur_filter((1.0, 0.6, 0.8), (130, 20, 70)),
-        coarsening_filter((0.5, 0.7, 0.9), (130, 20, 70)),
-    ],
-)
-def test_a_box_is_the_same_box_of_the_whole(start: Shape, how: Filter) -> None:
+def test_a_box_is_the_same_box_of_the_whole(start: Shape) -> None:
     size = (130, 20, 70)
+    for how in (blur_filter((1.0, 0.6, 0.8), size), coarsening_filter((0.5, 0.7, 0.9), size)):
+        assert_is_the_same_of_the_whole(start, size, how)
+
+
+def assert_is_the_same_of_the_whole(start: Shape, size: Shape, how: Filter) -> None:
     channel = noise(*size)
     stop = tuple(min(n, first + 60) for n, first in zip(size, start, strict=True))
     box = tuple(slice(first, last) for first, last in zip(start, stop, strict=True))
@@ -105,18 +89,3 @@ def test_a_box_is_the_same_box_of_the_whole(start: Shape, how: Filter) -> None:
         for first, last, voxels, reach in zip(start, stop, size, how.reach, strict=True)
     )
     torch.testing.assert_close(part[right], whole[box][right], rtol=0, atol=1e-5)
-
-
-def test_nothing_beyond_the_reach_counts() -> None:
-    for how in (
-        blur_filter((0.5, 0.8, 1.0), (40,) * 3),
-        coarsening_filter((0.5, 0.73, 1), (40,) * 3),
-    ):
-        for matrix, reach in zip(how.matrices, how.reach, strict=True):
-            if matrix is None:
-                assert reach == 0
-                continue
-            place = torch.arange(40)
-            distance = (place[:, None] - place).abs()
-            assert matrix[distance > reach].abs().max() == 0
-            assert distance[matrix > 0].max() >= reach - 2
