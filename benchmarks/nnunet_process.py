@@ -137,7 +137,7 @@ def ask(request: Request, folder: Path, seconds: float | None = None) -> dict[st
     answer.unlink(missing_ok=True)
     names = ("raw", "preprocessed", "results")
     environment = {f"nnUNet_{name}": str(folder.absolute() / name) for name in names}
-    environment["nnUNet_n_proc_DA"] = str(request.num_workers)
+    environment["nnUNet_n_proc_DA"] = str(max(1, request.num_workers))  # the planner needs one
     process = subprocess.Popen(
         [sys.executable, __file__, str(asked), str(answer)],
         env={**os.environ, **environment},
@@ -235,6 +235,7 @@ def time_steps(request: Request, asked: Steps) -> dict[str, Any]:
     """Time steps on loaded batches, between two turns of steps on one that is there."""
     prepare(request)
     write_own_plan(asked)
+    os.environ["nnUNet_n_proc_DA"] = str(request.num_workers)
     trainer = make_trainer(request, "nnUNetTrainerNoDeepSupervision", OWN_PLAN)
     trainer.on_train_start()
     trainer.on_train_epoch_start()
