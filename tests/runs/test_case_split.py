@@ -39,16 +39,11 @@ def test_the_digest_of_a_case_is_that_of_its_contents(tmp_path: Path) -> None:
 def test_it_can_be_written_and_read() -> None:
     assert CaseSplit.from_dict(json.loads(json.dumps(BEFORE.to_dict()))) == BEFORE
     assert CaseSplit.from_dict({**BEFORE.to_dict(), "fold": 3}) == BEFORE
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [None, [], {}, {"training": {}}, {"training": [], "validation": {}}]
-    + [{"training": {"a": 1}, "validation": {}}, {"training": {}, "validation": {1: "a"}}],
-)
-def test_what_is_no_split_is_refused(tree: object) -> None:
-    with pytest.raises(ValueError, match="cases of the run|training|validation"):
-        CaseSplit.from_dict(tree)
+    wrong = [None, [], {}, {"training": {}}, {"training": [], "validation": {}}]
+    wrong += [{"training": {"a": 1}, "validation": {}}, {"training": {}, "validation": {1: "a"}}]
+    for tree in wrong:
+        with pytest.raises(ValueError, match="cases of the run|training|validation"):
+            CaseSplit.from_dict(tree)
 
 
 @pytest.mark.parametrize(

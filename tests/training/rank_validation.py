@@ -72,5 +72,5 @@ def work() -> None:
         check_stops(group)
 
 
-if __name__ == "__main__":
+def main() -> None:
     sys.exit(any(ends_of(start_ranks(4, work))))

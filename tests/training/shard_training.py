@@ -6,8 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-import torch._dynamo  # which DDP imports, and the forks need not
 from rich.console import Console
 
 from tests.ranks import in_ranks
@@ -69,7 +67,7 @@ class Recorder:
         return terms
 
 
-STEP = TrainingLoop._step
+STEP = TrainingLoop._step  # a private one: nothing else tells the loss of each step in float64
 
 
 def train_in_rank(config: Config, folder: Path, last: int | None) -> None:
@@ -103,8 +101,3 @@ def main(folder: Path, cache: Path) -> None:
     for way in ("none", "thirds", "groups"):
         start(f"brief-{way}", way, BRIEF)
     sys.exit(any(statuses))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

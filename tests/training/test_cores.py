@@ -67,43 +67,37 @@ def test_processes_by_cores(
     assert loading_processes(AUTO, devices, num_ranks) == loading
 
 
-def test_more_processes_augment_for_a_gpu_than_cut_for_it(machine: Callable[..., None]) -> None:
+def test_more_processes_augment_for_a_gpu_than_cut_for_it_and_settings_may_name_them(
+    machine: Callable[..., None],
+) -> None:
     machine(64)
     on_cpu = AUTO.with_values({"patches.augmentation.device": "cpu"})
     assert loading_processes(on_cpu, (GPU,), 1) == 16
-
-
-@pytest.mark.parametrize(("threads", "expected"), [(64, 0), (63, 1), (8, 2), (96, 0)])
-def test_threads_that_the_user_set_are_kept(
-    machine: Callable[..., None], threads: int, expected: int
-) -> None:
-    machine(64, threads)
-    num_processes = loading_processes(AUTO, (CPU,), 1)
-    assert num_processes == expected
-    leave_cores(num_processes, (CPU,), 1)
-    assert torch.get_num_threads() == threads
-
-
-def test_the_network_leaves_the_cores_of_the_others(machine: Callable[..., None]) -> None:
-    machine(8)
-    leave_cores(3, (CPU,), 1)
-    assert torch.get_num_threads() == 5
-    machine(8)
-    leave_cores(8, (CPU,), 1)
-    assert torch.get_num_threads() == 1
-    machine(8)
-    leave_cores(2, (CPU,), 2)
-    assert torch.get_num_threads() == 2
-    machine(8)
-    leave_cores(3, (GPU,), 1)
-    assert torch.get_num_threads() == 8
-
-
-def test_processes_that_the_settings_name(machine: Callable[..., None]) -> None:
     machine(8, 8)
     config = load_config(None, ["data.num_workers=5"])
     assert preparing_processes(config, (CPU,), 1) == 5
     assert loading_processes(config, (CPU,), 1) == 5
+
+
+def test_threads_that_the_user_set_are_kept(machine: Callable[..., None]) -> None:
+    for threads, expected in ((64, 0), (63, 1), (8, 2), (96, 0)):
+        machine(64, threads)
+        num_processes = loading_processes(AUTO, (CPU,), 1)
+        assert num_processes == expected, threads
+        leave_cores(num_processes, (CPU,), 1)
+        assert torch.get_num_threads() == threads
+
+
+def test_the_network_leaves_the_cores_of_the_others(machine: Callable[..., None]) -> None:
+    for num_processes, device, num_ranks, left in (
+        (3, CPU, 1, 5),
+        (8, CPU, 1, 1),
+        (2, CPU, 2, 2),
+        (3, GPU, 1, 8),
+    ):
+        machine(8)
+        leave_cores(num_processes, (device,), num_ranks)
+        assert torch.get_num_threads() == left, (num_processes, device, num_ranks)
 
 
 def dims_of(device: torch.device, mode: Any) -> ParallelDims:

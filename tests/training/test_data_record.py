@@ -2,8 +2,6 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from unet3d.config import load_config
 from unet3d.runs.case_split import CaseSplit
 from unet3d.training.data_record import data_lines, data_record
@@ -42,34 +40,18 @@ def test_the_record_says_all_that_a_run_is_made_with() -> None:
     assert data_record(other)["fingerprint"] != record["fingerprint"]
 
 
-@pytest.mark.parametrize(
-    ("training", "validation", "lines"),
-    [
-        (
-            ["b", "a"],
-            ["c"],
-            ["training on 2 case(s): a, b", "validating on 1 case(s) (fold 0): c"],
-        ),
-        (
-            [f"hippocampus_{number:03d}" for number in range(208)],
-            ["x" * 100],
-            [
-                "training on 208 case(s): hippocampus_000, hippocampus_001 and 206 more",
-                "validating on 1 case(s) (fold 0): " + "x" * 45 + "…",
-            ],
-        ),
-    ],
-)
-def test_who_trains_and_who_validates_is_said_in_two_lines_of_80_columns(
-    training: list[str], validation: list[str], lines: list[str]
-) -> None:
-    made = data_lines(experiment(training, validation))
-    assert made == lines
-    assert all(len(line) <= 80 for line in made)
-
-
-def test_copies_of_training_cases_in_validation_are_named() -> None:
-    made = experiment(["a", "b"], ["c", "d"])
+def test_who_trains_and_who_validates_is_said_in_lines_of_80_columns() -> None:
+    assert data_lines(experiment(["b", "a"], ["c"])) == [
+        "training on 2 case(s): a, b",
+        "validating on 1 case(s) (fold 0): c",
+    ]
+    made = experiment([f"hippocampus_{number:03d}" for number in range(208)], ["x" * 100])
+    lines = data_lines(made)
+    assert lines == [
+        "training on 208 case(s): hippocampus_000, hippocampus_001 and 206 more",
+        "validating on 1 case(s) (fold 0): " + "x" * 45 + "…",
+    ]
+    assert all(len(line) <= 80 for line in lines)
     made.split = CaseSplit(training={"a": "1", "b": "2"}, validation={"c": "3", "d": "2"})
     *_, last = data_lines(made)
     assert last == "1 of these are trained on too, under other names: d"

@@ -1,14 +1,13 @@
 """Trainings over slabs of volumes are those of one process, alone or one after the other."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import environment
+from tests import warm
+from tests.training import shard_training
 from tests.training.shard_training import CHAIN
 from tests.trainings import assert_same_validation, losses, start
 from unet3d.runs.checkpoint import load_checkpoint
@@ -24,11 +23,7 @@ TOLERANCE = 1e-8
 def runs(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the runs that ``shard_training`` makes, under the names of their ways."""
     folder = tmp_path_factory.mktemp("runs")
-    module = "tests.training.shard_training"
-    command = [sys.executable, "-W", "error", "-m", module, str(folder), str(cache)]
-    done = subprocess.run(
-        command, env=environment(), timeout=280, check=False, capture_output=True, text=True
-    )
+    done = warm.run_call(shard_training.main, folder, cache, timeout=280)
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -1,13 +1,11 @@
 """Validation with a network whose answers are known."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.rank_threads import in_threads
-from tests.ranks import environment
+from tests.training import rank_validation
 from tests.training.known_answers import (
     NAMES,
     Case,
@@ -109,8 +107,5 @@ def test_a_signal_to_one_rank_stops_all(cases: list[Case]) -> None:
 
 def test_shards_validate_the_cases_of_their_replica_together() -> None:
     """Also where each is asked to stop at another moment; see ``rank_validation``."""
-    command = [sys.executable, "-m", "tests.training.rank_validation"]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+    done = warm.run_call(rank_validation.main)
     assert done.returncode == 0, done.stderr
