@@ -36,7 +36,7 @@ def chosen(cache: Path, *changes: str, ranks: Ranks | None = None) -> Choice:
 
 
 def settings(cache: Path, *changes: str) -> Config:
-    few = ("training.precision=bfloat16", f"data.cache={cache}", "model.num_levels=4")
+    few = ("training.precision=bfloat16", f"data.cache={cache}", "model.num_levels=3")
     return load_config(None, [*few, *changes])
 
 

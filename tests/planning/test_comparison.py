@@ -181,7 +181,7 @@ def test_any_number_of_devices_is_planned(
 @pytest.mark.usefixtures("no_search")
 def test_auto_is_chosen_and_starred(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     four = ("--shape", "256,256,256", "--devices", "0,1,2,3", "--batch-size", "1")
-    fewer = ("--set", "model.num_levels=4", *LAUNCHED)
+    fewer = ("--set", "model.num_levels=3", *LAUNCHED)
     record, out = plan(capsys, tmp_path, *four, "--device-memory", "24", *fewer)
     (asked,) = (way for way in record["ways"] if way["asked"])
     assert (asked["parallel"], asked["shards"]) == ("spatial", 4)

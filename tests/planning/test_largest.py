@@ -11,14 +11,14 @@ from unet3d.planning import largest
 from unet3d.planning.largest import largest_size
 from unet3d.planning.memory_estimate import MemoryEstimate, Step
 
-FEW = ModelSettings(channels=(16, 32), deep_supervision=False)
+FEW = ModelSettings(channels=(8, 16), deep_supervision=False)
 
 
 @pytest.mark.parametrize(
     ("size", "mib"), [((16, 16, 16), 100), ((64, 64, 32), 3), ((8, 16, 48), 100)], ids=str
 )
 def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> None:
-    step = make_step((CPU, CPU), size=size)
+    step = make_step((CPU, CPU), size=size, model=FEW)
     memory = {CPU: mib * 1024**2}
     found = largest_size(step, memory)
     assert found is not None
@@ -40,7 +40,7 @@ def test_the_largest_size_fits_and_the_next_does_not(size: Shape, mib: int) -> N
 
 
 def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, memory = make_step((CPU,)), {CPU: 4 * 1024**2}
+    step, memory = make_step((CPU,), model=FEW), {CPU: 4 * 1024**2}
     known = predicted(step)
     asked: list[Shape] = []
 
@@ -61,7 +61,7 @@ def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_shards_share_a_larger_volume() -> None:
-    memory = {CPU: 2 * 1024**3}
+    memory = {CPU: 2**30}
     one = largest_size(make_step((CPU,), model=FEW), memory)
     step = make_step((CPU,), model=FEW, num_shards=3)
     found = largest_size(step, memory)

@@ -107,7 +107,7 @@ def by_name(table: dict[str, dict[str, Any]], at_night: tuple[str, ...] = ()) ->
         "flat kernels": {"model": FLAT, "spacing_mm": (1, 1, 4)},
         "trained elsewhere": {"topology": ELSEWHERE},
     },
-    at_night=("regions", "8 in flight", "residual, bfloat16"),
+    at_night=("two slots", "regions", "8 in flight", "float64", "residual, bfloat16"),
 )
 def test_what_is_predicted_is_what_is_measured_to_the_byte(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -154,7 +154,7 @@ def test_predicting_needs_no_memory_of_the_size_that_it_predicts() -> None:
         "flat across Z": {"model": FLAT, "spacing_mm": (1, 1, 4), "num_shards": 3},
         "trained elsewhere": {"topology": ELSEWHERE},
     },
-    at_night=("float64", "adamw", "flat across Z"),
+    at_night=("two shards", "nothing recomputed", "float64", "adamw", "flat across Z"),
 )
 def test_what_is_predicted_of_every_shard_is_what_is_measured_to_the_byte(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -75,8 +75,14 @@ def fewer_steps() -> Iterator[pytest.MonkeyPatch]:
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory, fewer_steps: pytest.MonkeyPatch) -> Tuning:
-    return sweep(tmp_path_factory.mktemp("cache"), "parallel.cuts=2", "training.batch_size=2")
+def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Cache folder in which the times of blocks are known from the first sweep on."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def swept(times: Path, fewer_steps: pytest.MonkeyPatch) -> Tuning:
+    return sweep(times, "parallel.cuts=2", "training.batch_size=2")
 
 
 def test_settings_are_followed_or_refused_before_anything_is_timed(
@@ -305,10 +311,10 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_micro_batches
     monkeypatch.setattr(PipelineExecutor, "forward_backward", failing)
 
 
-def test_running_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_a_row(times: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         fail_for(patch, num_stages=2, num_micro_batches=1)
-        found = sweep(tmp_path)
+        found = sweep(times)
     for row in found.rows:
         assert (row.seconds is None) == (row.layout.num_micro_batches == 1)
         assert bool(row.peak_bytes) == (row.seconds is not None)
@@ -316,7 +322,7 @@ def test_running_out_of_memory_is_a_row(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.fastest_asked.layout.num_micro_batches == 2
     # Without a step on one device there is no ratio.
     fail_for(monkeypatch, num_stages=1, num_micro_batches=8)
-    record = sweep(tmp_path).to_dict()
+    record = sweep(times).to_dict()
     assert record["best_one_device_seconds"] is None
     assert all(row["ratio"] is None for row in record["rows"])
     assert any(row["chosen"] for row in record["rows"])
