@@ -175,6 +175,7 @@ def test_a_rank_drives_its_share_of_the_machine(
             "parallel.output_device is cuda:2, which is none of",
         ),
         # Devices that cannot share a volume.
+        ("mode=spatial devices=0", None, "got 0; name two"),
         ("mode=spatial devices=0,0", None, "put two slabs on one GPU, which NCCL refuses"),
         (
             "mode=spatial devices=0,cpu",
