@@ -65,22 +65,18 @@ def test_boxes_are_found_once(
     assert caplog.messages == []
 
 
-def test_a_changed_image_has_a_box_of_its_own(cases: tuple[Case, ...], tmp_path: Path) -> None:
-    found(cases, tmp_path)
-    image = np.zeros(SHAPE, np.float32)
-    image[3, 4, 5] = 1
-    write_volume(cases[0].images[0], image)
-    assert found(cases, tmp_path) == [Box(start=(3, 4, 5), stop=(4, 5, 6)), *BOXES[1:]]
-
-
-def test_a_voxel_counts_in_whatever_channel_it_is(tmp_path: Path) -> None:
-    images = []
-    for channel, place in enumerate([(1, 5, 5), (8, 2, 9)]):
-        image = np.zeros(SHAPE, np.float32)
-        image[place] = 1
-        images.append(write_volume(tmp_path / f"case_{channel:04d}.nii", image))
-    case = Case(name="case", images=tuple(images), label=tmp_path / "unused.nii")
-    assert found((case,), tmp_path) == [Box(start=(1, 2, 5), stop=(9, 6, 10))]
+def test_a_changed_image_has_a_box_of_its_own_in_which_all_channels_count(tmp_path: Path) -> None:
+    paths = (tmp_path / "a.nii", tmp_path / "b.nii")
+    case = Case(name="case", images=paths, label=tmp_path / "unused.nii")
+    for first, expected in (
+        ((1, 5, 5), Box(start=(1, 2, 5), stop=(9, 6, 10))),
+        ((9, 1, 9), Box(start=(8, 1, 9), stop=(10, 3, 10))),
+    ):
+        for path, place in zip(paths, (first, (8, 2, 9)), strict=True):
+            image = np.zeros(SHAPE, np.float32)
+            image[place] = 1
+            write_volume(path, image)
+        assert found((case,), tmp_path) == [expected]
 
 
 def change(record: Path, **values: object) -> None:

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mutations import damaged, mutated, property_test
-from tests.volumes.samples import blob_label, write_json, write_msd, write_nnunet, write_volume
+from tests.volumes.samples import msd_entry, write_json, write_msd, write_nnunet
 from unet3d.errors import Unet3dError
 from unet3d.volumes.check import check_headers
 from unet3d.volumes.classes import MAX_LABEL_VALUE
@@ -24,38 +23,27 @@ SHAPE = (4, 5, 6)
 SECONDS = 10.0
 
 
-def nnunet(root: Path) -> None:
-    write_nnunet(root, shape=SHAPE)
+ENTRIES = [msd_entry(number, fold=number % 2) for number in range(4)]
+UNNAMED = {"labels": None, "modality": None, "testing": [{"image": "d/t1.nii"}]}
 
-
-def datalist(root: Path) -> None:
-    entries = []
-    for number, patient in enumerate("abcd"):
-        files = [f"{patient}/{name}.nii.gz" for name in ("t1", "flair", "seg")]
-        for file in files[:2]:
-            write_volume(root / file, np.ones(SHAPE, np.float32))
-        write_volume(root / files[2], blob_label(SHAPE))
-        entries.append({"image": files[:2], "label": files[2], "fold": number % 2})
-    tree = {"training": entries[:3], "validation": entries[3:], "testing": [{"image": "d/t1.nii"}]}
-    write_json(root / "dataset.json", tree)
-
-
-def explicit(root: Path) -> None:
-    cases = {
-        name: {
-            "images": [f"imagesTr/{name}_{channel}.nii.gz" for channel in ("0000", "0001")],
-            "label": f"labelsTr/{name}.nii.gz",
-        }
-        for name in ("a", "b")
-    }
-    write_nnunet(root, shape=SHAPE, dataset=cases)
-
-
-def decathlon(root: Path) -> None:
-    write_msd(root, shape=SHAPE)
-
-
-MAKERS = {"decathlon": decathlon, "nnunet": nnunet, "explicit": explicit, "datalist": datalist}
+MAKERS = {
+    "decathlon": partial(write_msd, shape=SHAPE),
+    "nnunet": partial(write_nnunet, shape=SHAPE),
+    "explicit": partial(
+        write_nnunet,
+        shape=SHAPE,
+        dataset={
+            name: {
+                "images": [f"imagesTr/{name}_{channel}.nii.gz" for channel in ("0000", "0001")],
+                "label": f"labelsTr/{name}.nii.gz",
+            }
+            for name in ("a", "b")
+        },
+    ),
+    "datalist": partial(
+        write_msd, num_cases=4, shape=SHAPE, training=ENTRIES[:3], validation=ENTRIES[3:], **UNNAMED
+    ),
+}
 SPLITS = [
     {"train": ["case_0", "case_1"], "val": ["case_2"]},
     {"train": ["case_2"], "val": ["case_1"]},

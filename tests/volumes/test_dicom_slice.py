@@ -18,7 +18,7 @@ from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.dicom_slice import read_pixels, read_slice
 
-pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
+pydicom = pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
 
 PIXELS = np.random.default_rng(0).integers(-1000, 3000, (4, 6)).astype(np.int16)
 
@@ -47,13 +47,13 @@ def test_slope_and_intercept_are_applied(
     assert read_pixels(one).dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32])
-def test_every_type_is_read(tmp_path: Path, dtype: Any) -> None:
-    info = np.iinfo(dtype)
-    pixels = np.array([[info.min, 0, 1], [2, 3, info.max]], dtype)
-    one = read_slice(write_slice(tmp_path / "a", pixels))
-    assert one.dtype == dtype
-    np.testing.assert_array_equal(read_pixels(one), pixels.T)
+def test_every_type_is_read(tmp_path: Path) -> None:
+    for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.uint32, np.int32):
+        info = np.iinfo(dtype)
+        pixels = np.array([[info.min, 0, 1], [2, 3, info.max]], dtype)
+        one = read_slice(write_slice(tmp_path / "a", pixels))
+        assert one.dtype == dtype
+        np.testing.assert_array_equal(read_pixels(one), pixels.T)
 
 
 @pytest.mark.parametrize(
@@ -80,21 +80,16 @@ def test_what_is_no_slice_is_refused(tmp_path: Path, changes: dict[str, Any], re
 
 
 def test_a_table_of_intensities_is_refused(tmp_path: Path) -> None:
-    from pydicom.dataset import Dataset
-
-    table = Dataset()
+    table = pydicom.Dataset()
     table.LUTDescriptor, table.LUTData = [2, 0, 16], bytes(4)
     path = write_slice(tmp_path / "a", PIXELS, ModalityLUTSequence=[table])
     assert "ModalityLUTSequence" in refusal(path, read_slice)
 
 
 def test_run_lengths_are_unpacked(tmp_path: Path) -> None:
-    import pydicom
-    from pydicom.uid import RLELossless
-
     path = write_slice(tmp_path / "a", PIXELS)
     packed = pydicom.dcmread(path)
-    packed.compress(RLELossless)
+    packed.compress(pydicom.uid.RLELossless)
     packed.save_as(path)
     np.testing.assert_array_equal(read_pixels(read_slice(path)), PIXELS.T)
 
@@ -115,8 +110,6 @@ writer.Execute(image)
 def test_lossless_jpeg_is_unpacked(tmp_path: Path) -> None:
     pytest.importorskip("gdcm", reason="needs python-gdcm, of the extra itk")
     pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
-    import pydicom
-
     plain, packed = write_slice(tmp_path / "a.dcm", PIXELS), tmp_path / "b.dcm"
     # In a process of its own: its GDCM and that of pydicom do not go together.
     subprocess.run([sys.executable, "-c", COMPRESS, plain, packed], check=True, timeout=120)
@@ -136,10 +129,8 @@ def test_lossless_jpeg_is_unpacked(tmp_path: Path) -> None:
 def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, name: str) -> None:
     path = write_slice(tmp_path / "a", PIXELS)
     content = path.read_bytes()
-    old = b"1.2.840.10008.1.2.1\0"
+    start = content.index(b"\x02\x00\x10\x00UI\x14\x001.2.840.10008.1.2.1\0")
     new = syntax.encode() + b"\0" * (len(syntax) % 2)
-    start = content.index(b"\x02\x00\x10\x00UI")
-    assert content[start + 8 : start + 28] == old
     content = content[: start + 6] + len(new).to_bytes(2, "little") + new + content[start + 28 :]
     path.write_bytes(content)
     assert f"is compressed as {name}" in refusal(path, read_slice)

@@ -95,37 +95,27 @@ def test_other_records_are_never_used(cache: Cache, sound: Path, data: st.DataOb
     assert_is_repaired(cache, sound, lambda entry: (entry / "entry.json").write_text(text))
 
 
-def swap(entry: Path, name: str, other: str) -> None:
-    content = (entry / name).read_bytes()
-    shutil.copy(entry / other, entry / name)
-    (entry / other).write_bytes(content)
+REPLACEMENTS: dict[str, Callable[[Path], object]] = {
+    "nothing": lambda path: None,
+    "a folder": lambda path: path.mkdir(),
+    "a pipe": lambda path: os.mkfifo(path),
+    "a loop": lambda path: path.symlink_to(path.name),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a huge file": lambda path: (path.touch(), os.truncate(path, 2**40)),
+    "another file": lambda path: shutil.copy(next(path.parent.iterdir()), path),
+}
 
 
-@pytest.mark.parametrize("kind", ["gone", "folder", "pipe", "loop", "link", "huge", "swapped"])
+@pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_of_the_entry_is_not_waited_for(
-    cache: Cache, sound: Path, kind: str
+    cache: Cache, sound: Path, name: str
 ) -> None:
-    def damage(entry: Path, name: str) -> None:
-        path = entry / name
-        if kind == "swapped":
-            swap(entry, name, FILES[FILES.index(name) - 1])
-            return
-        path.unlink()
-        match kind:
-            case "folder":
-                path.mkdir()
-            case "pipe":
-                os.mkfifo(path)
-            case "loop":
-                path.symlink_to(name)
-            case "link":
-                path.symlink_to("/dev/zero")
-            case "huge":
-                path.touch()
-                os.truncate(path, 2**40)
+    def replace(entry: Path, make: Callable[[Path], object]) -> None:
+        (entry / name).unlink()
+        make(entry / name)
 
-    for name in FILES:
-        assert_is_repaired(cache, sound, partial(damage, name=name))
+    for make in REPLACEMENTS.values():
+        assert_is_repaired(cache, sound, partial(replace, make=make))
 
 
 def test_several_writers_repair_one_entry(cache: Cache, sound: Path) -> None:

@@ -27,7 +27,6 @@ def test_neighbours_of_two_classes_are_two_components() -> None:
     label[2:] = 2
     found = foreground_voxels(label, 3)
     assert found.num_components == (0, 1, 1)
-    assert [len(found.components(index)[0]) for index in (1, 2)] == [32, 32]
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(255, np.uint8), (256, np.uint16), (2**16, np.uint32)])

@@ -94,11 +94,6 @@ def compare(volume: Volume, affine: npt.NDArray[np.float64], folder: Path) -> No
     np.testing.assert_array_equal(volume.array, reference.array)
     assert same_grid(volume.header, reference.header, tolerance_mm=1e-4) is None
     assert volume.header.spacing_mm == reference.header.spacing_mm
-    # The same place in the patient has the same intensity, whatever the order of the axes.
-    index = np.array([1, 2, 4])
-    place = affine @ [*index, 1]
-    found = np.rint(np.linalg.solve(volume.header.affine, place)[:3]).astype(int)
-    assert volume.array[(0, *found)] == ARRAY[tuple(index)]
 
 
 @pytest.mark.parametrize("affine", AFFINES)
@@ -146,9 +141,8 @@ def test_slices_lie_where_their_positions_say(
     write_label(tmp_path / "seg.nii.gz", labels, volume.header)
     written = nib.load(tmp_path / "seg.nii.gz")
     assert int(written.header["qform_code"]) == int(written.header["sform_code"]) == 1
-    place = written.affine @ [2, 1, 3, 1]
-    index = np.rint(np.linalg.solve(affine, place)[:3]).astype(int)
-    assert written.get_fdata()[2, 1, 3] == (ARRAY[tuple(index)] > 1000)
+    np.testing.assert_array_equal(written.get_fdata(), ARRAY[..., ::along] > 1000)
+    np.testing.assert_allclose(written.affine, stored.header.affine, atol=1e-5)
 
 
 READ_BY_SIMPLEITK = """
@@ -176,12 +170,6 @@ def test_gdcm_reads_the_same_of_a_series(tmp_path: Path) -> None:
             affine = rotation(OBLIQUE[number % 3]) @ affine_along((0, 1, 2), (-1, -1, 1))
             scaling = {"RescaleSlope": slope, "RescaleIntercept": intercept}
             folders.append(write_series(tmp_path / name, array, affine, **more, **scaling))
-            expected = array.astype(np.float64)
-            if slope is not None:
-                expected = expected * slope + intercept
-            np.testing.assert_allclose(
-                read_image(folders[-1]).array[0], canonical(expected, affine).get_fdata(), rtol=1e-6
-            )
     # In a process of its own: its GDCM and that of pydicom do not go together.
     command = [sys.executable, "-c", READ_BY_SIMPLEITK, *map(str, folders)]
     subprocess.run(command, check=True, timeout=120)
@@ -189,26 +177,6 @@ def test_gdcm_reads_the_same_of_a_series(tmp_path: Path) -> None:
         volume, reference = read_image(folder), read_image(folder.with_name(f"{folder.name}.nii"))
         assert same_grid(volume.header, reference.header) is None
         np.testing.assert_allclose(volume.array, reference.array, rtol=1e-6)
-
-
-def test_a_real_scan_is_the_same_in_every_format(tmp_path: Path, test_data: Path) -> None:
-    pytest.importorskip("pydicom", reason="needs pydicom, of the extra itk")
-    scan = sorted((test_data / "hippocampus" / "imagesTr").glob("*.nii.gz"))[0]
-    label = test_data / "hippocampus" / "labelsTr" / scan.name
-    reference, labels = read_image(scan), read_label(label)
-    stored = nib.load(scan)
-    array = np.asanyarray(stored.dataobj).astype(np.float32)
-    for path in (
-        write_itk(tmp_path / "a.nrrd", array, stored.affine),
-        write_itk(tmp_path / "a.mha", array, stored.affine),
-        write_series(tmp_path / "a", array.astype(np.int32), stored.affine),
-    ):
-        volume = read_image(path)
-        assert same_grid(volume.header, reference.header) is None
-        np.testing.assert_array_equal(volume.array, reference.array.astype(array.dtype))
-    stored = nib.load(label)
-    path = write_itk(tmp_path / "l.nrrd", np.asanyarray(stored.dataobj), stored.affine)
-    np.testing.assert_array_equal(read_label(path).array, labels.array)
 
 
 def test_what_is_no_volume_is_refused(tmp_path: Path) -> None:

@@ -10,25 +10,18 @@ from unet3d.volumes.grids import is_sheared, rounded_mm, shear_degrees, voxel_mm
 from unet3d.volumes.header import read_header, same_grid
 from unet3d.volumes.nifti import on_grid_of, read_channels, read_image, read_label
 
-SPACING_MM = (0.8, 0.8, 2.0)
-
-
-def tilted(degrees: float, spacing_mm: tuple[float, ...] = SPACING_MM) -> np.ndarray:
-    """Return the affine of a CT whose table moves along Z while the gantry is tilted about X."""
-    affine = np.diag([*spacing_mm, 1.0])
-    affine[:3, 1] = Rotation.from_euler("x", degrees, degrees=True).apply(affine[:3, 1])
-    return affine
-
 
 def save(path: Path, array: np.ndarray, affine: np.ndarray) -> Path:
     nib.save(nib.Nifti1Image(array, affine), path)
     return path
 
 
-@pytest.mark.parametrize("degrees", [0, 15, 25, 30])
+@pytest.mark.parametrize("degrees", [0, 15, 30])
 def test_the_volume_of_a_voxel_is_base_times_height(degrees: float) -> None:
+    """Also of a CT whose table moves along Z while the gantry is tilted about X."""
     rotation = Rotation.from_euler("xyz", [10, 20, 30], degrees=True).as_matrix()
-    affine = tilted(degrees)
+    affine = np.diag([0.8, 0.8, 2.0, 1.0])
+    affine[:3, 1] = Rotation.from_euler("x", degrees, degrees=True).apply(affine[:3, 1])
     affine[:3, :3] = rotation @ affine[:3, :3]
     expected = 0.8 * 0.8 * 2.0 * np.cos(np.radians(degrees))
     assert voxel_mm3(affine) == pytest.approx(expected, rel=1e-12)
@@ -76,7 +69,7 @@ def test_noise_does_not_part_the_grids_of_rotated_volumes(
     affine[:3, 3] = -120, 80, 900
     image = read_image(save(tmp_path / "image.nii", array, affine))
     orders = set()
-    for number in range(20):
+    for number in range(12):
         noisy = affine.copy()
         noisy[:3] += rng.normal(0, 1e-7, (3, 4))
         axes = rng.permutation(3)
@@ -96,7 +89,7 @@ def test_noise_does_not_part_the_grids_of_rotated_volumes(
     assert np.array_equal(both.array[0], both.array[1])
 
 
-@pytest.mark.parametrize("scale", [1e-6, 1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
 def test_half_a_voxel_is_told_at_every_scale(tmp_path: Path, scale: float) -> None:
     rotation = Rotation.from_euler("xyz", [20, 30, 40], degrees=True).as_matrix()
     affine = np.eye(4)

@@ -2,7 +2,6 @@
 
 import gzip
 import itertools
-import math
 from pathlib import Path
 
 import nibabel as nib
@@ -92,19 +91,13 @@ def assert_like(image: ImageVoxels, expected: np.ndarray) -> None:
 def assert_statistics(
     image: ImageVoxels, channel: int, values: np.ndarray, inside: np.ndarray | None = None
 ) -> None:
-    def look(some: Values, counts: Counts | None) -> tuple[int, float, float, float]:
+    def look(some: Values, counts: Counts | None) -> Values:
         assert some.dtype == np.float32
-        wide = some.astype(np.float64)
-        counts = np.ones(some.shape, int) if counts is None else counts
-        if not some.size:
-            return 0, 0.0, math.inf, -math.inf
-        return int(counts.sum()), float((wide * counts).sum()), wide.min(), wide.max()
+        return some.ravel() if counts is None else np.repeat(some, counts)
 
-    sizes, sums, lowest, highest = zip(*image.measure(channel, look, inside), strict=True)
-    values = values.astype(np.float64) if inside is None else values[inside].astype(np.float64)
-    assert sum(sizes) == values.size
-    assert sum(sums) == pytest.approx(values.sum(), rel=1e-9, abs=1e-9 * np.abs(values).sum())
-    assert (min(lowest), max(highest)) == (values.min(), values.max())
+    found = np.concatenate(image.measure(channel, look, inside))
+    expected = values.ravel() if inside is None else values[inside]
+    np.testing.assert_array_equal(np.sort(found), np.sort(expected))
 
 
 @products.pairwise(
@@ -122,11 +115,7 @@ def test_every_type_in_a_file(
     slope, inter = scaling
     stored = stored_numbers(dtype, (*SHAPE, 2))
     path = write_stored(tmp_path / name, stored, slope, inter)
-    # The header holds float32.
-    expected = np.moveaxis(scaled(stored, np.float32(slope), np.float32(inter)), 3, 0)
-    np.testing.assert_array_equal(
-        expected, np.moveaxis(nib.load(path).get_fdata().astype(np.float32), 3, 0)
-    )
+    expected = np.moveaxis(nib.load(path).get_fdata().astype(np.float32), 3, 0)
     assert_like(open_channels([path]).voxels, expected)
     assert_like(open_channels([path], Scratch(tmp_path)).voxels, expected)
     np.testing.assert_array_equal(read_channels([path]).array, expected)
@@ -178,55 +167,37 @@ def test_each_intensity_that_is_there_is_counted_once(dtype: str) -> None:
 
 
 def test_channels_of_several_files_and_types_follow_each_other(tmp_path: Path) -> None:
-    arrays = [
-        stored_numbers("<i2", (*SHAPE, 2)),
-        stored_numbers("|u1", (*SHAPE, 1), seed=1),
-        stored_numbers("<f4", (*SHAPE, 1), seed=2),
-    ]
-    paths = [
-        write_stored(tmp_path / f"{number}.nii{'.gz' * (number % 2)}", array, 0.5, number)
-        for number, array in enumerate(arrays)
-    ]
-    expected = np.concatenate(
-        [np.moveaxis(scaled(one, 0.5, number), 3, 0) for number, one in enumerate(arrays)]
-    )
-    assert_like(open_channels(paths).voxels, expected)
+    paths, expected = [], []
+    for number, (dtype, count) in enumerate((("<i2", 2), ("|u1", 1), ("<f4", 1))):
+        stored = stored_numbers(dtype, (*SHAPE, count), seed=number)
+        path = tmp_path / f"{number}.nii{'.gz' * (number % 2)}"
+        paths.append(write_stored(path, stored, 0.5, number))
+        expected.append(np.moveaxis(scaled(stored, 0.5, number), 3, 0))
+    assert_like(open_channels(paths).voxels, np.concatenate(expected))
 
 
-BOXES = [
-    (slice(0, 7), slice(0, 6), slice(0, 5)),
-    (slice(2, 6), slice(1, 6), slice(0, 4)),
-    (slice(0, 7), slice(2, 6), slice(1, 5)),
-]
-
-
-@pytest.mark.parametrize("box", BOXES)
 @pytest.mark.parametrize("dtype", ["<i2", "<f4", "|b1"])
-def test_a_part_is_that_of_the_array_and_no_copy(
-    dtype: str, box: tuple[slice, slice, slice]
-) -> None:
+def test_a_part_is_that_of_the_array_and_no_copy(dtype: str) -> None:
     stored = stored_numbers(dtype, (2, *SHAPE))
     image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0)])
     image.measure(0, lambda values, counts: None)  # what is known of the whole is not of a part
-    cut = image.cut(box)
-    assert_like(cut, scaled(stored[(slice(None), *box)], 3.0, 0.0))
+    cut = image.cut((slice(2, 6), slice(1, 6), slice(0, 4)))
+    assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 0.0))
     assert_like(image, scaled(stored, 3.0, 0.0))
     stored[0, 3, 3, 2] = 1  # a copy would not change with it
-    assert cut.channel(0)[3 - box[0].start, 3 - box[1].start, 2 - box[2].start] == 3
+    assert cut.channel(0)[1, 2, 2] == 3
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_nobody_changes_an_array_of_the_user(order: str) -> None:
-    array = np.asarray(stored_numbers("<f4", (2, *SHAPE)), order=order)
-    before = array.copy()
-    assert_like(ImageVoxels.of(array), before)
-    np.testing.assert_array_equal(array, before)
+def test_nobody_changes_an_array_of_the_user() -> None:
+    for order in ("C", "F"):
+        array = np.asarray(stored_numbers("<f4", (2, *SHAPE)), order=order)
+        before = array.copy()
+        assert_like(ImageVoxels.of(array), before)
+        np.testing.assert_array_equal(array, before)
 
 
-@pytest.mark.parametrize("value", [1e39, -1e300])
-def test_what_float32_cannot_hold_becomes_infinite(value: float) -> None:
-    array = np.full((1, *SHAPE), value)
-    image = ImageVoxels([StoredChannels(voxels=array)])
+def test_what_float32_cannot_hold_becomes_infinite() -> None:
+    image = ImageVoxels([StoredChannels(voxels=np.full((1, *SHAPE), -1e300))])
     assert torch.isinf(image.on_device(0, slice(0, 2), CPU)).all()
     assert np.isinf(image.whole()).all()
 
@@ -263,15 +234,7 @@ def test_an_error_while_it_is_looked_at_arrives(monkeypatch: pytest.MonkeyPatch)
     assert len(looked) <= 2 * image_voxels.MOST_THREADS
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("mapped", "<i2"),
-        ("scratch", "<f4"),
-        pytest.param("mapped", "<f4", marks=pytest.mark.nightly),
-        pytest.param("scratch", "<i2", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("mapped", "<i2"), ("scratch", "<f4")])
 def test_a_file_is_not_held_in_memory(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,8 +249,7 @@ def test_a_file_is_not_held_in_memory(
         planes = image.on_device(2, slice(first, first + 10), CPU)
         np.testing.assert_array_equal(planes[0], array[..., first : first + 10])
         held.append(resident_kib(tmp_path))
-    image.measure(0, lambda values, counts: None)
-    held.append(resident_kib(tmp_path))
-    image.measure(0, lambda values, counts: None, array > 500)
-    held.append(resident_kib(tmp_path))
+    for inside in (None, array > 500):
+        image.measure(0, lambda values, counts: None, inside)
+        held.append(resident_kib(tmp_path))
     assert max(held) < 4096, held

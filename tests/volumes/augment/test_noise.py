@@ -41,13 +41,6 @@ def test_every_seed_has_noise_of_its_own() -> None:
     assert np.abs(correlations).max() < 0.015
 
 
-def test_the_spectrum_is_flat() -> None:
-    power = np.abs(np.fft.fftn(whole((5, 6)).numpy())) ** 2 / np.prod(SIZE)
-    for axis in range(3):
-        others = tuple(other for other in range(3) if other != axis)
-        np.testing.assert_allclose(power.mean(axis=others), 1, atol=0.12)
-
-
 def test_a_part_has_the_noise_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many planes of it are made at a time."""
     expected = whole((8, 9))[3:10, 10:15, 20:50]
