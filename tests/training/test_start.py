@@ -65,9 +65,12 @@ def test_a_single_rank_takes_the_settings_as_they_are(monkeypatch: pytest.Monkey
     run = choose_run(request(), ALONE)
     assert run.config.data.dataset == Path("some/where")
     assert run.config.patches.size == (16, 16, 24)
-    assert run.folder.path.parent == Path("runs")
+    assert run.folder.path.parent == Path("runs") and not run.resume
     assert run.folder.path.name.startswith("where-fold0-")
-    assert not run.resume
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    changes = (*CHANGES, "parallel.devices=cpu,cpu")
+    with pytest.raises(ConfigError, match="name its folder with --output"):
+        choose_run(request(changes=changes), Group(place(0, 2)))
 
 
 def test_all_ranks_get_the_run_of_the_first_without_yaml(
@@ -123,20 +126,17 @@ def test_what_is_not_open_is_not_planned(
     assert not planned
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_ranks"),
-    [("auto", 1), ("auto", 4), ("none", 4)],  # as one process has recorded it
-)
 def test_auto_becomes_what_is_planned(
-    mode: str, num_ranks: int, planned: list[Ranks | None], caplog: pytest.LogCaptureFixture
+    planned: list[Ranks | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
-    ranks = place(0, num_ranks)
-    with caplog.at_level("INFO", logger="unet3d"):
+    caplog.set_level("INFO", logger="unet3d")
+    for mode, num_ranks in (("auto", 1), ("auto", 4), ("none", 4)):  # as one process recorded it
+        config = load_config(None, [f"parallel.mode={mode}", "parallel.devices=cpu,cpu,cpu,cpu"])
+        ranks = place(0, num_ranks)
         chosen = choose_mode(config, ranks)
-    assert chosen == config.with_values({"parallel.mode": "spatial", "parallel.replicas": 2})
-    assert planned == [ranks if num_ranks > 1 else None]
-    assert "parallel: as planned" in caplog.messages
+        assert chosen == config.with_values({"parallel.mode": "spatial", "parallel.replicas": 2})
+        assert planned.pop() == (ranks if num_ranks > 1 else None)
+        assert caplog.messages.pop() == "parallel: as planned"
 
 
 def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> Config:
@@ -148,31 +148,20 @@ def resumed(here: Path, started: tuple[str, ...], changes: tuple[str, ...]) -> C
     return choose_run(request(changes=changes, output=here / "run", resume=True), ALONE).config
 
 
+MODEL = ("parallel.mode=model", "parallel.devices=cpu,cpu")
+DATA = ("parallel.mode=data", "parallel.devices=cpu,cpu")
+SPATIAL = ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2")
+
+
 @pytest.mark.parametrize(
     ("started", "changes", "mode"),
     [
         ((), ("parallel.devices=cpu,cpu,cpu,cpu",), "spatial"),
-        (("parallel.mode=data", "parallel.devices=cpu,cpu"), ("parallel.devices=cpu",), "none"),
-        (
-            ("parallel.mode=model", "parallel.devices=cpu,cpu", "parallel.cuts=3"),
-            ("parallel.devices=cpu",),
-            "none",
-        ),
-        (
-            ("parallel.mode=model", "parallel.devices=cpu,cpu"),
-            ("parallel.devices=cpu,cpu,cpu",),
-            "model",
-        ),
-        (
-            ("parallel.mode=spatial", "parallel.devices=cpu,cpu,cpu,cpu", "parallel.replicas=2"),
-            ("parallel.mode=data",),
-            "data",
-        ),
-        (
-            ("parallel.mode=data", "parallel.devices=cpu,cpu"),
-            ("parallel.mode=spatial",),
-            "spatial",
-        ),
+        (DATA, ("parallel.devices=cpu",), "none"),
+        ((*MODEL, "parallel.cuts=3"), ("parallel.devices=cpu",), "none"),
+        (MODEL, ("parallel.devices=cpu,cpu,cpu",), "model"),
+        (SPATIAL, ("parallel.mode=data",), "data"),
+        (DATA, ("parallel.mode=spatial",), "spatial"),
     ],
     ids=str,
 )
@@ -180,13 +169,6 @@ def test_a_run_goes_on_in_a_mode_that_suits_the_devices(
     here: Path, started: tuple[str, ...], changes: tuple[str, ...], mode: str
 ) -> None:
     assert resumed(here, started, changes).parallel.mode == mode
-
-
-def test_torchrun_that_restarts_must_be_told_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    changes = (*CHANGES, "parallel.devices=cpu,cpu")
-    with pytest.raises(ConfigError, match="name its folder with --output"):
-        choose_run(request(changes=changes), Group(place(0, 2)))
 
 
 def test_settings_suit_a_cpu_where_no_configuration_is_named(

@@ -1,7 +1,7 @@
 """What is measured of a device that waits for data, and what is said about it."""
 
+import io
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.trainings import run, settings
-from unet3d.model import LossTerms
+from tests.trainings import run, run_until_power_cut, settings, without_pictures
 from unet3d.reports.progress import INDENT, MAX_COLUMNS
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import waiting
 from unet3d.training.job import train
-from unet3d.training.loop import TrainingLoop
 from unet3d.training.waiting import DataClock, Loading
 from unet3d.volumes.loader import PatchLoader
 from unet3d.volumes.patches import Batch
@@ -155,16 +153,17 @@ def test_a_gpu_that_waits_is_told_what_helps(
     assert longest is not None and len(INDENT + longest) <= MAX_COLUMNS
 
 
-@pytest.mark.parametrize(("loading_seconds", "is_the_host"), [(1.9, True), (2.1, False)])
 def test_a_gpu_whose_patches_are_there_waits_for_the_host(
-    machine_of: Callable[[int, int], None], loading_seconds: float, is_the_host: bool
+    machine_of: Callable[[int, int], None],
 ) -> None:
     machine_of(16, 1)
-    note = loading().note(epoch(23.0, 12.0), 3.0, loading_seconds)  # of the start, 3 s
-    host = "the host, which queues such short steps too slowly"
-    for_what = host if is_the_host else "data: try more data.num_workers (now 2)"
-    assert note == f"waited 45 % for {for_what}"
-    assert len(INDENT + note) <= MAX_COLUMNS
+    for loading_seconds, for_what in (
+        (1.9, "the host, which queues such short steps too slowly"),
+        (2.1, "data: try more data.num_workers (now 2)"),
+    ):
+        note = loading().note(epoch(23.0, 12.0), 3.0, loading_seconds)  # of the start, 3 s
+        assert note == f"waited 45 % for {for_what}"
+        assert len(INDENT + note) <= MAX_COLUMNS
 
 
 @pytest.mark.parametrize(
@@ -200,56 +199,42 @@ def test_a_cpu_is_told_where_a_process_more_costs_less_than_it_brings(
     assert len(INDENT + note) <= MAX_COLUMNS
 
 
-@pytest.mark.parametrize(
-    ("waited", "start", "is_told"),
-    [
+def test_little_is_not_told(machine_of: Callable[[int, int], None]) -> None:
+    machine_of(16, 1)
+    for waited, start, is_told in (
         (1.0, 0.0, False),  # a tenth
         (1.01, 0.0, True),
         (5.0, 4.5, False),  # what is left of it is 0.5 of 5.5 s
         (5.0, 4.0, True),
         (4.0, 5.0, False),  # other ranks were faster to start
-    ],
-)
-def test_little_is_not_told(
-    machine_of: Callable[[int, int], None], waited: float, start: float, is_told: bool
-) -> None:
-    machine_of(16, 1)
-    assert (loading().note(epoch(10.0, waited), start, waited) is not None) == is_told
+    ):
+        note = loading().note(epoch(10.0, waited), start, waited)
+        assert (note is not None) == is_told, (waited, start)
 
 
-DEVICES = [pytest.param("cpu"), pytest.param("0", marks=pytest.mark.gpu)]
 LATE_SECONDS = 0.1
 
 
-def late_batches(monkeypatch: pytest.MonkeyPatch, seconds: float = LATE_SECONDS) -> None:
+def late_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every batch late, whoever cuts it."""
     batches = PatchLoader.epoch
 
     def late(self: PatchLoader, *where: Any, **options: Any) -> Iterator[Batch]:
         for batch in batches(self, *where, **options):
-            time.sleep(seconds)
+            time.sleep(LATE_SECONDS)
             yield batch
 
     monkeypatch.setattr(PatchLoader, "epoch", late)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
 def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     late_batches(monkeypatch)
     config = settings(cache, f"parallel.devices={device}", "training.save_every_seconds=0")
-    folder, step, done = tmp_path / "run", TrainingLoop._step, []
-
-    def failing(self: TrainingLoop, batch: Batch) -> LossTerms:
-        if len(done) == 6:
-            raise KeyboardInterrupt
-        done.append(batch)
-        return step(self, batch)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainingLoop, "_step", failing)
-        run(config, folder)
+    folder = tmp_path / "run"
+    run_until_power_cut(config, folder, num_steps=6)
     state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
     assert (state["epoch"], state["step"]) == (1, 2)
     # 2 and 4 batches; on a GPU, one that still computes waits less.
@@ -264,45 +249,6 @@ def test_a_training_on_late_batches_has_waited_for_them_also_when_it_is_resumed(
     assert summary["waited_seconds"] < summary["training_seconds"]
 
 
-def test_a_run_of_a_version_that_did_not_measure_it_goes_on(cache: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    run(settings(cache, "training.epochs=2"), folder)
-    path = folder / "checkpoint-latest.pt"
-    content = torch.load(path, weights_only=True)
-    del content["training"]["state"]["waited_seconds"]
-    del content["training"]["state"]["total_waited_seconds"]
-    torch.save(content, path)
-    run(settings(cache), folder, resume=True)
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert last["epoch"] == 3
-    assert summary["waited_seconds"] == last["waited_seconds"] > 0
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_training_whose_batches_are_there_does_not_wait(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    batches = PatchLoader.epoch
-    step = TrainingLoop._step
-
-    def there(self: PatchLoader, *where: Any, **options: Any) -> Iterator[Batch]:
-        kept = self.__dict__.setdefault("kept", [])
-        kept += [] if kept else batches(self, 0)
-        yield from kept
-
-    def long(self: TrainingLoop, batch: Batch) -> LossTerms:
-        time.sleep(0.02)
-        return step(self, batch)
-
-    monkeypatch.setattr(PatchLoader, "epoch", there)
-    monkeypatch.setattr(TrainingLoop, "_step", long)
-    run(settings(cache, f"parallel.devices={device}"), tmp_path / "run")
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    for line in map(json.loads, lines[1:]):
-        assert 0 <= line["waited_seconds"] < 0.05 * line["seconds"], line
-
-
 def test_the_log_of_a_training_says_what_helps(
     cache: Path,
     tmp_path: Path,
@@ -312,9 +258,10 @@ def test_the_log_of_a_training_says_what_helps(
 ) -> None:
     machine_of(16, 1)
     late_batches(monkeypatch)
-    config = settings(cache, "training.epochs=1")
-    with caplog.at_level("INFO", logger="unet3d"), open(os.devnull, "w") as nowhere:
-        train(config, RunFolder(tmp_path / "run"), False, Console(file=nowhere), quiet=False)
+    config = settings(cache, "training.epochs=1", "training.steps_per_epoch=2")
+    console = Console(file=io.StringIO())
+    with caplog.at_level("INFO", logger="unet3d"), without_pictures():
+        train(config, RunFolder(tmp_path / "run"), False, console, quiet=False)
     messages = [record.message for record in caplog.records]
     where = next(i for i, text in enumerate(messages) if text.startswith("epoch 1/1: loss"))
     note = next(text for text in messages[where:] if " for data" in text)
