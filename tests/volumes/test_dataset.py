@@ -8,33 +8,25 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from tests.volumes.samples import (
-    blob_label,
-    msd_entry,
-    write_json,
-    write_msd,
-    write_nnunet,
-    write_volume,
-)
+from tests.volumes import samples
+from tests.volumes.samples import blob_label, msd_entry, write_json, write_msd, write_volume
 from unet3d.errors import DatasetError
 from unet3d.volumes.check import check_dataset, check_headers
 from unet3d.volumes.classes import Region
 from unet3d.volumes.dataset import fold_cases, load_dataset
-from unet3d.volumes.folds import folds_from_numbers
 
 
 def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
     root = write_msd(tmp_path / "Task00", test=["./imagesTs/other.nii.gz"])
-    for given in (root, root / "dataset.json"):
-        dataset = load_dataset(given)
-        assert dataset.name == "Sample"
-        assert dataset.channel_names == ("MRI",)
-        assert dataset.label_names == ("background", "left", "right")
-        assert dataset.label_values == (0, 1, 2)
-        assert [case.name for case in dataset.cases] == ["case_0", "case_1", "case_2"]
-        assert dataset.cases[1].images == (root / "imagesTr/case_1.nii.gz",)
-        assert dataset.cases[1].label == root / "labelsTr/case_1.nii.gz"
-        assert dataset.unlabelled == (root / "imagesTs/other.nii.gz",)
+    dataset = load_dataset(root)
+    assert load_dataset(root / "dataset.json") == dataset
+    assert (dataset.name, dataset.channel_names) == ("Sample", ("MRI",))
+    assert dataset.label_names == ("background", "left", "right")
+    assert dataset.label_values == (0, 1, 2)
+    assert [case.name for case in dataset.cases] == ["case_0", "case_1", "case_2"]
+    assert dataset.cases[1].images == (root / "imagesTr/case_1.nii.gz",)
+    assert dataset.cases[1].label == root / "labelsTr/case_1.nii.gz"
+    assert dataset.unlabelled == (root / "imagesTs/other.nii.gz",)
     # Channels keep their order beyond ten.
     names = {str(number): f"m{number}" for number in reversed(range(12))}
     dataset = load_dataset(write_msd(tmp_path / "Task00", channel_names=names))
@@ -42,7 +34,7 @@ def test_reads_the_decathlon_layout(tmp_path: Path) -> None:
 
 
 def nnunet(root: Path, **changes: Any) -> Path:
-    write_nnunet(root, ("liver_2", "liver_10"), **changes)
+    samples.write_nnunet(root, ("liver_2", "liver_10"), **changes)
     (root / "labelsTr/._liver_2.nii.gz").write_bytes(b"left by a Mac")
     return root
 
@@ -63,9 +55,6 @@ def test_reads_nnunet_raw_with_the_endings_of_itk(tmp_path: Path, ending: str) -
     dataset = load_dataset(tmp_path)
     assert [case.name for case in dataset.cases] == ["a", "b"]
     assert check_dataset(dataset) == []
-    (tmp_path / f"imagesTr/c_0000{ending}").write_bytes(b"")
-    (finding,) = check_headers(dataset)
-    assert f"c_0000{ending} belongs to no case" in finding.message
 
 
 def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
@@ -75,32 +64,24 @@ def test_reads_nnunet_raw_with_several_channels(tmp_path: Path) -> None:
     assert dataset.label_names == ("background", "liver", "tumour")
     assert dataset.label_values == (0, 1, 2)
     assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
-    assert [image.name for image in dataset.cases[1].images] == [
-        "liver_2_0000.nii.gz",
-        "liver_2_0001.nii.gz",
-    ]
-    entry = {
-        "images": ["imagesTr/liver_2_0000.nii.gz", "imagesTr/liver_2_0001.nii.gz"],
-        "label": "labelsTr/liver_2.nii.gz",
-    }
+    images = ["imagesTr/liver_2_0000.nii.gz", "imagesTr/liver_2_0001.nii.gz"]
+    assert dataset.cases[1].images == tuple(dataset.root / image for image in images)
+    entry = {"images": images, "label": "labelsTr/liver_2.nii.gz"}
     dataset = load_dataset(nnunet(tmp_path / "listed", dataset={"mine": entry}))
-    assert [case.name for case in dataset.cases] == ["mine"]
-    assert len(dataset.cases[0].images) == 2
+    (case,) = dataset.cases
+    assert (case.name, len(case.images)) == ("mine", 2)
 
 
 def test_reads_a_monai_datalist(tmp_path: Path) -> None:
+    entries = []
     for patient in ("a", "b", "c"):
-        for name in ("t1", "flair"):
-            write_volume(tmp_path / patient / f"{name}.nii.gz", np.ones((4, 4, 4)))
-        write_volume(tmp_path / patient / "seg.nii.gz", (blob_label((4, 4, 4)) > 0) * np.uint8(3))
-
-    def entry(patient: str) -> dict[str, Any]:
         images = [f"{patient}/t1.nii.gz", f"{patient}/flair.nii.gz"]
-        return {"image": images, "label": f"{patient}/seg.nii.gz"}
-
-    tree = {"training": [entry("a"), entry("b")], "validation": [entry("c")]}
+        entries.append({"image": images, "label": f"{patient}/seg.nii.gz"})
+        for name in images:
+            write_volume(tmp_path / name, np.ones((4, 4, 4)))
+        write_volume(tmp_path / patient / "seg.nii.gz", (blob_label((4, 4, 4)) > 0) * np.uint8(3))
+    tree = {"training": entries[:2], "validation": entries[2:]}
     dataset = load_dataset(write_json(tmp_path / "list.json", tree))
-    assert [case.name for case in dataset.cases] == ["a/seg", "b/seg", "c/seg"]
     assert dataset.channel_names == ("channel 0", "channel 1")
     # The list names no labels: they come from the label maps.
     assert dataset.label_values == (0, 3)
@@ -149,16 +130,9 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"a": [1]}, "regions_class_order": [1, 2]}, r"is \[1, 2\]; name .* 1 regions"),
         ({"labels": {"a": [1, 2]}, "regions_class_order": ["1"]}, "regions_class_order is"),
         ({"labels": {"a": [0, 2]}, "regions_class_order": [2]}, "a is .0, 2.; a region is made of"),
-        (
-            {"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]},
-            "of the same labels",
-        ),
-        ({"labels": {"a": []}, "regions_class_order": [2]}, r"a is \[\]; a region is made of"),
+        ({"labels": {"a": [1, 2], "b": [2, 1]}, "regions_class_order": [1, 2]}, "the same labels"),
         ({"labels": {"a": [1, "x"]}, "regions_class_order": [1]}, "a has the value 'x'; use whole"),
-        (
-            {"labels": {"a": 1, "ignore": [5, 6]}},
-            r"the label ignore is \[5, 6\]; give it one value",
-        ),
+        ({"labels": {"a": 1, "ignore": [5, 6]}}, r"label ignore is \[5, 6\]; give it one value"),
         ({"labels": {"a": 3, "ignore": 2}}, "label ignore is 2, but a is 3; give ignore the high"),
         ({"labels": {"0": "background", "1": "ignore"}}, "nothing but the background"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "a and b are both 1"),
@@ -171,7 +145,6 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"labels": {"background": 0, "a": 2**32}}, "4294967296; segmentations hold values up to"),
         ({"labels": {"background": 0, "a": "9" * 5000}}, r"value 9+\.\.\.; segmentations hold"),
         ({"labels": {"0": "background", "1": "a", "2": "a"}}, "labels 1 and 2 are both called a"),
-        ({"labels": {"background": 1, "a": 2}}, "labels 1 and 0 are both called background"),
         ({"labels": {"1": "e\u0301", "2": "\u00e9"}}, "are both called \u00e9"),
         ({"labels": {"1": 5}}, "label 1 is called 5"),
         ({"labels": {"1": "a\ud800"}}, r"label 1 is called 'a\\ud800'"),
@@ -181,7 +154,6 @@ def test_labels_are_sorted_by_value_and_ignored_voxels_are_of_no_class(
         ({"channel_names": {"0": "CT", "1": ["PET"]}}, r"channel 1 is called \['PET'\]"),
         ({"channel_names": ["MRI"] * 2000}, "has 2000 channels; use at most"),
         ({"file_ending": ".png"}, "file_ending is '.png'; known: .nii.gz"),
-        ({"file_ending": 3}, "file_ending is 3"),
         ({"name": [1]}, r"the data set is called \[1\]"),
         ({"dataset": {"": {}}}, "a case is called ''"),
     ],
@@ -266,11 +238,10 @@ def test_drawn_folds_validate_every_case_once(
     validated = []
     for fold in range(5):
         train, validation = fold_cases(dataset, fold, 5, seed=3)
-        assert not {case.name for case in train} & {case.name for case in validation}
-        assert len(train) + len(validation) == 13
+        assert {*train, *validation} == {*dataset.cases} and len(train) + len(validation) == 13
         assert len(validation) in (2, 3)
-        validated += [case.name for case in validation]
-    assert sorted(validated) == sorted(case.name for case in dataset.cases)
+        validated += validation
+    assert len(validated) == 13 and {*validated} == {*dataset.cases}
     assert fold_cases(dataset, 0, 5, seed=3) == fold_cases(dataset, 0, 5, seed=3)
     assert fold_cases(dataset, 0, 5, seed=3) != fold_cases(dataset, 0, 5, seed=4)
     with pytest.raises(DatasetError, match="folds 0 to 4, not fold 5"):
@@ -288,11 +259,9 @@ def test_drawn_folds_validate_every_case_once(
 
 def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write_msd(tmp_path)
-    folds = [
-        {"train": ["case_2"], "val": ["case_0"]},
-        {"train": ["case_0", "case_2"], "val": ["case_1"]},
-    ]
-    write_json(root / "splits_final.json", folds)
+    given = root / "splits_final.json"
+    fold = {"train": ["case_0", "case_2"], "val": ["case_1"]}
+    write_json(given, [{"train": ["case_2"], "val": ["case_0"]}, fold])
     train, validation = fold_cases(load_dataset(root), 1, 5, seed=0)
     assert [case.name for case in train] == ["case_0", "case_2"]
     assert [case.name for case in validation] == ["case_1"]
@@ -301,12 +270,12 @@ def test_honours_splits_final(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "fold 0 leaves out 1 of 3 cases" in caplog.text
     with pytest.raises(DatasetError, match="folds 0 to 1, not fold 4"):
         fold_cases(load_dataset(root), 4, 5, seed=0)
-    (root / "splits_final.json").unlink()
-    (root / "splits_final.json").symlink_to("not fetched yet")
+    given.unlink()
+    given.symlink_to("not fetched yet")
     with pytest.raises(DatasetError, match=r"cannot read .*splits_final.json: No such file"):
         load_dataset(root)
-    (root / "splits_final.json").unlink()
-    os.mkfifo(root / "splits_final.json")
+    given.unlink()
+    os.mkfifo(given)
     with pytest.raises(DatasetError, match=r"splits_final.json: it is not a regular file"):
         load_dataset(root)
 
@@ -353,12 +322,8 @@ def test_the_case_of_letters_in_an_ending_leaves_no_file_out(tmp_path: Path) -> 
     (root / "imagesTr/liver_2_0001.nii.gz").rename(root / "imagesTr/liver_2_0001.Nii.gz")
     dataset = load_dataset(root)
     assert [case.name for case in dataset.cases] == ["liver_10", "liver_2"]
-    files = [*dataset.cases[1].images, dataset.cases[1].label]
-    assert [file.name for file in files] == [
-        "liver_2_0000.nii.gz",
-        "liver_2_0001.Nii.gz",
-        "liver_2.NII.GZ",
-    ]
+    assert dataset.cases[1].images[1].name == "liver_2_0001.Nii.gz"
+    assert dataset.cases[1].label.name == "liver_2.NII.GZ"
     assert check_headers(dataset) == []
 
 
@@ -403,13 +368,6 @@ def test_names_agree_whatever_the_form_of_their_letters(tmp_path: Path) -> None:
     write_msd(tmp_path, training=entries)
     with pytest.raises(DatasetError, match=f"would both be the case {composed}; rename"):
         load_dataset(root)
-
-
-def test_a_case_for_each_of_many_folds_takes_little() -> None:
-    names = [f"case_{number}" for number in range(50_000)]
-    folds = folds_from_numbers({name: number for number, name in enumerate(names)}, "here")
-    assert len(folds) == 50_000
-    assert folds[7].validation == ("case_7",) and len(folds[7].training_of(names)) == 49_999
 
 
 def test_an_image_is_no_label_map_to_find_labels_in(tmp_path: Path) -> None:
