@@ -11,16 +11,21 @@ import torch
 
 from tests.networks import random_checkpoint
 from tests.nnunet.models import TOPOLOGY, random_weights, write_model
-from tests.trainings import SMALL, assert_same_weights, run, settings, weights
+from tests.trainings import (
+    SMALL,
+    assert_same_weights,
+    run,
+    run_until_power_cut,
+    settings,
+    weights,
+)
 from unet3d.config import Config, load_config
 from unet3d.distributed.group import Group
 from unet3d.distributed.ranks import Ranks
 from unet3d.errors import CheckpointError, ConfigError
 from unet3d.model import Topology, UNet3d, plan_topology
 from unet3d.runs.checkpoint import Checkpoint, save_checkpoint
-from unet3d.training import initialising
 from unet3d.training.initialising import begin_with, settings_of_init, take_weights
-from unet3d.training.loop import TrainingLoop
 from unet3d.volumes.classes import Region
 from unet3d.volumes.normalization import ChannelNormalization, Kind
 from unet3d.volumes.resample import Interpolation
@@ -61,6 +66,7 @@ def trained(**changes: Any) -> Checkpoint:
     )
 
 
+@pytest.mark.parametrize("encoder", ["plain", "residual"])
 @pytest.mark.parametrize(
     ("changes", "labels", "new", "words"),
     [
@@ -94,7 +100,6 @@ def trained(**changes: Any) -> Checkpoint:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("encoder", ["plain", "residual"])
 def test_all_but_stem_and_heads_is_taken(
     changes: dict[str, Any], labels: tuple[str, ...], new: tuple[str, ...], words: str, encoder: Any
 ) -> None:
@@ -110,7 +115,6 @@ def test_all_but_stem_and_heads_is_taken(
 
 def test_regions_in_place_of_labels_have_heads_of_their_own() -> None:
     """Three of them, as many as the checkpoint has classes."""
-    checkpoint = trained()
     regions = tuple(
         Region(name=name, values=values, written=values[-1])
         for name, values in (("whole", (1, 2, 3)), ("core", (1, 2)), ("rim", (1,)))
@@ -118,29 +122,21 @@ def test_regions_in_place_of_labels_have_heads_of_their_own() -> None:
     preprocessing = replace(preparing(2, "a", "b", "c"), regions=regions)
     model = network(2)
     heads = model.state_dict()["decoder.heads.0.weight"].clone()
-    words = take_weights(model, preprocessing, checkpoint)
+    words = take_weights(model, preprocessing, trained())
     assert words == "new: the heads (whole, core, rim instead of liver, tumour)"
     assert torch.equal(model.state_dict()["decoder.heads.0.weight"], heads)
 
 
-def test_heads_that_the_checkpoint_lacks_are_new() -> None:
+def test_heads_that_the_checkpoint_lacks_are_new_and_types_of_numbers_converted() -> None:
     checkpoint = trained(deep_supervision=False)
+    double = replace(checkpoint, model={name: w.double() for name, w in checkpoint.model.items()})
     model = network(2)
     random = {name: value.clone() for name, value in model.state_dict().items()}
-    words = take_weights(model, checkpoint.preprocessing, checkpoint)
+    words = take_weights(model, checkpoint.preprocessing, double)
     assert words == "new: the heads of level 1"
     for name, value in model.state_dict().items():
         is_new = name.startswith("decoder.heads.1.")
         assert torch.equal(value, (random if is_new else checkpoint.model)[name]), name
-
-
-def test_another_type_of_numbers_is_converted() -> None:
-    checkpoint = trained()
-    double = replace(checkpoint, model={name: w.double() for name, w in checkpoint.model.items()})
-    model = network(2)
-    take_weights(model, checkpoint.preprocessing, double)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, checkpoint.model[name])
 
 
 def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
@@ -176,27 +172,34 @@ def test_what_is_prepared_otherwise_is_said_and_the_weights_are_taken(
     assert settings.data.spacing_mm == (1.0, 1.0, 2.5)
 
 
-@pytest.mark.parametrize(
-    ("new", "old", "words"),
-    [
+def test_each_channel_may_be_normalised_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    cases: list[tuple[tuple[Kind, ...], tuple[Kind, ...], str | None]] = [
         (("ct", "ct", "none"), ("ct", "none", "none"), "ct, ct, none instead of ct, none, none"),
         (("ct", "none"), ("none", "ct"), "ct, none instead of none, ct"),
         (("ct", "ct"), ("ct", "none"), "ct instead of ct, none"),
         (("ct", "ct"), ("ct", "ct"), None),
         (("ct", "ct"), ("ct",), None),  # another stem, of which another line tells
-    ],
-)
-def test_each_channel_may_be_normalised_otherwise(
-    new: tuple[Kind, ...], old: tuple[Kind, ...], words: str | None
-) -> None:
-    wanted, found = (
-        replace(
-            preparing(len(kinds)), channels=tuple(ChannelNormalization(kind=one) for one in kinds)
+    ]
+    for new, old, words in cases:
+        wanted, found = (
+            replace(
+                preparing(len(kinds), "liver", "tumour"),
+                channels=tuple(ChannelNormalization(kind=one) for one in kinds),
+            )
+            for kinds in (new, old)
         )
-        for kinds in (new, old)
-    )
-    expected = [] if words is None else [f"normalization {words}"]
-    assert initialising._other_preparation(wanted, found) == expected
+        save_checkpoint(replace(trained(in_channels=len(old)), preprocessing=found), tmp_path / "a")
+        caplog.clear()
+        begin_with(tmp_path / "a", network(2, in_channels=len(new)), wanted, Group(Ranks()))
+        expected = (
+            []
+            if words is None
+            else [f"images are prepared otherwise than for it: normalization {words}"]
+        )
+        assert caplog.messages[1:] == expected
 
 
 @pytest.mark.parametrize(
@@ -246,24 +249,15 @@ def test_network_and_spacing_are_those_of_the_checkpoint(file: Path) -> None:
     assert settings_of_init(without) is without
     again = Config.from_yaml(config.to_yaml())
     assert again == config and settings_of_init(again) == config
-
-
-def test_settings_that_say_the_same_are_taken(file: Path) -> None:
     same = ("model.channels=4,6,8,8", "model.num_levels=4", "model.norm=instance")
-    assert resolved(file, *same).model == resolved(file).model
+    assert resolved(file, *same).model == config.model
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (
-            "model.channels=4,8,16,32",
-            "model.channels 4, 8, 16, 32, but the checkpoint has 4, 6",
-        ),
-        (
-            "model.base_channels=8",
-            "model.channels 8, 16, 32, 64, but the checkpoint has 4, 6",
-        ),
+        ("model.channels=4,8,16,32", "model.channels 4, 8, 16, 32, but the checkpoint has 4, 6"),
+        ("model.base_channels=8", "model.channels 8, 16, 32, 64, but the checkpoint has 4, 6"),
         ("model.num_levels=5", "model.num_levels 5, but the checkpoint has 4"),
         ("model.encoder=residual", "model.encoder residual, but the checkpoint has plain"),
         ("model.norm=batch", "model.norm batch, but the checkpoint has instance"),
@@ -312,24 +306,13 @@ def test_a_training_begins_with_the_weights(
     assert f"begins with the weights of {init}; nothing is new" in caplog.messages
 
 
-def test_it_goes_on_without_the_file(
-    cache: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_goes_on_without_the_file(cache: Path, finished: Path, tmp_path: Path) -> None:
     init = tmp_path / "init.pt"
     init.write_bytes((finished / "checkpoint-latest.pt").read_bytes())
-    config = fine_tuning(cache, init, "training.warmup_steps=5", "training.save_every_seconds=0")
+    brief = ("training.epochs=1", "training.save_every_seconds=0")
+    config = fine_tuning(cache, init, "training.warmup_steps=5", *brief)
     run(config, tmp_path / "whole")
-    step, done = TrainingLoop._step, []
-
-    def failing(self: TrainingLoop, batch: Any) -> Any:
-        if len(done) == 3:
-            raise KeyError
-        done.append(batch)
-        return step(self, batch)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyError):
-        patch.setattr(TrainingLoop, "_step", failing)
-        run(config, tmp_path / "parts")
+    run_until_power_cut(config, tmp_path / "parts", num_steps=3)
     init.unlink()
     run(load_config(tmp_path / "parts" / "config.yaml"), tmp_path / "parts", resume=True)
     assert_same_weights(tmp_path / "parts", tmp_path / "whole")

@@ -71,17 +71,14 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     assert list((tmp_path / "1").iterdir()) == []
 
 
-def test_it_begins_once(tmp_path: Path) -> None:
-    one = recorder(Group(Ranks()), tmp_path)
-    one.begin()
-    (tmp_path / "config.yaml").unlink()
-    one.begin()
-    assert not (tmp_path / "config.yaml").exists()
-
-
-def test_a_run_that_goes_on_is_cut_to_its_complete_epochs(tmp_path: Path) -> None:
+def test_it_begins_once_and_a_run_that_goes_on_is_cut_to_its_complete_epochs(
+    tmp_path: Path,
+) -> None:
     first = recorder(Group(Ranks()), tmp_path)
     first.begin()
+    (tmp_path / "config.yaml").unlink()
+    first.begin()
+    assert not (tmp_path / "config.yaml").exists()
     for epoch in (1, 2, 3):
         first.write_epoch(METRICS | {"epoch": epoch})
     again = recorder(Group(Ranks()), tmp_path)
