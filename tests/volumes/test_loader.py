@@ -183,19 +183,20 @@ def test_the_next_epoch_goes_on_with_what_is_queued(
         assert len(begun) == expected
 
 
-@pytest.mark.parametrize("size", [(4, 4, 4), None])
+@pytest.mark.parametrize(("size", "num_ranks"), [((4, 4, 4), 3), ((4, 4, 4), 5), (None, 3)])
 def test_ranks_make_their_share_of_each_batch_to_the_bit(
-    tmp_path: Path, size: Shape | None
+    tmp_path: Path, size: Shape | None, num_ranks: int
 ) -> None:
     cases = make_cases(tmp_path, [(9, 8, 7), (8, 8, 8), (5, 9, 7), (8, 6, 8), (7, 7, 7)])
     whole = list(loader(cases, size, batch_size=4, augmentation=LIVELY).epoch(1))
     ranks = [
-        list(loader(cases, size, 4, augmentation=LIVELY, rank=rank, num_ranks=3).epoch(1))
-        for rank in range(3)
+        list(loader(cases, size, 4, augmentation=LIVELY, rank=rank, num_ranks=num_ranks).epoch(1))
+        for rank in range(num_ranks)
     ]
     for number, batch in enumerate(whole):
         shares = [rank[number] for rank in ranks if rank[number].weight]
-        assert sum(share.weight for share in shares) == pytest.approx(3)
+        for share in shares:
+            assert share.weight == pytest.approx(len(share.image) * num_ranks / 4)
         assert batch.names == tuple(name for share in shares for name in share.names)
         assert torch.equal(batch.image, torch.cat([share.image for share in shares]))
         assert torch.equal(batch.target, torch.cat([share.target for share in shares]))
