@@ -17,6 +17,14 @@ LIVELY = AugmentationSettings(
     rotation_probability=0.7, scaling_probability=0.7, noise_probability=0.7, mirror_axes=("x",)
 )
 
+PROBABILITIES = [name for name in AugmentationSettings.model_fields if "_probability" in name]
+
+
+def probable(probability: float, **changes: object) -> AugmentationSettings:
+    """Return settings in which everything has the same probability, but for ``changes``."""
+    given = {**dict.fromkeys(PROBABILITIES, probability), **changes}
+    return AugmentationSettings.model_validate(given)
+
 
 def known_volume(shape: Shape) -> npt.NDArray[np.float32]:
     """Every voxel holds its own place, counted from 1, so that a patch shows where it is from."""

@@ -53,9 +53,7 @@ SPLITS = [
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("data")
-    for name, make in MAKERS.items():
-        make(folder / name)
-    return {name: folder / name for name in MAKERS}
+    return {name: make(folder / name) for name, make in MAKERS.items()}
 
 
 def assert_is_usable(dataset: Dataset) -> None:

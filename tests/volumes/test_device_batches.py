@@ -1,6 +1,8 @@
 """Batches that are made on a GPU, beside what it works on."""
 
 import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.volumes.known_cases import make_cases
+from tests.volumes.known_cases import make_cases, probable
 from unet3d.config import AugmentationSettings, PatchSettings, Shape
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.loader import PatchLoader
+from unet3d.volumes.patches import Batch
 
 pytestmark = pytest.mark.gpu
 
@@ -58,6 +61,10 @@ def loader(
     )
 
 
+def clones(batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
+    return [(batch.image.clone(), batch.target.clone()) for batch in batches]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_those_of_the_cpu(tmp_path: Path, num_workers: int) -> None:
     cases = real_cases(tmp_path)
@@ -93,11 +100,8 @@ def test_a_batch_stays_as_it_is_while_the_gpu_is_busy_with_it(tmp_path: Path) ->
 
 def test_workers_and_resuming_change_no_bit(tmp_path: Path) -> None:
     cases = real_cases(tmp_path)
-    first = [(b.image.clone(), b.target.clone()) for b in loader(cases, on_gpu=True).epoch(3)]
-    resumed = [
-        (b.image.clone(), b.target.clone())
-        for b in loader(cases, on_gpu=True, num_workers=2).epoch(3, 2)
-    ]
+    first = clones(loader(cases, on_gpu=True).epoch(3))
+    resumed = clones(loader(cases, on_gpu=True, num_workers=2).epoch(3, 2))
     assert len(resumed) == len(first) - 2
     for left, right in zip(first[2:], resumed, strict=True):
         assert torch.equal(left[0], right[0]) and torch.equal(left[1], right[1])
@@ -162,20 +166,13 @@ def test_slabs_without_messages_are_those_of_the_cpu(
 def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
     """Two shards on one GPU, in threads that hand each other what they gather."""
     cases = real_cases(tmp_path)
-    always = AugmentationSettings.model_validate(
-        {name: 1.0 for name in AugmentationSettings.model_fields if "probability" in name}
-    )
-    settings = PatchSettings(augmentation=always)
-    whole = [
-        (batch.image.clone(), batch.target.clone())
-        for batch in loader(cases, on_gpu=True, settings=settings).epoch(0)
-    ]
+    settings = PatchSettings(augmentation=probable(1))
+    whole = clones(loader(cases, on_gpu=True, settings=settings).epoch(0))
     barrier = threading.Barrier(2)
     handed: dict[int, Tensor] = {}
     streams: set[torch.cuda.Stream] = set()
-    made: list[list[tuple[Tensor, Tensor]]] = [[], []]
 
-    def work(shard: int) -> None:
+    def work(shard: int) -> list[tuple[Tensor, Tensor]]:
         def gather(numbers: Tensor) -> Tensor:
             streams.add(torch.cuda.current_stream(GPU))
             handed[shard] = numbers
@@ -185,20 +182,19 @@ def test_slabs_gather_their_statistics_between_steps(tmp_path: Path) -> None:
             return both
 
         slab = partial(slab_of, shard, 2)
+        made = []
         batches = loader(cases, on_gpu=True, settings=settings, slab=slab, gather=gather)
         for batch in batches.epoch(0):
             assert batch.image.shape[2] == 12 and batch.planes == 24
-            made[shard].append((batch.image.clone(), batch.target.clone()))
+            made.append((batch.image.clone(), batch.target.clone()))
+        return made
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(shard,)) for shard in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        shards = list(threads.map(work, range(2)))
     torch.cuda.synchronize()
     assert streams == {torch.cuda.default_stream(GPU)}
-    for (image, target), first, second in zip(whole, *made, strict=True):
+    for (image, target), first, second in zip(whole, *shards, strict=True):
         torch.testing.assert_close(torch.cat((first[0], second[0]), 2), image, rtol=0, atol=5e-5)
         differs = torch.cat((first[1], second[1]), 1) != target
         assert differs.float().mean() < 1e-4

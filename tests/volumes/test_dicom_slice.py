@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.mutations import property_test
+from tests.mutations import damaged, property_test
 from tests.volumes.dicom_series import change, write_slice
 from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
@@ -139,30 +138,18 @@ def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, na
 
 
 @pytest.fixture(scope="module")
-def content(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("slice") / "sound"
-    return write_slice(path, PIXELS, RescaleSlope=2, RescaleIntercept=0).read_bytes()
+def content(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """Return a slice whose bytes may be changed, and those that it had."""
+    path = tmp_path_factory.mktemp("slice") / "a"
+    write_slice(path, PIXELS, RescaleSlope=2, RescaleIntercept=0)
+    return path, path.read_bytes()
 
 
-@partial(property_test, share=0.5)
-@given(
-    changes=st.lists(st.tuples(st.integers(128, 900), st.integers(0, 255)), max_size=5),
-    taken=st.tuples(st.integers(128, 900), st.integers(0, 8)),
-    end=st.one_of(st.none(), st.integers(0, 900)),
-)
-def test_bytes_of_a_slice_may_be_anything(
-    tmp_path_factory: pytest.TempPathFactory,
-    content: bytes,
-    changes: list[tuple[int, int]],
-    taken: tuple[int, int],
-    end: int | None,
-) -> None:
-    mutated = bytearray(content)
-    for place, value in changes:
-        mutated[min(place, len(mutated) - 1)] = value
-    del mutated[taken[0] : sum(taken)]
-    path = tmp_path_factory.getbasetemp() / "mutated"
-    path.write_bytes(mutated[:end])
+@property_test
+@given(data=st.data())
+def test_bytes_of_a_slice_may_be_anything(content: tuple[Path, bytes], data: st.DataObject) -> None:
+    path, sound = content
+    path.write_bytes(data.draw(damaged(sound)))
     try:
         one = read_slice(path)
         assert read_pixels(one).shape == one.shape

@@ -46,23 +46,12 @@ def rotation(angles: tuple[float, float, float]) -> npt.NDArray[np.float64]:
 READER_OF = {".nrrd": "NrrdImageIO", ".mha": "MetaImageIO", ".mhd": "MetaImageIO"}
 """SimpleITK's; it would also try GDCM, of which pydicom has another one in this process."""
 
-BY_DAY = (0, 9, 18, 27, 36, 45)
-"""Each order of the axes, with all signs in turn."""
-
 AFFINES = [
+    # Each order of the axes, with all signs in turn.
+    *(affine_along(*ORIENTATIONS[number]) for number in (0, 9, 18, 27, 36, 45)),
     *(
-        pytest.param(
-            affine_along(*one),
-            id=f"{one[0]}{one[1]}",
-            marks=() if number in BY_DAY else pytest.mark.nightly,
-        )
-        for number, one in enumerate(ORIENTATIONS)
-    ),
-    *(
-        pytest.param(rotation(angles) @ affine_along(*one), id=f"oblique{angles}{one[1]}")
-        for angles, one in zip(
-            OBLIQUE, (ORIENTATIONS[0], ORIENTATIONS[13], ORIENTATIONS[34]), strict=True
-        )
+        rotation(angles) @ affine_along(*ORIENTATIONS[number])
+        for angles, number in zip(OBLIQUE, (0, 13, 34), strict=True)
     ),
 ]
 

@@ -15,10 +15,10 @@ from unet3d.volumes.header import VolumeHeader, read_header
 from unet3d.volumes.resample import Interpolation, visible_shape
 from unet3d.volumes.transform import Preprocessing
 
-CODES = ("RAS", "LPS", "SRA", "PIR", "AIL")
 FINE_MM = (0.3515625, 0.4296875, 0.7)
 """180 and 220 mm / 512, of which the last digit is lost at six of them, and what no float32 is."""
 
+STRAIGHT = np.eye(3)
 TURNED = nib.eulerangles.euler2mat(0.3, -0.2, 0.5)
 
 
@@ -27,12 +27,12 @@ def write_nifti(
     codes: str,
     spacing_mm: Spacing,
     shape: Shape = (3, 4, 5),
-    directions: npt.NDArray[np.float64] | None = None,
+    directions: npt.NDArray[np.float64] = STRAIGHT,
     **fields: Any,
 ) -> nib.Nifti1Image:
     """Write a scan of that shape and spacing in RAS, which is stored otherwise."""
     affine = np.eye(4)
-    affine[:3, :3] = (np.eye(3) if directions is None else directions) * spacing_mm
+    affine[:3, :3] = directions * spacing_mm
     image = nib.Nifti1Image(np.zeros(shape, np.uint8), affine)
     image = image.as_reoriented(
         nib.orientations.ornt_transform(
@@ -46,10 +46,9 @@ def write_nifti(
     return nib.load(path)
 
 
-def zooms_of(image: nib.Nifti1Image) -> Spacing:
+def zooms_of(image: nib.Nifti1Image) -> tuple[float, ...]:
     """Return what nnU-Net's readers by nibabel do, in the order of nibabel."""
-    i, j, k = (float(zoom) for zoom in image.header.get_zooms())
-    return (i, j, k)
+    return tuple(map(float, image.header.get_zooms()))
 
 
 def plan(target_mm: Spacing | None = None, **changes: Any) -> Preprocessing:
@@ -59,10 +58,10 @@ def plan(target_mm: Spacing | None = None, **changes: Any) -> Preprocessing:
 
 
 @pytest.mark.parametrize("fields", [{}, {"sform_code": 0}, {"qform_code": 0}], ids=str)
-@pytest.mark.parametrize("directions", [None, TURNED], ids=["straight", "oblique"])
-@pytest.mark.parametrize("codes", CODES)
+@pytest.mark.parametrize("directions", [STRAIGHT, TURNED], ids=["straight", "oblique"])
+@pytest.mark.parametrize("codes", ["RAS", "SRA", "PIR"])
 def test_the_exact_spacing_of_nifti_is_that_of_the_readers_of_nnunet(
-    tmp_path: Path, codes: str, directions: npt.NDArray[np.float64] | None, fields: dict[str, int]
+    tmp_path: Path, codes: str, directions: npt.NDArray[np.float64], fields: dict[str, int]
 ) -> None:
     sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
     path = tmp_path / "scan.nii"
@@ -78,34 +77,13 @@ def test_the_exact_spacing_of_nifti_is_that_of_the_readers_of_nnunet(
             assert header.as_stored().exact_mm == scan.GetSpacing()
 
 
-@pytest.mark.parametrize("name", ["scan.mha", "scan.mhd", "scan.nrrd"])
-def test_the_exact_spacing_of_files_of_itk_is_that_of_simpleitk(tmp_path: Path, name: str) -> None:
-    sitk = pytest.importorskip("SimpleITK", reason="needs SimpleITK, of the extra dev")
-    path = tmp_path / name
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        spacing_mm = (0.7, 1.5, 0.3515625) if seed < 2 else tuple(rng.uniform(0.1, 3, 3).tolist())
-        directions = np.linalg.qr(rng.normal(size=(3, 3)))[0] if seed else np.eye(3)
-        image = sitk.Image(3, 4, 5, sitk.sitkUInt8)
-        image.SetSpacing(spacing_mm)
-        image.SetDirection(directions.ravel().tolist())
-        sitk.WriteImage(image, str(path))
-        reader = "NrrdImageIO" if name == "scan.nrrd" else "MetaImageIO"
-        written = sitk.ReadImage(str(path), imageIO=reader).GetSpacing()
-        header = read_header(path)
-        assert header.as_stored().exact_mm == written
-        np.testing.assert_allclose(header.as_stored().spacing_mm, written, rtol=5e-6, atol=0)
-
-
 def seen_shape(header: VolumeHeader, preprocessing: Preprocessing) -> Shape:
     return visible_shape(header.shape, preprocessing.spacing_of(header), preprocessing.spacing_mm)
 
 
-@pytest.mark.parametrize("codes", CODES)
-@pytest.mark.parametrize("mm", [0.3515625, 0.4296875, 0.9765625])
-def test_half_a_voxel_is_rounded_as_by_nnunet_in_every_orientation(
-    tmp_path: Path, mm: float, codes: str
-) -> None:
+@pytest.mark.parametrize("codes", ["RAS", "LPS", "SRA", "PIR", "AIL"])
+def test_half_a_voxel_is_rounded_as_by_nnunet(tmp_path: Path, codes: str) -> None:
+    mm = FINE_MM[0]
     path = tmp_path / "scan.nii"
     spacing_mm, target_mm = (mm, 1.0, 1.0), (2 * mm, 1.0, 1.0)
     write_nifti(path, codes, spacing_mm, (509, 4, 5))

@@ -12,6 +12,7 @@ import torch
 from tests import products
 from tests.resident import resident_kib
 from tests.volumes.samples import write_volume
+from unet3d.config import Shape
 from unet3d.volumes import image_voxels
 from unet3d.volumes.image_voxels import Counts, ImageVoxels, StoredChannels, Values
 from unet3d.volumes.nifti import open_channels, read_channels
@@ -53,9 +54,7 @@ def write_stored(path: Path, stored: np.ndarray, slope: float, inter: float) -> 
     content = bytearray(image.to_bytes())
     # The NIfTI standard: scl_slope and scl_inter, in float32, at bytes 112 and 116.
     content[112:120] = np.array([slope, inter], ">f4" if big else "<f4").tobytes()
-    path.write_bytes(content)
-    if path.name.endswith(".gz"):
-        path.write_bytes(gzip.compress(bytes(content)))
+    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
     return path
 
 
@@ -73,11 +72,10 @@ def assert_like(image: ImageVoxels, expected: np.ndarray) -> None:
     assert whole.dtype == np.float32 and whole.flags.c_contiguous
     np.testing.assert_array_equal(whole, expected)
     covered = np.zeros(shape, int)
+    nonzero = (expected != 0).any(axis=0)
     for piece in image.pieces():
         covered[piece] += 1
-        np.testing.assert_array_equal(
-            image.any_nonzero(piece), (expected[(slice(None), *piece)] != 0).any(0)
-        )
+        np.testing.assert_array_equal(image.any_nonzero(piece), nonzero[piece])
     assert (covered == 1).all()
     for number, values in enumerate(expected):
         channel = image.channel(number)
@@ -123,33 +121,24 @@ def test_every_type_in_a_file(
 
 @products.pairwise(
     axes=list(itertools.permutations(range(3))),
-    x_step=[1, -1],
-    y_step=[1, -1],
-    z_step=[1, -1],
+    steps=[(1, 1, 1), (-1, -1, 1), (-1, 1, -1), (1, -1, -1)],
     order=["C", "F"],
-    dtype=["<i2", "<f4"],
 )
 def test_every_order_and_direction_of_the_axes(
-    axes: tuple[int, ...],
-    x_step: int,
-    y_step: int,
-    z_step: int,
-    order: str,
-    dtype: str,
-    monkeypatch: pytest.MonkeyPatch,
+    axes: tuple[int, ...], steps: Shape, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_voxels, "PIECE_VOXELS", 40)
-    stored = np.asarray(stored_numbers(dtype, (2, 4, 5, 6)), order=order)
-    turned = stored.transpose(0, *(1 + axis for axis in axes))[:, ::x_step, ::y_step, ::z_step]
+    stored = np.asarray(stored_numbers("<i2" if steps[0] > 0 else "<f4", (2, 4, 5, 6)), order=order)
+    turned = stored.transpose(0, *(1 + axis for axis in axes))
+    turned = turned[:, :: steps[0], :: steps[1], :: steps[2]]
     image = ImageVoxels([StoredChannels(voxels=turned, slope=0.5, inter=3.0)])
     assert_like(image, scaled(turned, 0.5, 3.0))
     # The pieces are planes that lie together in what is stored.
     slowest = axes.index(0 if order == "C" else 2)
     assert image.slowest_axis == slowest
+    whole = [slice(0, n) for n in image.shape]
     for piece in image.pieces():
-        assert all(
-            piece[axis] == slice(0, n) for axis, n in enumerate(image.shape) if axis != slowest
-        )
+        assert all(piece[axis] == whole[axis] for axis in range(3) if axis != slowest)
 
 
 @pytest.mark.parametrize("dtype", COUNTED)
@@ -194,9 +183,7 @@ def test_nobody_changes_an_array_of_the_user() -> None:
         before = array.copy()
         assert_like(ImageVoxels.of(array), before)
         np.testing.assert_array_equal(array, before)
-
-
-def test_what_float32_cannot_hold_becomes_infinite() -> None:
+    # What float32 cannot hold becomes infinite.
     image = ImageVoxels([StoredChannels(voxels=np.full((1, *SHAPE), -1e300))])
     assert torch.isinf(image.on_device(0, slice(0, 2), CPU)).all()
     assert np.isinf(image.whole()).all()

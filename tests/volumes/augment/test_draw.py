@@ -6,14 +6,9 @@ import pytest
 from scipy import stats
 from scipy.spatial.transform import Rotation
 
+from tests.volumes.known_cases import probable
 from unet3d.config import AugmentationSettings, Shape, Spacing
 from unet3d.volumes.augment.draw import STILL, AugmentationDraw, DrawnChannel, free_axes
-
-NAMES = (
-    *("rotation", "scaling", "noise", "blur", "brightness"),
-    *("contrast", "low_resolution", "inverted_gamma", "gamma"),
-)
-NEVER = {**{f"{name}_probability": 0.0 for name in NAMES}, "mirror_axes": ()}
 
 NUM_DRAWN = 5_000
 MAX_ERROR = 0.02
@@ -21,7 +16,7 @@ MAX_ERROR = 0.02
 
 
 def draw(**changes: object) -> AugmentationDraw:
-    return AugmentationDraw(AugmentationSettings.model_validate({**NEVER, **changes}))
+    return AugmentationDraw(probable(0, **{"mirror_axes": (), **changes}))
 
 
 def drawn_matrices(
@@ -147,7 +142,7 @@ def test_happens_as_often_as_asked() -> None:
 
 def test_channels_are_drawn_apart_but_share_the_deviation_of_noise() -> None:
     """A gamma of one channel says nothing about another, which has other extremes."""
-    always = draw(**{f"{name}_probability": 1.0 for name in NAMES})
+    always = AugmentationDraw(probable(1))
     drawn = [always.channels(np.random.default_rng(seed), 3, (1, 1, 1)) for seed in range(200)]
     for channels in drawn:
         assert len({channel.noise_std for channel in channels}) == 1
