@@ -94,8 +94,7 @@ def main(folder: Path, cache: Path) -> None:
         num_ranks = len(config.parallel.devices or ())
         statuses.extend(in_ranks(num_ranks, lambda: train_in_rank(config, folder / name, last)))
 
-    for way in ("none", "spatial"):
-        start(way, way, EXACT)
+    start("none", "none", EXACT)
     for way, last in CHAIN:
         start("chain", way, EXACT, last)
     for way in ("none", "thirds", "groups"):

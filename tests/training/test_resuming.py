@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.trainings import (
-    assert_same_weights,
     before_steps,
     contents,
     losses,
@@ -257,17 +256,3 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     assert json.loads((place / "run/summary.json").read_text())["epochs"] == 2
     assert "another network" in refusal(place, cache, "model.base_channels=8")
     assert "cannot be continued: " in refusal(place, cache, "data.dataset=null")
-
-
-def test_a_damaged_record_of_epochs_does_not_stop_a_run(
-    place: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shutil.copytree(place / "run", place / "whole")
-    with (place / "run/metrics.jsonl").open("ab") as file:
-        file.write(b'\0\0\0\n{"epoch": 2, "lo\n\xff\xfe\n[]\n{"epoch": 1, "loss": "x"}\n')
-    resume(place, cache)
-    assert "4 damaged line(s)" in caplog.text
-    assert (place / "run/progress.png").is_file()
-    config = load_config(place / "run/config.yaml")
-    run(config, place / "whole", resume=True)
-    assert_same_weights(place / "run", place / "whole")
