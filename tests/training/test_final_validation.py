@@ -342,14 +342,19 @@ def test_cases_are_computed_in_what_is_asked_of_predictions(
 def test_small_components_are_removed_where_that_helps(
     tmp_path: Path, empty: Path, num_ranks: int
 ) -> None:
-    """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true."""
+    """Each answer has a speck of label 1 beside the true one; label 2 has two parts, both true.
+
+    A case more has no label at all, and is listed last.
+    """
     cases, wanted = [], {}
-    for number in range(3):
+    for number in (3, 0, 1, 2):
         label = np.zeros((10, 9, 12), np.uint8)
         label[1:5, 1:5, 1:5] = 1
         label[7:9, 6:8, 1:4] = label[7:9, 6:8, 9:11] = 2
         answer = label.copy()
         answer[1:3, 6:8, 8 : 9 + number] = 1
+        if number == 3:
+            label[:] = answer[:] = 0
         name = f"case_{number}"
         image = write_volume(tmp_path / f"{number}.nii", answer.astype(np.float32))
         target = write_volume(tmp_path / f"{name}.nii", label)
@@ -360,6 +365,7 @@ def test_small_components_are_removed_where_that_helps(
     assert {result.rules for result, _ in results} == {((1,),)}
     assert {result.mean_dice for result, _ in results} == {1.0}
     record = record_of(empty)
+    assert record["cases"][-1]["case"] == "case_3" and len(record["cases"]) == 4
     (choice,) = record["postprocessing"]
     specks = [4 * (number + 1) for number in range(3)]
     before = np.mean([2 * 64 / (2 * 64 + speck) for speck in specks])
