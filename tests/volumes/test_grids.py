@@ -44,7 +44,7 @@ def test_spacing_keeps_its_digits_and_loses_its_noise() -> None:
 
 @pytest.mark.parametrize(
     ("spacing_mm", "unit", "factor"),
-    [(1.4e-6, "meter", 1e3), (4e-6, "mm", 1.0), (3.21e-5, "micron", 1e-3), (0.0025, "meter", 1e3)],
+    [(1.4e-6, "meter", 1e3), (4e-6, "mm", 1.0), (3.21e-5, "micron", 1e-3)],
 )
 def test_microscopy_keeps_its_spacing(
     tmp_path: Path, spacing_mm: float, unit: str, factor: float
@@ -73,9 +73,8 @@ def test_noise_does_not_part_the_grids_of_rotated_volumes(
         noisy = affine.copy()
         noisy[:3] += rng.normal(0, 1e-7, (3, 4))
         axes = rng.permutation(3)
-        turned = nib.Nifti1Image(array, noisy).as_reoriented(
-            np.stack([axes, rng.choice([-1, 1], 3)], axis=1)
-        )
+        orientation = np.stack([axes, rng.choice([-1, 1], 3)], axis=1)
+        turned = nib.Nifti1Image(array, noisy).as_reoriented(orientation)
         nib.save(turned, tmp_path / f"{number}.nii")
         label = read_label(tmp_path / f"{number}.nii")
         orders.add(label.array.shape)

@@ -38,25 +38,18 @@ def test_damaged_bytes_in_one_channel_are_refused(tmp_path: Path) -> None:
     assert "has 1 voxels of 1000" in refusal(write_volume(tmp_path / "scan.nii", array))
 
 
-@pytest.mark.parametrize(
-    "kind", ["noise", "mask", "far apart", "soft mask", "hot spot", "noise off"]
-)
+@pytest.mark.parametrize("kind", ["mask", "far apart", "soft mask", "hot spot"])
 def test_pictures_of_any_scale_are_read(tmp_path: Path, kind: str) -> None:
     array = noise((16, 16, 16)).astype(np.float64)
-    rng = np.random.default_rng(0)
     if kind == "mask":
         array[:] = 0
         array[4:8] = 1
     elif kind == "far apart":  # tissue, and what interpolation left of the air around it
-        array[:8] = rng.uniform(0, 1e-9, (8, 16, 16))
+        array[:8] = np.random.default_rng(0).uniform(0, 1e-9, (8, 16, 16))
     elif kind == "soft mask":
-        array = 1 / (1 + np.exp(noise((16, 16, 16)).astype(np.float64) - 100))
-    elif kind == "hot spot":
+        array = 1 / (1 + np.exp(array - 100))
+    else:
         array[3, 3, 3] = 3e4
-    elif kind == "noise off":
-        array[:] = 0
-        array[4:8] = 1
-        array[0, 0, :5] = rng.uniform(0, 1e-12, 5)
     for scale in (1e-30, 1e-9, 1.0, 1e35):
         scaled = (array * (scale / np.abs(array).max())).astype(np.float32)
         found = read_image(write_volume(tmp_path / "scan.nii", scaled)).array[0]
