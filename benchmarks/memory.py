@@ -247,8 +247,10 @@ def largest_of(variant: Variant, arguments: argparse.Namespace, unit: int) -> di
     num_ranks = (
         variant.way(problem(unit), arguments.devices, arguments.kind).num_ranks if is_ours else 1
     )
-    room = {device: device_bytes(device, arguments.memory_gib) for device in
-            devices_named(arguments.devices)}  # fmt: skip
+    room = {
+        device: device_bytes(device, arguments.memory_gib)
+        for device in devices_named(arguments.devices)
+    }
 
     def attempt(edge: int) -> dict[str, Any]:
         given = (variant, problem(edge), arguments)

@@ -107,14 +107,10 @@ def ours(arguments: argparse.Namespace, sets: Mapping[str, Path], folder: Path) 
     for name, cases in sets.items():
         for way, options in WAYS.items():
             out = folder / name / way
-            seconds_of_set = unet3d(
-                "predict", cases / "images", "-o", out, "--checkpoint", run,
-                "--devices", arguments.device, *options,
-            )  # fmt: skip
-            row[f"{name}, {way}"] = {
-                **scores(out, cases / "labels", folder),
-                "predict_seconds": seconds_of_set,
-            }
+            predict = ["predict", cases / "images", "-o", out, "--checkpoint", run, *options]
+            predict_seconds = unet3d(*predict, "--devices", arguments.device)
+            found = scores(out, cases / "labels", folder)
+            row[f"{name}, {way}"] = {**found, "predict_seconds": predict_seconds}
     return row
 
 

@@ -193,8 +193,10 @@ class OurTrainee:
         image = image.to(image_dtype(model))
         self._whole = image  # slabs of a window are cut by the executor
         if layout.num_shards > 1:
-            first = sum(replace(step, layout=replace(layout, shard=other)).own_size[0]
-                        for other in range(layout.shard))  # fmt: skip
+            first = sum(
+                replace(step, layout=replace(layout, shard=other)).own_size[0]
+                for other in range(layout.shard)
+            )
             slab = slice(first, first + step.own_size[0])
             image, target = image[:, :, slab], target[:, slab]
         self._image = image.to(self.executor.input_device)

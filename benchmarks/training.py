@@ -308,11 +308,9 @@ def run_training(arguments: argparse.Namespace, cache: Path, devices: str) -> di
         settings, output = Path(folder) / "settings.yaml", Path(folder) / "run"
         settings.write_text(config.to_yaml())
         mode = arguments.parallel if num_devices > 1 else "none"
-        done = subprocess.run(
-            [sys.executable, "-m", "unet3d", "train", "--quiet", "--config", str(settings),
-             "--parallel", mode, "--devices", devices, "--output", str(output)],
-            stdout=sys.stderr.fileno(), check=False,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "unet3d", "train", "--quiet", "--config", str(settings)]
+        command += ["--parallel", mode, "--devices", devices, "--output", str(output)]
+        done = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
         if done.returncode:
             return {"reason": f"unet3d train ended with {done.returncode}"}
         lines = (output / "metrics.jsonl").read_text().splitlines()

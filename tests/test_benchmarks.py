@@ -103,10 +103,28 @@ def test_step_compares_networks_or_says_why_not(run: Run) -> None:
 @pytest.mark.nightly
 def test_trainings_are_timed_and_whole_runs_too(run: Run, tmp_path: Path) -> None:
     record, _ = run(
-        "training", *ON_CPU, "--channels", "4,8", "--shape", "16,16,16", "--volume", "32,32,32",
-        "--num-cases", 3, "--turns", 2, "--steps", 2, "--workers", "0", "--nnunet",
-        "--runs", "cpu", "--cache", tmp_path / "cache",
-    )  # fmt: skip
+        "training",
+        *ON_CPU,
+        "--channels",
+        "4,8",
+        "--shape",
+        "16,16,16",
+        "--volume",
+        "32,32,32",
+        "--num-cases",
+        3,
+        "--turns",
+        2,
+        "--steps",
+        2,
+        "--workers",
+        "0",
+        "--nnunet",
+        "--runs",
+        "cpu",
+        "--cache",
+        tmp_path / "cache",
+    )
     ours, theirs, whole = record["rows"]
     assert (len(ours["all_seconds"]), len(ours["all_alone_seconds"])) == (2, 3)
     ratio = ours["samples_per_second"] / ours["alone_samples_per_second"]
@@ -128,9 +146,20 @@ def test_predictions_are_timed_from_file_to_file_and_by_windows(run: Run) -> Non
 @pytest.mark.nightly
 def test_modes_are_compared_with_one_device_and_train_the_same(run: Run) -> None:
     record, table = run(
-        "scaling", "--devices", "cpu,cpu", *SMALL, "--modes", "stages,slabs", "--predict",
-        "--warmup", 1, "--steps", 1, "--repeats", 2,
-    )  # fmt: skip
+        "scaling",
+        "--devices",
+        "cpu,cpu",
+        *SMALL,
+        "--modes",
+        "stages,slabs",
+        "--predict",
+        "--warmup",
+        1,
+        "--steps",
+        1,
+        "--repeats",
+        2,
+    )
     rows = {row["mode"]: row for row in record["rows"]}
     assert list(rows) == ["one", "stages", "slabs"]
     assert [row["num_ranks"] for row in rows.values()] == [1, 1, 2]
@@ -160,6 +189,7 @@ def test_memory_is_predicted_and_cubes_are_tried(run: Run, load: Callable[[str],
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)  # with nnU-Net's planner and trainer beside ours
 def test_default_trainings_are_scored_on_the_cases_of_the_fold(run: Run, tmp_path: Path) -> None:
     dataset = write_phantom_dataset(tmp_path / "heads", 5, (32, 32, 32), (1.0, 1.0, 1.0), 0)
     settings = ("patches.size=[16,16,16]", "model.channels=[4,8]", "training.steps_per_epoch=2")
@@ -177,10 +207,20 @@ def test_default_trainings_are_scored_on_the_cases_of_the_fold(run: Run, tmp_pat
 def test_labels_are_compared_with_those_of_nnunet(run: Run) -> None:
     recorded = ROOT / "tests/recorded/nnunet/isotropic"
     record, table = run(
-        "nnunet", recorded / "nnUNetTrainer__nnUNetPlans__3d_fullres", *ON_CPU, "--folds", "0,1",
-        "--scans", recorded / "scans", "--found", recorded / "segmentations/plain",
-        "--precision", "float32", "--repeats", 1,
-    )  # fmt: skip
+        "nnunet",
+        recorded / "nnUNetTrainer__nnUNetPlans__3d_fullres",
+        *ON_CPU,
+        "--folds",
+        "0,1",
+        "--scans",
+        recorded / "scans",
+        "--found",
+        recorded / "segmentations/plain",
+        "--precision",
+        "float32",
+        "--repeats",
+        1,
+    )
     agreed = record["rows"]["unet3d, float32"]["to_nnunet"]
     assert agreed["num_cases"] == len(list((recorded / "segmentations/plain").glob("*.nii.gz")))
     assert agreed["equal_voxels"] > 0.9999 and min(agreed["dice"].values()) > 0.9995

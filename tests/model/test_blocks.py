@@ -66,9 +66,15 @@ def chain(**inputs: tuple[str, ...]) -> list[Block]:
 
 def test_a_block_that_reads_one_tensor_follows_the_first_reader_of_it() -> None:
     blocks = chain(
-        a=("image",), b=("a",), c=("b",), skip_b=("b",), d=("skip_b", "c"), skip_a=("a",),
-        e=("d", "skip_a"), end=("e",),
-    )  # fmt: skip
+        a=("image",),
+        b=("a",),
+        c=("b",),
+        skip_b=("b",),
+        d=("skip_b", "c"),
+        skip_a=("a",),
+        e=("d", "skip_a"),
+        end=("e",),
+    )
     ordered = [block.name for block in in_running_order(blocks)]
     assert ordered == ["a", "b", "skip_a", "c", "skip_b", "d", "e", "end"]
 

@@ -141,9 +141,13 @@ def check_chain(chain: nn.Sequential, cuts: tuple[int, ...], inputs: Tensor) -> 
 def test_a_module_in_place_or_used_again_runs_in_every_cut(cuts: tuple[int, ...]) -> None:
     relu = nn.ReLU(inplace=True)
     chain = nn.Sequential(
-        nn.Linear(3, 8), relu, Doubled(nn.Linear(8, 8), nn.Tanh()), relu, nn.Linear(8, 8),
+        nn.Linear(3, 8),
+        relu,
+        Doubled(nn.Linear(8, 8), nn.Tanh()),
+        relu,
+        nn.Linear(8, 8),
         nn.Sequential(relu, nn.Sequential(), nn.Linear(8, 2)),
-    ).double()  # fmt: skip
+    ).double()
     blocks = sequential_blocks(chain)
     assert [block.name for block in blocks] == ["chain.0", "chain.2", "chain.4", "chain.5.2"]
     torch.manual_seed(0)

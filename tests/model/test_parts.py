@@ -142,8 +142,13 @@ def test_a_part_runs_again_when_backward_comes_to_it(num_alive: int, decoder_run
         assert number == (2 if paths[name] == "encoder" else decoder_runs), name
     again = [name for name in order[len(paths) :] if name in weights or name[-2:] == ".1"]
     assert [name for name in again if name.startswith("encoder")] == [
-        "encoder.2.1", weights[0], "encoder.1.1", weights[1], "encoder.0.1", weights[2],
-    ]  # fmt: skip
+        "encoder.2.1",
+        weights[0],
+        "encoder.1.1",
+        weights[1],
+        "encoder.0.1",
+        weights[2],
+    ]
 
 
 def test_what_enters_a_level_of_a_chain_is_kept() -> None:
