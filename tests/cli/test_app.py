@@ -98,7 +98,7 @@ def test_a_traceback_only_with_debug(capsys: Capture) -> None:
 
 
 IN_A_START = """
-import os, runpy, sys
+import os, runpy, sys, time
 from pathlib import Path
 module, way, words = sys.argv[1], sys.argv[2], sys.argv[3:]
 class Found:  # tells that a module begins to load, and waits for what happens then
@@ -107,7 +107,7 @@ class Found:  # tells that a module begins to load, and waits for what happens t
             sys.meta_path.remove(self)
             Path("loading").touch()
             while not Path("go on").exists():
-                pass
+                time.sleep(0.01)
 sys.meta_path.insert(0, Found())
 sys.argv = ["unet3d", *words]
 start = runpy.run_path if os.path.exists(way) else runpy.run_module

@@ -24,8 +24,10 @@ from tests.trainings import (
 )
 from tests.volumes.samples import write_json, write_msd
 from unet3d.atomic import append, write_atomically
+from unet3d.config import load_config
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
+from unet3d.training import start
 
 TRAINING = ("train", "data", *SMALL, "--output", "run")
 
@@ -101,6 +103,30 @@ def test_files_and_options_override_the_defaults_in_turn(folder: Path) -> None:
     assert settings["data"]["fold"] == 3
     assert settings["training"]["seed"] == 11
     assert settings["data"]["dataset"] == str(folder / "data set")
+
+
+def test_every_option_changes_its_setting(
+    own_run: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[start.RunRequest] = []
+    monkeypatch.setattr(start, "start_training", lambda request, *_: asked.append(request))
+    status = run(
+        *("train", data, "--parallel", "model", "--devices", "cpu,cpu,cpu,cpu"),
+        *("--batch-size", 6, "--micro-batches", 3, "--balance", "memory", "--replicas", 2),
+        *("--offload", "skips", "--max-restarts", 4, "--epochs", 7, "--fold", 1, "--seed", 5),
+        *("--init", own_run, "--output", "new"),
+    )
+    assert status == 0
+    (request,) = asked
+    assert request.output == Path("new")
+    config = load_config(None, request.changes)
+    parallel, training = config.parallel, config.training
+    assert (parallel.mode, parallel.devices) == ("model", ("cpu",) * 4)
+    assert (parallel.balance, parallel.replicas, parallel.max_restarts) == ("memory", 2, 4)
+    assert (training.batch_size, training.micro_batches, training.epochs) == (6, 3, 7)
+    assert (training.seed, config.data.fold, config.memory.offload) == (5, 1, "skips")
+    assert config.data.dataset == data.absolute()
+    assert training.init == (own_run / "checkpoint-latest.pt").absolute()
 
 
 def test_train_on_the_folds_of_a_datalist(data: Path, capsys: Capture) -> None:

@@ -79,11 +79,16 @@ def assert_named(lines: Sequence[str], begin: str, advice: str) -> None:
     assert reason.startswith(begin) and advice in reason, lines
 
 
-def assert_goes_on(folder: Path, cache: Path) -> None:
-    """See that a run takes two epochs more than it had, in one process."""
+def assert_goes_on(folder: Path, cache: Path, mode: str | None = None) -> None:
+    """See that a run takes two epochs more than it had, in one process or in ranks of a mode."""
     state = load_checkpoint(folder / "checkpoint-latest.pt").training["state"]
     number = state["epoch"] + 2
-    process = trainings.start_warm(folder, cache, *SMALL, f"training.epochs={number}")
+    changes = (*SMALL, f"training.epochs={number}")
+    if mode is None:
+        alone = ("parallel.mode=none", "parallel.devices=cpu")
+        process: Process = trainings.start_warm(folder, cache, *alone, *changes)
+    else:
+        process = start(folder, cache, mode, CPUS, *changes)
     _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert [epoch for epoch, _ in losses(folder)] == list(range(1, number + 1))
@@ -162,6 +167,7 @@ def test_a_signal_stops_all_ranks_which_save_first(
     lines = assert_ends(process, family, 128 + number)
     assert lines[-1] == f"Stopped by {number.name}; continue with --resume"
     assert load_checkpoint(folder / "checkpoint-latest.pt").training["state"]["epoch"] >= 1
+    assert_goes_on(folder, cache, "data" if mode == "spatial" else "spatial")
 
 
 def test_nobody_is_told_to_resume_before_there_is_anything(cache: Path, tmp_path: Path) -> None:

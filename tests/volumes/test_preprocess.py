@@ -19,7 +19,7 @@ from tests.volumes.itk_headers import written
 from tests.volumes.samples import blob_label, write_msd, write_volume
 from unet3d.config import DataSettings, Shape, Spacing
 from unet3d.errors import DatasetError, VolumeError
-from unet3d.volumes import preprocess, workers
+from unet3d.volumes import case_boxes, preprocess, workers
 from unet3d.volumes.cache import Cache, PreparedCase
 from unet3d.volumes.dataset import Dataset, load_dataset
 from unet3d.volumes.image_voxels import ImageVoxels
@@ -145,6 +145,19 @@ def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case
         plan, _ = plan_preprocessing(dataset, with_(settings, normalization=normalization))
         assert [channel.kind for channel in plan.channels] == [kind]
         assert not plan.masks_outside
+
+
+def test_a_ct_case_is_read_once_for_the_plan(
+    tmp_path: Path, settings: DataSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = load_dataset(write_msd(tmp_path / "data", modality="CT"))
+
+    def refuse(paths: object) -> None:
+        raise AssertionError(f"{paths} were read for their boxes")
+
+    monkeypatch.setattr(case_boxes, "open_channels", refuse)
+    _, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.shapes == {(12, 14, 10)}
 
 
 def test_normalization_follows_the_channel_name(tmp_path: Path, settings: DataSettings) -> None:
@@ -445,6 +458,18 @@ def test_the_default_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (case,) = prepare_cases(dataset.cases, plan, None, 0)
     assert case.folder.is_relative_to(tmp_path / "home" / ".cache" / "unet3d")
+
+
+def test_prepares_real_volumes(test_data: Path, settings: DataSettings) -> None:
+    dataset = load_dataset(test_data / "sarcoma_mr")
+    plan, fingerprint = plan_preprocessing(dataset, settings)
+    assert fingerprint.spacing_mm == pytest.approx((0.98, 0.98, 3.27), abs=0.01)
+    (source,) = dataset.cases[:1]
+    (case,) = prepare_cases((source,), plan, settings.cache, 0)
+    label = nib.load(source.label)
+    expected = np.count_nonzero(label.dataobj) * np.prod(label.header.get_zooms())
+    found = np.count_nonzero(case.label()[...]) * np.prod(case.spacing_mm)
+    assert found == pytest.approx(expected, rel=0.02)
 
 
 def test_a_long_preparation_says_how_far_it_is(

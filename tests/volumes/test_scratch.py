@@ -3,11 +3,14 @@
 import errno
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.command_line import process_environment
 from tests.resident import resident_kib
 from unet3d.errors import VolumeError
 from unet3d.memory import host
@@ -81,6 +84,47 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="No space left"):
         new_mapped(tmp_path / "a.npy", (3,), np.dtype("u1"))
+
+
+IN_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+from unet3d.errors import VolumeError
+from unet3d.volumes.scratch import Scratch
+
+scratch = Scratch(Path(sys.argv[1]))
+first = scratch.empty((600, 1024), "u1", "the first")
+first[:] = 3  # there is space for all of it
+try:
+    scratch.empty((600, 1024), "u1", "the second")
+except VolumeError as error:
+    print(error)
+del first
+scratch.empty((600, 1024), "u1", "the third")[:] = 4
+"""
+
+
+def test_a_small_disk_is_one_line_and_not_a_signal(tmp_path: Path) -> None:
+    """Without the space of a file, writing to its pages ends the process by SIGBUS."""
+    small = ["unshare", "--map-root-user", "--mount", "bash", "-c"]
+    mount = 'mount -t tmpfs -o size=1m none "$0" && exec "$@"'
+    command = [*small, mount, str(tmp_path)]
+    try:
+        subprocess.run([*command, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"a small disk needs user and mount namespaces: {error}")
+    ended = subprocess.run(
+        [*command, sys.executable, "-c", IN_A_SMALL_DISK, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=process_environment(),
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == (
+        f"the second takes 600 KiB of {tmp_path}: No space left on device; name another folder "
+        "with --scratch\n"
+    )
 
 
 def test_memory_that_is_not_there_is_refused(
