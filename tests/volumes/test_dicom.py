@@ -91,7 +91,8 @@ def test_a_tilted_gantry_is_refused(series: Path) -> None:
         (
             0,
             {"SeriesInstanceUID": "1.2.3", "SeriesDescription": "Topo\x1b[2Jgram"},
-            '2 DICOM series: "Topo\\x1b[2Jgram" (1 of the files, such as {0}), "Abdomen" (5 of',
+            '2 DICOM series: "Topo\\x1b[2Jgram" (1 of the files, such as {0}), "Abdomen" (5 of the '
+            "files, such as {1}); move each to a folder of its own",
         ),
         (
             0,

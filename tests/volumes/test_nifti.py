@@ -80,9 +80,6 @@ def header_bytes(path: Path, **fields: object) -> None:
         stream.write(raw)
 
 
-SHEARED[:3, 2] += (0, -1.2, 0)  # the tilted gantry of a CT
-
-
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     path = tmp_path / "plain.nii"
@@ -233,10 +230,9 @@ def test_labels_are_written_for_every_kind_of_image(tmp_path, kind):
 
 
 def test_labels_take_the_smallest_type(tmp_path):
-    for low, high, dtype in (
-        *[(0, 1, "u1"), (0, 255, "u1"), (0, 256, "u2"), (0, 70_000, "u4")],
-        *[(-1, 127, "i1"), (-1, 128, "i2"), (-129, 1, "i2"), (-300, 40_000, "i4")],
-    ):
+    natural = [(0, 1, "u1"), (0, 255, "u1"), (0, 256, "u2"), (0, 70_000, "u4")]
+    signed = [(-1, 127, "i1"), (-1, 128, "i2"), (-129, 1, "i2"), (-300, 40_000, "i4")]
+    for low, high, dtype in natural + signed:
         stored = np.zeros((3, 4, 5), np.int32)
         stored.flat[:2] = low, high
         nib.save(nib.Nifti1Image(stored, np.eye(4)), tmp_path / "label.nii")
@@ -279,6 +275,22 @@ def test_writing_refuses_what_are_no_labels_of_the_image(tmp_path, plain):
     with pytest.raises(VolumeError, match="cannot write .*No such file or directory"):
         write_label(tmp_path / "no" / "a.nii", np.zeros(header.shape, np.uint8), header)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.nii"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, plain, monkeypatch):
+    header, output = read_header(plain), tmp_path / "label.nii"
+    write_label(output, np.ones(header.shape, np.uint8), header)
+    before = output.read_bytes()
+
+    def half_written(_, file_map):
+        Path(file_map["image"].filename).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(nib.Nifti1Image, "to_file_map", half_written)
+    with pytest.raises(VolumeError, match=r"cannot write .*label.nii: No space left on device"):
+        write_label(output, np.zeros(header.shape, np.uint8), header)
+    assert output.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"plain.nii", "label.nii"}
 
 
 def test_units_other_than_mm_are_converted_and_written_back(tmp_path):

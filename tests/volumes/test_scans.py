@@ -74,9 +74,8 @@ def test_what_somebody_else_has_written_in_the_meantime_is_kept(
         assert scan.statistics.read_text() == "theirs"
     assert read_label(scan.output).array.shape == (4, 4, 4)
     assert json.loads(scan.statistics.read_text())["labels"] == {}
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("scan.nii", "scan_seg.json", "scan_seg.nii.gz")
-    }
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"scan.nii", "scan_seg.json", "scan_seg.nii.gz"}
 
 
 def test_a_file_beside_a_segmentation_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -170,6 +170,20 @@ def test_pipes_sockets_and_devices_are_refused_at_once(tmp_path: Path) -> None:
                 read(pair)
 
 
+@pytest.mark.parametrize("name", ["one.nii.gz", "scan.mgz"])
+def test_a_compressed_file_may_be_damaged_anywhere(tmp_path: Path, name: str) -> None:
+    """Also in what is unpacked of it to read the header alone."""
+    header, rest = content_of(name)
+    content = gzip.compress(header + rest, mtime=0)
+    path = tmp_path / name
+    for place in range(len(content)):
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << place % 8
+        for damaged in (flipped, content[:place]):
+            path.write_bytes(damaged)
+            read_or_refuse(path)
+
+
 def compressed(header: bytes, rest: bytes, tail: int) -> bytes:
     """Return a file whose zeros at the end are compressed member by member, which is quick."""
     million = gzip.compress(bytes(2**20), mtime=0)
@@ -225,11 +239,14 @@ def test_the_scaling_of_a_header_counts_if_it_is_one(tmp_path: Path) -> None:
     for scaling in ((np.inf, 0), (1, -np.inf)):
         path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", *scaling)))
         assert "scales its voxels by infinity" in refusal(path)
-    for slope, inter, factor, shift in (
-        *[(0.0, np.nan, 1, 0), (np.nan, np.nan, 1, 0), (0.5, -7, 0.5, -7), (1, 3, 1, 3)],
+    no_scaling = np.arange(60)
+    for slope, inter, expected in (
+        (0.0, np.nan, no_scaling),
+        (np.nan, np.nan, no_scaling),
+        (0.5, -7, np.arange(60) * 0.5 - 7),
+        (1, 3, np.arange(60) + 3),
     ):
         path = write(tmp_path, "one.nii", *changed(112, struct.pack("<ff", slope, inter)))
-        expected = np.arange(60) * factor + shift
         np.testing.assert_array_equal(np.sort(read_image(path).array.ravel()), expected)
 
 
