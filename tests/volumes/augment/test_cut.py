@@ -3,10 +3,11 @@ import itertools
 import numpy as np
 import torch
 
+from tests.volumes.known_cases import probable
 from unet3d.config import AugmentationSettings, Shape
 from unet3d.volumes.augment.cut import Cut, Placement, Region, with_margin
 from unet3d.volumes.augment.draw import AugmentationDraw, DrawnChannel
-from unet3d.volumes.augment.filters import ChannelFilters
+from unet3d.volumes.augment.filters import ChannelFilters, farthest_reach
 
 ZERO: Shape = (0, 0, 0)
 LIVELY = AugmentationDraw(
@@ -61,6 +62,15 @@ def test_margins_hold_what_blur_and_coarsening_reach() -> None:
     assert margin(plain, blurred) == Region(start=(6, 0, 2), stop=(24, 9, 14))
     both = DrawnChannel(blur_sigma=(1.0, 1.0, 1.0), resolution=(0.5, 0.5, 1.0))
     assert margin(both) == Region(start=(3, 0, 1), stop=(27, 9, 14))
+
+
+def test_no_filter_that_is_drawn_reaches_farther_than_memory_is_planned_for() -> None:
+    drawing = AugmentationDraw(probable(1))
+    for voxels in (5, 21, 33):
+        rngs = (np.random.default_rng(seed) for seed in range(50))
+        drawn = [channel for rng in rngs for channel in drawing.channels(rng, 2, (1, 1, 1))]
+        most = max(ChannelFilters.of(channel, (voxels, 8, 8)).reach(0) for channel in drawn)
+        assert most <= farthest_reach(voxels, blurs=True, coarsens=True) <= most + 2
 
 
 def test_cuts_are_copied_with_what_was_drawn() -> None:
