@@ -8,7 +8,7 @@ from tests.model.shapes import HALF, ONE, SHAPES, image_of, topology_of, without
 from tests.products import pairwise
 from tests.reference_network import Reference
 from unet3d.kernels import recompute
-from unet3d.kernels.conv import api
+from unet3d.kernels.conv import api, slabs
 from unet3d.model import Topology, UNet3d
 
 TOLERANCE = 1e-10
@@ -54,11 +54,15 @@ def test_a_network_is_what_its_layers_say(
     assert_is_reference(network, image_of(size).contiguous(memory_format=memory))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_recomputed_is_the_same(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pairwise(shape=list(SHAPES), encoder=["plain", "residual"], limit=[200, slabs.MAX_ELEMENTS])
+def test_what_is_recomputed_is_the_same(
+    shape: str, encoder: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where convolutions run in slabs, because their maps are above the limit."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", 0)
+    monkeypatch.setattr(slabs, "MAX_ELEMENTS", limit)
     fields, size = SHAPES[shape]
-    network = network_of(topology_of(**fields))
+    network = network_of(topology_of(encoder=encoder, **fields))
     with recompute.recomputed_in_backward():
         assert_is_reference(network, image_of(size))
 

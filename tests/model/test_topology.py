@@ -213,6 +213,7 @@ def test_options_and_units_are_those_that_are_named(encoder: str) -> None:
         ({"units": [2, 2]}, "channels of 4 levels but 2 units"),
         ({"units": [2, 2, 0, 2]}, "units.2 must be at least 1, but is 0"),
         ({"units": [2, 2, 2, 65]}, "units.3 must be at most 64, but is 65"),
+        ({"units": [1] * 10**6}, "units has 1,000,000 entries, and may have 16"),
         ({"units": [2, 2, 2, 2.0]}, "units.3 must be a valid integer, but is 2.0"),
         ({"decoder_units": [2] * 4}, "channels of 4 levels but 4 decoder_units, not 3"),
         ({"decoder_units": [2, 0, 2]}, "decoder_units.1 must be at least 1, but is 0"),
