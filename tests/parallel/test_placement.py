@@ -5,7 +5,7 @@ import torch
 
 from unet3d.config import Config, ParallelSettings, load_config
 from unet3d.distributed.ranks import Ranks
-from unet3d.errors import ConfigError, Unet3dError
+from unet3d.errors import ConfigError, DeviceError, Unet3dError
 from unet3d.parallel import Layout, Machine, ParallelDims
 
 CPU = torch.device("cpu")
@@ -33,8 +33,13 @@ def rank_of(rank: int, world_size: int, local_rank: int, local_world_size: int) 
     )
 
 
-def refusal(num_gpus: int, ranks: Ranks | None, **settings: Any) -> str:
-    with pytest.raises(Unet3dError) as caught:
+def refusal(
+    num_gpus: int,
+    ranks: Ranks | None,
+    error: type[Unet3dError] = DeviceError,
+    **settings: Any,
+) -> str:
+    with pytest.raises(error) as caught:
         resolve(num_gpus, ranks, **settings)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -150,18 +155,11 @@ def test_a_rank_drives_its_share_of_the_machine(
         ("mode=model replicas=2 devices=0,1,0,1", None, "put two replicas on one GPU"),
         ("mode=data devices=0,0", None, "put two replicas on one GPU"),
         ("mode=data devices=0,cpu", None, "cuda:0 and cpu cannot exchange gradients"),
-        ("replicas=2", None, "is 2, but there is one device, 0;"),
         # Ranks without devices of their own.
         ("mode=data", rank_of(0, 5, 0, 5), "'4' does not exist"),
         ("mode=data devices=0,1,2", rank_of(0, 2, 0, 2), "do not divide by 2"),
         ("mode=data devices=0,1", rank_of(0, 2, 0, 1), "needs one"),
         ("mode=model devices=0,1", rank_of(0, 2, 0, 2), "at least two"),
-        ("mode=model replicas=3", rank_of(0, 2, 0, 2), "2 ranks were start"),
-        (
-            "mode=data engine=dataparallel",
-            rank_of(0, 2, 0, 2),
-            "parallel.engine=ddp under torchrun",
-        ),
         # nn.DataParallel takes different GPUs.
         ("mode=data engine=dataparallel devices=0,cpu", None, "named once, not to cuda:0,cpu"),
         (
@@ -174,8 +172,18 @@ def test_a_rank_drives_its_share_of_the_machine(
             None,
             "parallel.output_device is cuda:2, which is none of",
         ),
+        (
+            "mode=data engine=dataparallel devices=0,1 output_device=7",
+            None,
+            "device '7' does not exist",
+        ),
         # Devices that cannot share a volume.
-        ("mode=spatial devices=0", None, "got 0; name two"),
+        (
+            "mode=spatial devices=0",
+            None,
+            "needs a device for each of two slabs or more, got 0; name two (cpu may be",
+        ),
+        ("mode=spatial devices=cpu", None, "each of two slabs or more, got cpu;"),
         ("mode=spatial devices=0,0", None, "put two slabs on one GPU, which NCCL refuses"),
         (
             "mode=spatial devices=0,cpu",
@@ -188,16 +196,6 @@ def test_a_rank_drives_its_share_of_the_machine(
             None,
             "give each of 2 replicas one, but parallel mode spatial needs",
         ),
-        (
-            "mode=spatial replicas=2",
-            rank_of(0, 3, 0, 3),
-            "parallel.replicas is 2 but 3 ranks were started",
-        ),
-        (
-            "mode=spatial replicas=2",
-            rank_of(0, 2, 0, 2),
-            "groups of two slabs or more; start 4 ranks or a multiple",
-        ),
         ("mode=spatial devices=0,1,2,3", rank_of(0, 2, 0, 2), "needs one"),
         (
             "mode=spatial devices=0,1",
@@ -208,12 +206,37 @@ def test_a_rank_drives_its_share_of_the_machine(
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_in_one_line(
+def test_devices_that_do_not_suit_the_mode_are_refused_in_one_line(
     settings: str, ranks: Ranks | None, reason: str
 ) -> None:
     named: dict[str, Any] = dict(setting.split("=") for setting in settings.split())
     replicas = int(named.pop("replicas", 1))
     assert reason in refusal(4, ranks, replicas=replicas, **named)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "reason"),
+    [
+        ({"replicas": 2}, None, "parallel.replicas is 2, but there is one device, 0;"),
+        ({"mode": "model", "replicas": 3}, rank_of(0, 2, 0, 2), "2 ranks were started"),
+        (THREADS, rank_of(0, 2, 0, 2), "parallel.engine=ddp under torchrun"),
+        (
+            {"mode": "spatial", "replicas": 2},
+            rank_of(0, 3, 0, 3),
+            "parallel.replicas is 2 but 3 ranks were started",
+        ),
+        (
+            {"mode": "spatial", "replicas": 2},
+            rank_of(0, 2, 0, 2),
+            "groups of two slabs or more; start 4 ranks or a multiple",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_contradict_the_ranks_are_refused_in_one_line(
+    settings: dict[str, Any], ranks: Ranks | None, reason: str
+) -> None:
+    assert reason in refusal(4, ranks, ConfigError, **settings)
 
 
 def test_threads_are_one_process_with_a_patch_for_each() -> None:
