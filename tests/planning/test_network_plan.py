@@ -57,8 +57,9 @@ def test_patches_much_smaller_than_the_volumes_have_batch_dice(tmp_path: Path) -
         ("16,16,8", "false", False),
         ("whole", "true", True),
     ):
-        set_ = (f"data.dataset={root}", f"patches.size={size}", f"training.batch_dice={batch_dice}")
-        config = load_config(None, [*set_, "model.num_levels=2", "training.batch_size=2"])
+        few = (f"data.dataset={root}", "model.num_levels=2", "training.batch_size=2")
+        changes = (f"patches.size={size}", f"training.batch_dice={batch_dice}")
+        config = load_config(None, [*few, *changes])
         settled = plan_without_data(config).settled(config)
         assert settled.training.batch_dice is expected, (size, batch_dice)
         assert settled.model_copy(update={"training": config.training}) == config

@@ -16,6 +16,7 @@ from unet3d.planning.network_plan import (
     NetworkPlan,
     plan_fingerprint,
     plan_notes,
+    plan_without_data,
     slow_on_cpu,
 )
 from unet3d.planning.placements import make_option
@@ -104,8 +105,10 @@ def test_what_is_set_stays_and_the_rest_is_planned_for_it() -> None:
     _, both = planned(data, "patches.size=160,160,160", "training.batch_size=9")
     assert (both.size, both.batch_size, both.limits) == ((160, 160, 160), 9, None)
     # What is kept for backward counts.
-    off, _ = planned(data, "patches.size=64,64,64", "memory.recompute=off", "training.batch_size=2")
-    assert needed_gib(off, large) > 1.8
+    few = ("patches.memory_gib=1.8", "patches.size=64,64,64", "memory.recompute=off")
+    config, kept = planned(data, *few)
+    assert kept.batch_size < large.batch_size
+    assert needed_gib(config, kept) <= 1.8 < needed_gib(config, large)
 
 
 @pytest.mark.parametrize(
@@ -229,6 +232,12 @@ def test_a_planned_step_of_many_voxels_is_called_slow_on_a_cpu() -> None:
     assert slow_on_cpu(asked, cpu) is None
 
 
+def test_phantoms_are_planned_by_their_number() -> None:
+    phantoms = ("data.phantom.shape=32,32,32", "data.phantom.num_cases=100")
+    network = plan_without_data(load_config(None, [*NARROW, *phantoms]))
+    assert (network.size, network.batch_size) == ((32, 32, 32), 5)
+
+
 # The parts of the search
 
 
@@ -287,5 +296,6 @@ def test_the_largest_that_fits_is_found_in_a_few_answers() -> None:
 
         fitting = [index for index, one in enumerate(loads) if one <= 1]
         assert largest_fitting(weights, load) == (max(fitting) if fitting else None)
-        assert len(set(asked)) == len(asked) <= (1 if loads[-1] <= 1 else 12)
+        assert len(set(asked)) == len(asked)
+        assert len(asked) <= (1 if loads[-1] <= 1 else 12)
     assert largest_fitting([], lambda index: 0.0) is None

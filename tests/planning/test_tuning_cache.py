@@ -90,9 +90,13 @@ def test_in_other_circumstances_it_is_not(tmp_path: Path, monkeypatch: pytest.Mo
         "memory.recompute=level",
     ):
         assert recall_tuned(tuning_key(tmp_path, setting)) is None, setting
-    for name, other in (("get_num_threads", lambda: 1000), ("__version__", "9.9.9")):
+    for name, other in (
+        ("torch.get_num_threads", lambda: 1000),
+        ("torch.__version__", "9.9.9"),
+        ("torch.version.cuda", "99.9"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(torch, name, other)
+            patch.setattr(name, other)
             assert recall_tuned(here) is None, name
     assert recall_tuned(here) == CHOICE
     # Two stages on one GPU are not two GPUs.
