@@ -22,11 +22,13 @@ from unet3d.inference import placing
 from unet3d.inference.averaging import Averaging
 from unet3d.inference.networks import Networks
 from unet3d.inference.postprocessing import keep_largest
+from unet3d.inference.prediction_memory import prediction_memory
 from unet3d.inference.predictor import Predictor
 from unet3d.inference.windows import Windows
 from unet3d.memory import host
 from unet3d.model import UNet3d
 from unet3d.runs.checkpoint import Checkpoint
+from unet3d.volumes.header import read_header
 from unet3d.volumes.nifti import Volume
 from unet3d.volumes.normalization import ChannelNormalization
 from unet3d.volumes.resample import Interpolation
@@ -155,6 +157,23 @@ def segmented(predictor: Predictor, path: Path) -> tuple[nib.Nifti1Image, np.nda
     np.testing.assert_array_equal(nib.as_closest_canonical(loaded).dataobj, labels)
     found = np.asarray(loaded.dataobj).copy()
     return nib.Nifti1Image(found, loaded.affine), np.load(path.with_suffix(".npy"))
+
+
+@pytest.mark.parametrize(("clips", "windows"), [(True, 2), (False, 3)], ids=["nnU-Net", "ours"])
+def test_a_network_of_nnunet_takes_the_spacing_as_it_does(
+    clips: bool, windows: int, tmp_path: Path
+) -> None:
+    """49 voxels of 500 mm / 512 are 24.5 of twice that, so 24; at six digits they are 25."""
+    path = write_volume(tmp_path / "scan.nii", noise((49, 16, 16)), (0.9765625, 1.0, 1.0))
+    checkpoint = random_checkpoint(spacing_mm=(1.953125, 1.0, 1.0), patch_size=(16, 16, 16))
+    network = prepared_by(checkpoint, interpolation=Interpolation(clips=clips))
+    totals: set[int] = set()
+    scan = read_scan(Scan(images=(path,), output=tmp_path / "unused.nii"))
+    place(network).segment(scan, lambda done, total: totals.add(total))
+    assert totals == {windows}
+    settings, cpu = InferenceSettings(), torch.device("cpu")
+    memory = prediction_memory(read_header(path), 0, [network], [settings], cpu, ["float32"], 0)
+    assert len(memory.windows.starts) == windows
 
 
 def test_the_components_that_the_network_keeps_are_kept(
