@@ -10,11 +10,11 @@ import pytest
 def pairwise(**axes: Any) -> pytest.MarkDecorator:
     """Return the parameters of a test: all combinations, most of them marked ``nightly``.
 
-    Those that are not are a few in which every two values of two axes meet, chosen greedily as in
-    Cohen et al., "The AETG system" (IEEE TSE 1997), but without a random choice.
+    The few combinations without the mark contain every pair of values of two axes. They are chosen
+    greedily as in Cohen et al., "The AETG system" (IEEE TSE 1997), but without a random choice.
 
     Args:
-        axes: The values of each argument; what they are called in the names of tests is their text.
+        axes: The values of each argument, whose text is in the names of the tests.
     """
     rows = list(product(*(range(len(values)) for values in axes.values())))
     by_day = set(_covering(rows))

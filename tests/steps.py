@@ -54,7 +54,8 @@ def make_step(
 
 
 def predicted(step: Step, counts_reserved: bool = True) -> MemoryEstimate:
-    """Return what is predicted of a step, which is predicted once in a process."""
+    """Return the prediction for a step, which is made once in a process."""
+    # What tests patch, and a prediction depends on.
     here = (recompute.MIN_ELEMENTS, division.MIN_DIVIDED_ELEMENTS, precision.cpu_has_bfloat16())
     return _predicted(step, counts_reserved, here)
 

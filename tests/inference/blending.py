@@ -25,7 +25,7 @@ def blended(
         predict: Returns the logits of a window (1, C, X, Y, Z).
         image: Shape (C, X, Y, Z).
         windows: The windows.
-        empty_logits: Windows that are empty are skipped, and these stand where no other one is.
+        empty_logits: Logits of a voxel that only empty windows reach, which are skipped then.
     """
     padded = torch.zeros(len(image), *windows.size, dtype=image.dtype)
     padded[(slice(None), *windows.inside)] = image

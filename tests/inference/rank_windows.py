@@ -241,7 +241,7 @@ def start(
 
 
 def main(out: Path) -> None:
-    """Do everything, on GPUs but for what has nothing to do with them."""
+    """Run every check; on GPUs, leave out the losses of ranks, which need none."""
     three = 2 if ON_GPUS else 3
     calls: tuple[tuple[Any, ...], ...] = (
         (three, check_windows),

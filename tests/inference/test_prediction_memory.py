@@ -148,7 +148,7 @@ def test_it_is_near_what_the_command_takes(tmp_path: Path, shape: Shape, spacing
             peak_bytes = max([peak_bytes, *peaks])
         time.sleep(0.02)
     assert child.returncode == 0
-    # Which counts what its own process has, and so is not to be asked in this one.
+    # The command counts the memory of its own process, which must not be this one.
     asked = in_a_process("plan", "--predict", *words, "--json", tmp_path / "m.json")
     assert "windows of 64x64x64 voxels" in asked.stdout
     predicted = json.loads((tmp_path / "m.json").read_text())["host_bytes"]

@@ -141,7 +141,7 @@ def test_folds_with_and_without_a_least_deviation_are_of_one_training(tmp_path: 
     with pytest.raises(CheckpointError, match="network 1 has another preprocessing than the first"):
         write_model({0: trained(), 1: other}, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    # Those of the first versions masked.
+    # Networks of the first versions masked what is outside.
     score = ChannelNormalization(kind="z-score")
     write_model({0: trained(channels=(score, CT), masks_outside=True)}, tmp_path / "first")
     plans = json.loads((tmp_path / "first/plans.json").read_text())
