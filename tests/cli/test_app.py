@@ -55,6 +55,9 @@ sys.exit(f"loaded {{heavy}}" if heavy else 0)
         (("predict",), "Missing argument 'IMAGES...'"),
         (("predict", "a.nii", "--overlap", "1"), "1.0 is not in the range"),
         (("evaluate", "a"), "Missing argument 'LABELS'"),
+        (("plan", "--checkpoint", "a.pt"), "--checkpoint is the network of --predict SCAN"),
+        (("plan", "data", "--predict", "a.nii"), "drop DATASET and --measure"),
+        (("plan", "--measure", "--predict", "a.nii"), "drop DATASET and --measure"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.command_line import Capture, Words, refusal, run
 from tests.trainings import contents
 from tests.volumes.samples import write_msd
+from unet3d.config import Config
 from unet3d.planning import comparison, placements
 from unet3d.planning.network_plan import NetworkPlan
 from unet3d.reports import plan
@@ -23,6 +24,39 @@ SMALL = (
 def largest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Save the time of looking for the largest volume."""
     monkeypatch.setattr(placements, "largest_size", lambda *_: (64, 64, 32))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, NetworkPlan]]:
+    """Settings and networks whose memory is asked for, and not predicted, which takes longer."""
+    found: list[tuple[Config, NetworkPlan]] = []
+
+    def compare(
+        config: Config, network: NetworkPlan, *more: object, **watch: object
+    ) -> SimpleNamespace:
+        found.append((config, network))
+        return SimpleNamespace(to_dict=lambda: {"notes": [], "ways": []}, choice=None, ways=[])
+
+    monkeypatch.setattr(comparison, "compare", compare)
+    monkeypatch.setattr(plan, "plan_table", lambda record: "a table")
+    return found
+
+
+def test_every_option_changes_its_setting(asked: list[tuple[Config, NetworkPlan]]) -> None:
+    data = write_msd(Path("data").absolute(), shape=(24, 24, 24))
+    status = run(
+        *("plan", data, "--shape", "16,16,24", "--preset", "resenc-m", "--offload", "skips"),
+        *("--parallel", "model", "--devices", "0,1,2,3", "--replicas", 2, "--device-memory", 80),
+        *("--batch-size", 6, "--micro-batches", 3, "--balance", "memory"),
+    )
+    assert status == 0
+    ((config, network),) = asked
+    parallel, training = config.parallel, config.training
+    assert (parallel.mode, parallel.devices) == ("model", ("0", "1", "2", "3"))
+    assert (parallel.balance, parallel.replicas) == ("memory", 2)
+    assert (training.batch_size, training.micro_batches) == (6, 3)
+    assert (config.patches.size, config.memory.offload) == ((16, 16, 24), "skips")
+    assert config.data.dataset == data and network.topology.encoder == "residual"
 
 
 def test_options_reach_the_prediction(capsys: Capture) -> None:
@@ -146,19 +180,11 @@ def test_the_settings_are_those_that_training_would_take(
     options: Words,
     channels: list[int],
     is_cpu: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    asked: list[tuple[Config, NetworkPlan]],
     capsys: Capture,
 ) -> None:
-    """What is predicted with them takes longer, and is not asked for."""
-    asked: list[NetworkPlan] = []
-
-    def compare(_: object, network: NetworkPlan, *more: object, **watch: object) -> SimpleNamespace:
-        asked.append(network)
-        return SimpleNamespace(to_dict=lambda: {"notes": [], "ways": []}, choice=None, ways=[])
-
-    monkeypatch.setattr(comparison, "compare", compare)
-    monkeypatch.setattr(plan, "plan_table", lambda record: "a table")
     Path("empty.yaml").touch()
     assert run("plan", "--shape", "16,16,16", *options) == 0
-    assert list(asked[0].topology.channels) == channels
+    ((_, network),) = asked
+    assert list(network.topology.channels) == channels
     assert ("for a CPU, without --config" in capsys.readouterr().out) == is_cpu

@@ -509,6 +509,7 @@ def test_components_are_kept_on_request(scan: Path) -> None:
             (("a scan.nii.gz", "--window", window), "or three whole numbers")
             for window in ("0,8,8", "8,8", "wide")
         ),
+        (("a scan.nii.gz", "--precision", "float16"), "precision=float16 needs a GPU"),
         (("a scan.nii.gz", "--checkpoint", "text.pt"), "text.pt is not a checkpoint"),
         (
             ("a scan.nii.gz", "--checkpoint", "absent.pt"),
