@@ -216,23 +216,25 @@ def test_nothing_happens_after_the_end_of_the_watch(rank: Rank) -> None:
 def test_a_watch_that_ends_while_a_rank_is_named_does_not_end_it(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_naming, is_closed, lost = threading.Event(), threading.Event(), rank.ranks.lost
+    is_naming, is_closed = threading.Event(), threading.Event()
+    lost, join = rank.ranks.lost, threading.Thread.join
 
     def named(hangs: bool) -> RankError:
         is_naming.set()
         assert is_closed.wait(10)
         return lost(hangs)
 
+    def wait_for_thread(thread: threading.Thread) -> None:
+        is_closed.set()  # which the watch says before it waits for its thread
+        join(thread)
+
     monkeypatch.setattr(rank.ranks, "lost", named)
+    monkeypatch.setattr(threading.Thread, "join", wait_for_thread)
     rank.stop_at(0)
     rank.device.let_look(LOOKS)
     assert is_naming.wait(10)
-    closing = threading.Thread(target=rank.watch.close)
-    closing.start()
-    time.sleep(0.05)  # which says so before it waits for the thread
-    is_closed.set()
-    closing.join()
-    assert not rank.errors
+    rank.watch.close()
+    assert is_closed.is_set() and not rank.errors
 
 
 def test_ranks_that_miss_one_say_so_together(

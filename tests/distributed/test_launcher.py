@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.ranks import environment, free_port
 from tests.trainings import SMALL, losses, run, settings, start, weights, without_drawing, words
 from unet3d.distributed import launcher
 from unet3d.distributed.launcher import Failure, _reason, _reason_of_stop, launch, meeting_folder
+from unet3d.distributed.purpose import TRAINING
 from unet3d.distributed.ranks import Kind, report_end
 from unet3d.errors import ConfigError, Unet3dError
 from unet3d.interruption import Interrupted
@@ -56,6 +58,23 @@ def test_a_rank_that_cannot_end_is_ended(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(launcher, "END_SECONDS", 1.0)
     with pytest.raises(Unet3dError, match=r"^rank 1 \(in epoch 3\) hangs$"):
         launch(["--version"], tmp_path, num_ranks=2, max_restarts=0, on_gpus=False)
+
+
+def test_a_rank_that_does_not_stop_when_it_is_asked_to_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user, who has asked, is not told of an error."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, time\n"
+        "if 'RANK' in os.environ:\n"
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "    time.sleep(1000)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    purpose = replace(TRAINING, stop_seconds=0.2)
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        launch(["--version"], tmp_path, max_restarts=1, purpose=purpose, **ALONE)
 
 
 def test_ranks_import_what_the_process_that_starts_them_can(tmp_path: Path) -> None:
@@ -267,6 +286,10 @@ def make_networks(names: list[str], ends: list[str]) -> None:
         subprocess.run(["ip", *command.split()], check=True)
 
 
+# The reasons of ranks that fail one after the other are private: no test could have processes fail
+# in such an order, within milliseconds.
+
+
 def failure(rank: int, exit_status: int, seconds: float, **report: object) -> Failure:
     return Failure(rank=rank, exit_status=exit_status, noticed_at=seconds, report=report)
 
@@ -295,10 +318,14 @@ def test_the_first_reason_counts(failures: list[Failure], reason: str) -> None:
     assert str(_reason(failures)).startswith(reason)
 
 
-def test_a_rank_that_could_not_save_when_it_was_stopped_says_so() -> None:
+@pytest.mark.parametrize("kind", ["explained", "unexpected", "hang"])
+def test_a_rank_that_could_not_save_when_it_was_stopped_says_so(kind: Kind) -> None:
     stopped = failure(0, 143, 5, kind="interrupted", signal=15)
-    full = told(1, "explained", 5.1, "cannot write the checkpoint")
-    assert str(_reason_of_stop([stopped, full], signal.SIGTERM)) == "cannot write the checkpoint"
+    full = told(1, kind, 5.1, "cannot write the checkpoint")
+    reason = _reason_of_stop([stopped, full], signal.SIGTERM)
+    assert isinstance(reason, Unet3dError) and "cannot write the checkpoint" in str(reason)
+    lost = told(1, "consequence", 5.1, "rank 0 is gone")
+    assert str(_reason_of_stop([lost, stopped], signal.SIGTERM)) == "SIGTERM"
     assert str(_reason_of_stop([stopped, failure(1, -9, 5)], signal.SIGTERM)) == "SIGTERM"
 
 
