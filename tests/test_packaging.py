@@ -205,6 +205,8 @@ def test_the_image_gets_what_the_dockerfile_copies():
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     copied = [name for word, rest in instructions() if word == "COPY" for name in rest.split()[:-1]]
     assert "unet3d" in copied
+    assert [rest for word, rest in instructions() if word == "USER"] == ["unet3d"]  # not root
+    assert any("--require-hashes -r requirements-docker.lock" in rest for _, rest in instructions())
     for name in copied:
         assert (ROOT / name).exists()
         assert f"!{name}" in ignored

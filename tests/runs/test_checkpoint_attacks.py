@@ -150,6 +150,7 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"preprocessing__spacing_mm": [1e30, 1.0, 1.0]}, "spacing_mm.0 must be at most"),
         ({"preprocessing__channels": [{"kind": "zscore"}]}, "kind must be 'ct', 'z-score', 'z-s"),
         ({"preprocessing__channels": [{"kind": "ct", "std": 0.0}]}, "std must be greater than 0"),
+        ({"preprocessing__channels": [{"kind": "ct", "mean": NAN}]}, "mean must be a finite numb"),
         (
             {
                 "preprocessing__regions": [
@@ -169,17 +170,20 @@ NAN, INFINITY = float("nan"), float("inf")
         ({"preprocessing__label_values": [0, 1, 1]}, "3 names of labels but 2 different values"),
         ({"preprocessing__label_names": ["a", "b", "\x1b[2J"]}, "label_names.2 must hold no con"),
         ({"patch_size": (16, 16, 0)}, "patch_size.2 must be greater than 0, but is 0"),
+        ({"patch_size": (65537, 8, 8)}, "patch_size.0 must be at most 65536"),
         ({"patch_size": (65536,) * 3}, "patch_size has 281,474,976,710,656 voxels, and may have"),
         ({"config": "a: &x [1]\nb: *x"}, "line 1: anchors (&) and aliases (*) are not allowed"),
         ({"config": "training: {seed: -1}"}, "training.seed is -1; give a whole number"),
         ({"model": [1]}, "model must be a mapping, but is [1]"),
         ({"model": {"a": 1}}, "model.a must be an instance of Tensor, but is 1"),
+        ({"model": {3: torch.ones(1)}}, "model.3 must be a valid string, but is 3"),
         ({"model": {}}, "encoder.levels.0.0.conv.weight is missing"),
         ({"training__state": [1]}, "training.state must be a mapping, but is [1]"),
         ({"training__state__\x1b[2J": 3}, r"training.state.\x1b[2J must hold no control char"),
         ({"split": [1]}, "split must be a mapping, but is [1]"),
         ({"training__random": torch.zeros(3, dtype=torch.uint8)}, "random is not a state of PyTor"),
         ({"training__random": torch.full((5056,), 255, dtype=torch.uint8)}, "random is not a stat"),
+        ({"training__optimizer": 3}, "training.optimizer must be a mapping, but is 3"),
         ({"training__optimizer__state": {"a": 3}}, "training.optimizer.state.a must be a valid i"),
         ({"training__optimizer__state__0": {}}, "its optimizer is adamw, but the state of"),
         ({"training__optimizer__state__0__step": torch.ones(3)}, "has no usable step of encoder"),

@@ -48,8 +48,14 @@ class LateRequest(InterruptionRequest):
 def check_scores(group: Group) -> None:
     """Three cases for the first replica, two for the second."""
     cases, executor = made_cases(), SharedReader(group)
-    found = validator(cases, group, NUM_SHARDS, executor).validate(1, 10, InterruptionRequest())
+    told: list[tuple[int, ...]] = []
+    found = validator(cases, group, NUM_SHARDS, executor).validate(
+        1, 10, InterruptionRequest(), lambda *progress: told.append(progress)
+    )
     assert_right(found, cases)
+    # Of its windows the first shard alone is told, which scores them.
+    is_told = group.exchange(any(num_done for _, _, num_done, _ in told))
+    assert is_told == [True, False, True, False]
     counts = group.exchange(executor.num_windows)
     assert counts[0] == counts[1] > counts[2] == counts[3] > 0
 

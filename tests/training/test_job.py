@@ -162,11 +162,13 @@ def test_a_run_after_a_power_cut_is_bit_identical(
     finished: Path, tmp_path: Path, num_steps: int
 ) -> None:
     """Within an epoch, with the configuration that the first one has written."""
-    folder = tmp_path / "run"
+    folder, drawn = tmp_path / "run", list[float]()
     config = load_config(finished / "config.yaml", ["training.save_every_seconds=0"])
-    run_until_power_cut(config, folder, num_steps)
-    assert state_of(folder) == divmod(num_steps, 4)
-    run(config, folder, resume=True)
+    with before_steps(lambda _: drawn.append(torch.rand(1).item())):
+        run_until_power_cut(config, folder, num_steps)
+        assert state_of(folder) == divmod(num_steps, 4)
+        run(config, folder, resume=True)
+    assert len(set(drawn)) == 12, "random numbers begin anew"
     assert_same_weights(folder, finished)
     assert losses(folder) == losses(finished)
     assert not list(folder.glob(".unfinished-*"))

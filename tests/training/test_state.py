@@ -97,6 +97,7 @@ def test_a_state_is_read_back_and_one_of_an_earlier_version_too() -> None:
         {"\x1b[2J": 3},
         {"loss": {"\x1b[2J" * 1000: 1.0}},
         {"epoch": 1.5},
+        {"step": "2"},
         {"best_dice": math.nan},
         {"seconds": -1.0},
         {"loss": {}},
