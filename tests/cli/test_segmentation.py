@@ -142,7 +142,7 @@ def test_files_for_which_there_is_no_space_are_named(
     assert not names_in("disk") and not names_in("out")
 
 
-@pytest.mark.parametrize("ending", [".json", ".png"])
+@pytest.mark.parametrize("ending", [".nii.gz", ".json", ".png"])
 def test_a_result_for_which_there_is_no_space_leaves_none_of_the_others(
     scan: Path, predicting: Words, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -158,6 +158,8 @@ def test_a_result_for_which_there_is_no_space_leaves_none_of_the_others(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", write_or_fail)
         patched.setattr(Figure, "savefig", save_or_fail)
+        if ending == ".nii.gz":
+            patched.setattr("unet3d.volumes.nifti.write_nifti", full)
         line = refusal(capsys, *predicting, scan, *ALL_RESULTS, "-o", "out")
     assert f"cannot write out/a scan_seg{ending}: No space left on device" in line
     assert not names_in("out")
