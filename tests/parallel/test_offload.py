@@ -298,6 +298,7 @@ def test_no_memory_is_reused_or_read_too_early(
     late: str, num_slots: int, num_micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever is late, copies or the work that they run beside, the gradients are the same."""
+    # Only work on the private streams of the copies can make a copy late.
     find_stream = offload._copy_stream
 
     def late_stream(device: torch.device, direction: str) -> torch.cuda.Stream:

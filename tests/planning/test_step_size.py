@@ -21,11 +21,13 @@ from unet3d.planning.network_plan import (
 )
 from unet3d.planning.placements import make_option
 from unet3d.planning.step_size import (
+    MIN_EDGE,
     cube_in_mm,
     largest_fitting,
     shrinking_sizes,
     within_gpus,
 )
+from unet3d.volumes.patches import padded_shape
 from unet3d.volumes.preprocess import Fingerprint
 
 GIB = 1024**3
@@ -276,9 +278,12 @@ def test_patches_shrink_where_they_are_largest_and_always_suit_their_network() -
             shares = [n / of for n, of in zip(before, shape, strict=True)]
             smaller = [axis for axis in range(3) if after[axis] < before[axis]]
             largest = shares.index(max(shares))
-            if largest not in smaller:  # it cannot shrink any more
-                x, y, z = (n // 2 if axis == largest else n for axis, n in enumerate(before))
-                assert before[largest] <= 8 or plan((x, y, z)).total_stride != 0
+            if largest not in smaller:  # no fewer voxels along it suit a network
+                for fewer in range(MIN_EDGE, before[largest]):
+                    x, y, z = (fewer if axis == largest else n for axis, n in enumerate(before))
+                    padded = padded_shape((x, y, z), plan((x, y, z)).total_stride)
+                    shrinks = padded[largest] < before[largest]
+                    assert not (shrinks and math.prod(padded) < math.prod(before)), padded
 
 
 def test_the_largest_that_fits_is_found_in_a_few_answers() -> None:
