@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.networks import random_checkpoint
+from tests.volumes.orientations import turn_to
 from unet3d.config import Shape, Spacing
 from unet3d.volumes.header import VolumeHeader, read_header
 from unet3d.volumes.resample import Interpolation, visible_shape
@@ -34,11 +35,7 @@ def write_nifti(
     affine = np.eye(4)
     affine[:3, :3] = directions * spacing_mm
     image = nib.Nifti1Image(np.zeros(shape, np.uint8), affine)
-    image = image.as_reoriented(
-        nib.orientations.ornt_transform(
-            nib.io_orientation(affine), nib.orientations.axcodes2ornt(tuple(codes))
-        )
-    )
+    image = image.as_reoriented(turn_to(codes, affine))
     image.header.set_qform(image.affine, code=1)
     for name, value in fields.items():
         image.header[name] = value

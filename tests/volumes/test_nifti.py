@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
+from tests.volumes.orientations import ORIENTATIONS, turn_to
 from tests.volumes.samples import refusal
 from unet3d.errors import VolumeError
 from unet3d.volumes.header import read_header
@@ -25,12 +26,6 @@ from unet3d.volumes.nifti import (
 )
 from unet3d.volumes.voxels import FileVoxels
 
-ORIENTATIONS = [
-    "".join(codes)
-    for axes in itertools.permutations(("RL", "AP", "SI"))
-    for codes in itertools.product(*axes)
-]
-
 UNREADABLE = {
     "natural/sct_mt_warp_t22mt1.nii.gz": "5 axes (40x40x5x1x3)",
     "derived/analyze_image.hdr": "Analyze 7.5 format, which has no orientation; convert it",
@@ -38,7 +33,7 @@ UNREADABLE = {
     "derived/notgz_image.nii.gz": "is not gzip-compressed",
     "derived/empty_file.nii.gz": "is empty (0 bytes)",
 }
-"""Of the awkward files, those that are no volumes, and why."""
+"""Awkward files that cannot be used, and what is said of each."""
 
 
 def random_volume(seed: int = 0, shape: tuple[int, ...] = (5, 6, 7)) -> np.ndarray:
@@ -60,11 +55,7 @@ AFFINES = {"straight": STRAIGHT, "oblique": oblique_affine(), "sheared": SHEARED
 
 def save_oriented(path: Path, array: np.ndarray, affine: np.ndarray, codes: str, form: str) -> None:
     """Write an RAS array with its axes stored as ``codes`` say, located by qform or sform only."""
-    original = nib.Nifti1Image(array, affine)
-    reorder = nib.orientations.ornt_transform(
-        nib.io_orientation(affine), nib.orientations.axcodes2ornt(tuple(codes))
-    )
-    image = original.as_reoriented(reorder)
+    image = nib.Nifti1Image(array, affine).as_reoriented(turn_to(codes, affine))
     image.set_qform(image.affine, code=1 if form == "qform" else 0)
     image.set_sform(image.affine, code=2 if form == "sform" else 0)
     nib.save(image, path)
