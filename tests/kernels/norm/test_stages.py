@@ -170,17 +170,21 @@ def called(function: Callable[..., Tensor], *args: object, **named: object) -> N
 
 
 @pytest.mark.gpu
-def test_the_operations_are_registered_as_pytorch_wants_it() -> None:
-    given = arguments((2, 3, 4, 5, 6), 0.0, torch.float32, "cuda", torch.channels_last_3d)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 4, 5, 6), (1, 32, 40, 48, 56), (3, 70, 3, 5, 7), (1, 320, 6, 6, 6)], ids=str
+)
+def test_the_operations_are_registered_as_pytorch_wants_it(shape: tuple[int, ...]) -> None:
+    given = arguments(shape, 0.0, torch.float32, "cuda", torch.channels_last_3d)
     x, weight, bias, dy = given
+    voxels = x[0, 0].numel()
     moments = op.moments(x)
-    mean, rstd, _ = op.merge(moments, 120, EPS)
+    mean, rstd, _ = op.merge(moments, voxels, EPS)
     affine = (weight, bias, mean, rstd)
     sums = op.sums(dy, x, *affine, slope=SLOPE)
     called(op.moments, x)
-    called(op.merge, moments, 120, EPS)
+    called(op.merge, moments, voxels, EPS)
     called(op.normalize, x, *affine, slope=SLOPE, pads=False)
     called(op.sums, dy, x, *affine, slope=SLOPE)
     called(op.total, sums)
     total = op.total(sums)
-    called(op.gradient, dy, x, *affine, total=total, voxels=120, slope=SLOPE, pads=False)
+    called(op.gradient, dy, x, *affine, total=total, voxels=voxels, slope=SLOPE, pads=False)
