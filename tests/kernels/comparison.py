@@ -58,10 +58,10 @@ def assert_same(
 
 
 def assert_near(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
-    """Compare a value and its gradients of lower precision with those in float64, by their norms.
+    """Compare a value and its gradients with the same in float64, by the norms of differences.
 
     Args:
-        actual: On any device.
+        actual: Of any precision, on any device.
         expected: In float64.
         tolerance: Largest norm of a difference, as a share of the norm of what is expected.
     """

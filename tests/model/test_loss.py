@@ -168,7 +168,7 @@ def test_any_integer_type_of_target(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 3), (4, 1), (5,)], ids=str)
 def test_micro_batches_add_up(sizes: tuple[int, ...]) -> None:
-    """Weighted losses; sums that are joined along samples; and those that are added up."""
+    """Weighted losses add up, as do sums: joined along samples, or for the batch as a whole."""
     logits, target = make_batch(3, num_samples=5)
     whole = dice_cross_entropy(logits, target)
     portions = list(zip(logits.split(sizes), target.split(sizes), strict=True))

@@ -63,7 +63,7 @@ def make_batch(num_samples: int) -> tuple[Tensor, Tensor]:
     ids=str,
 )
 def test_resnet50_is_transparent(norm: str, num_samples: int, options: dict[str, Any]) -> None:
-    """One step and a prediction are those of MONAI's module, parameter by parameter."""
+    """Compare one step and a prediction with MONAI's module, parameter by parameter."""
     plain, placed = make_resnet(norm), make_resnet(norm)
     image, target = make_batch(num_samples)
     loss = functional.cross_entropy(plain(image), target)

@@ -14,7 +14,7 @@ pytest.importorskip("dynamic_network_architectures")
 
 TOLERANCE = 1e-10
 OURS = Axes.of((2, 1, 0))
-"""Axes of nnU-Net's that are in our order."""
+"""nnU-Net's axes, in the order that ours have here."""
 
 
 @pairwise(

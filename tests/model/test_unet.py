@@ -52,7 +52,7 @@ def in_blocks(network: UNet3d | Decoder, kind: str = "parameters") -> list[int]:
 
 
 def test_the_network_is_its_blocks(model: UNet3d) -> None:
-    """Each parameter is in one of them, each reads earlier tensors only, and they run as it."""
+    """Each parameter is in one block, blocks read earlier tensors only, and give its logits."""
     for kind in ("parameters", "buffers"):
         assert in_blocks(model, kind) == sorted(id(value) for value in getattr(model, kind)())
     known = {"image"}

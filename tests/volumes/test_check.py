@@ -98,7 +98,7 @@ def test_names_files_that_no_case_uses(root: Path) -> None:
     write_volume(root / "imagesTr/extra.nii.gz", np.ones((4, 4, 4)))
     (root / "imagesTr/._case_1.nii.gz").write_bytes(b"left by a Mac")
     (root / "imagesTr/notes.txt").write_text("not a volume")
-    write_case(root, label=labels_of(7))  # only voxels are wrong, which are not read
+    write_case(root, label=labels_of(7))  # a fault of the voxels, which are not read
     assert_finds(root, "warning: belongs to no case", case="extra.nii.gz", check=check_headers)
 
 

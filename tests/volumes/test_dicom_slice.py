@@ -139,7 +139,7 @@ def test_pixels_that_nothing_decodes_are_refused(tmp_path: Path, syntax: str, na
 
 @pytest.fixture(scope="module")
 def content(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
-    """Return a slice whose bytes may be changed, and those that it had."""
+    """Return a slice whose bytes may be changed, and its bytes before that."""
     path = tmp_path_factory.mktemp("slice") / "a"
     write_slice(path, PIXELS, RescaleSlope=2, RescaleIntercept=0)
     return path, path.read_bytes()

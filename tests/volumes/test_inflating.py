@@ -131,7 +131,7 @@ def test_a_file_that_was_cut_off_anywhere_is_refused(pack: Packer, path: Path) -
 
 @PACKERS
 def test_no_bit_of_the_voxels_is_flipped_unseen(pack: Packer, path: Path) -> None:
-    """Nor one of the checksum after them."""
+    """No bit of the checksum after the voxels, either."""
     wanted = content(600)
     packed = pack(wanted)
     checksum = len(packed) - (8 if pack is gzip.compress else 4)

@@ -26,7 +26,7 @@ def loader(
     stride: Shape = (2, 2, 2),
     **more: Any,
 ) -> PatchLoader:
-    """Return one whose patches are not augmented; fields of its settings may be among ``more``."""
+    """Return a loader without augmentation; ``more`` may hold fields of its settings, too."""
     fields = {key: more.pop(key) for key in list(more) if key in PatchSettings.model_fields}
     settings = PatchSettings(**{"augmentation": PLAIN, **fields})
     return make_loader(cases, settings, size=size, batch_size=batch_size, stride=stride, **more)
@@ -92,10 +92,9 @@ def test_the_last_patches_of_each_batch_are_on_foreground(tmp_path: Path) -> Non
     label = np.zeros((40, 40, 40), np.uint8)
     label[20, 20, 20] = 1  # hit by chance once in 64,000 patches
     cases = make_cases(tmp_path, [(40, 40, 40)] * 2, [label, label])
-    for batch_size, fraction, expected in [
-        *[(2, 0.33, 1), (3, 0.33, 1), (4, 0.33, 1), (5, 0.33, 2), (9, 0.33, 3), (1, 0.33, 1)],
-        *[(4, 0.0, 0), (4, 1.0, 4), (4, 0.5, 2)],
-    ]:
+    of_a_third = {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 9: 3}  # by the size of the batch
+    thirds = [(size, 0.33, number) for size, number in of_a_third.items()]
+    for batch_size, fraction, expected in [*thirds, (4, 0.0, 0), (4, 1.0, 4), (4, 0.5, 2)]:
         batches = loader(cases, batch_size=batch_size, num_steps=2, foreground_fraction=fraction)
         for batch in batches.epoch(0):
             is_centred = [bool(target[2, 2, 2]) for target in batch.target]

@@ -1,4 +1,4 @@
-"""What workers do that are interrupted."""
+"""Work that is interrupted."""
 
 import multiprocessing
 import sys
@@ -17,7 +17,7 @@ def write_slowly(path: Path) -> None:
 
 
 def work_in_workers(folder: Path, start: str) -> None:
-    """Write files slowly in two workers, which are started as ``multiprocessing`` calls it."""
+    """Write files slowly in two workers; ``start`` is a start method of ``multiprocessing``."""
     context = multiprocessing.get_context(start)
     vars(multiprocessing)["get_context"] = lambda kind: context
     stop_on_signals(is_rank=False)

@@ -22,7 +22,7 @@ def draw(**changes: object) -> AugmentationDraw:
 def drawn_matrices(
     augmentation: AugmentationDraw, count: int, size: Shape, spacing_mm: Spacing
 ) -> npt.NDArray[np.float64]:
-    """Return the matrices of so many patches, without those that change nothing."""
+    """Return the matrices of ``count`` patches, but of patches that stay as they are."""
     rngs = (np.random.default_rng(seed) for seed in range(count))
     drawn = [augmentation.matrix(rng, size, spacing_mm) for rng in rngs]
     return np.array([matrix for matrix in drawn if matrix is not None])
