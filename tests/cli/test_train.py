@@ -28,6 +28,8 @@ from unet3d.config import load_config
 from unet3d.runs.checkpoint import load_checkpoint
 from unet3d.runs.run_folder import RunFolder
 from unet3d.training import start
+from unet3d.training.loop import TrainingResult
+from unet3d.training.state import TrainingState
 
 TRAINING = ("train", "data", *SMALL, "--output", "run")
 
@@ -194,6 +196,41 @@ def test_without_a_terminal_there_is_a_line_for_each_epoch_unless_it_is_quiet() 
     quiet = warm.run_call(without_drawing, going_on)
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
     assert json.loads(Path("run/summary.json").read_text())["epochs"] == 4
+
+
+@pytest.mark.parametrize(
+    ("last", "best", "pictures", "words"),
+    [
+        (None, -1.0, (), "Mean Dice none yet. The"),
+        (0.8, 0.8, ("worst.png",), "Mean Dice 0.800, of the final network. The"),
+        (
+            *(0.7, 0.9, ("worst.png", "best.png")),
+            "network. That after epoch 3 has 0.900: checkpoint-best.pt. The",
+        ),
+    ],
+)
+def test_the_last_line_says_what_has_come_out(
+    last: float | None,
+    best: float,
+    pictures: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    state = TrainingState(last_dice={"a": last}, best_dice=best, best_epoch=3)
+    result = TrainingResult(folder=RunFolder(Path("run")), state=state, final_dice=0.5, memory=None)
+    Path("run/validation").mkdir(parents=True)
+    for name in pictures:
+        Path("run/validation", name).touch()
+    monkeypatch.setattr(start, "start_training", lambda *_: result)
+    assert run("train") == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    scored = "The validation cases as predict segments them: mean Dice 0.500, run/validation."
+    assert words in line and scored in line
+    drawn = " and ".join(f"run/validation/{name}" for name in pictures)
+    which = "The worst and the best of them" if len(pictures) > 1 else "One of them"
+    assert f"{which}, drawn: {drawn}." in line if pictures else "drawn" not in line
+    assert line.endswith(" Checkpoints, metrics and pictures: run")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ class FakeGroup:
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
     found = [FakeGroup(), FakeGroup()]
+    # Private, because groups can be aborted only where NCCL and GPUs are.
     monkeypatch.setattr(broken_groups, "_others", lambda: found)
     monkeypatch.setattr(broken_groups, "POLL_SECONDS", 0.01)
     return found

@@ -7,7 +7,7 @@ from unet3d.reports.scan_progress import ScanProgress
 
 def shown(progress: ScanProgress, text: io.StringIO) -> str:
     """Return what the terminal shows now."""
-    progress._progress.refresh()
+    progress._progress.refresh()  # a private one: else it is drawn by a thread, at some moment
     last = text.getvalue().rpartition("\x1b[2K")[2]
     return " ".join(last.replace("━", "").split())
 
