@@ -467,8 +467,10 @@ ON_GPU: dict[str, dict[str, Any]] = {
     "offload": {"precision": "bfloat16", "offload": "skips"},
     "level": {"precision": "bfloat16", "recompute": "level"},
     "large level": {
-        **{"precision": "bfloat16", "recompute": "level"},
-        **{"size": (192, 192, 192), "batch_size": 1},
+        "precision": "bfloat16",
+        "recompute": "level",
+        "size": (192, 192, 192),
+        "batch_size": 1,
     },
     "flat kernels": {"precision": "bfloat16", "model": FLAT, "spacing_mm": (1, 1, 4)},
     "accumulated level": {"precision": "bfloat16", "recompute": "level", "num_micro_batches": 2},

@@ -58,23 +58,23 @@ def best_of_all(cost: StageCost, num_blocks: int, num_stages: int) -> float:
     return min(dearest(cost, cuts, num_blocks) for cuts in choices)
 
 
-def test_costs_that_depend_on_the_stage_and_do_not_add_up() -> None:
-    generator = random.Random(0)
-    for num_blocks in [*range(2, 10)] * 2:
-        table = {
-            (stage, start, end): generator.random()
-            for stage in range(num_blocks)
-            for start in range(num_blocks)
-            for end in range(start + 1, num_blocks + 1)
-        }
+@pytest.mark.parametrize("num_blocks", range(2, 10))
+def test_costs_that_depend_on_the_stage_and_do_not_add_up(num_blocks: int) -> None:
+    generator = random.Random(num_blocks)
+    table = {
+        (stage, start, end): generator.random()
+        for stage in range(num_blocks)
+        for start in range(num_blocks)
+        for end in range(start + 1, num_blocks + 1)
+    }
 
-        def cost(stage: int, start: int, end: int) -> float:
-            return table[stage, start, end]  # noqa: B023
+    def cost(stage: int, start: int, end: int) -> float:
+        return table[stage, start, end]
 
-        for num_stages in range(1, num_blocks + 1):
-            cuts = cheapest_cuts(cost, num_blocks, num_stages)
-            assert len(cuts) == num_stages - 1
-            assert dearest(cost, cuts, num_blocks) == best_of_all(cost, num_blocks, num_stages)
+    for num_stages in range(1, num_blocks + 1):
+        cuts = cheapest_cuts(cost, num_blocks, num_stages)
+        assert len(cuts) == num_stages - 1
+        assert dearest(cost, cuts, num_blocks) == best_of_all(cost, num_blocks, num_stages)
 
 
 def fake_times(
