@@ -31,6 +31,7 @@ from unet3d.volumes.preprocess import (
     prepare_cases,
     stored_image,
 )
+from unet3d.volumes.resample import resampled_shape
 from unet3d.volumes.transform import prepare_label
 
 
@@ -124,6 +125,10 @@ def test_image_and_label_map_are_cut_to_what_is_not_zero(
     (expected,) = prepare_cases(cut.cases, of_cut, settings.cache, 0)
     assert arrays([case]) == arrays([expected])
     assert fingerprint == fingerprint_of_cut
+    # Patches are planned for the whole images where nothing is cut off.
+    plan, of_whole = plan_preprocessing(dataset, uncropped)
+    assert not plan.crops_to_nonzero and plan.channels[0].kind == "z-score-all"
+    assert of_whole.shapes == {resampled_shape((30, 24, 16), (1, 1, 2), plan.spacing_mm)}
 
 
 def test_the_outside_is_masked_where_cropping_takes_a_quarter_of_the_median_case(
