@@ -41,6 +41,7 @@ SETTINGS = {
     "sometimes": drawn(*MOVING, *LINEAR, *MEASURED, probability=0.4),
     "default": AugmentationSettings(),
 }
+SMALL: Shape = (20, 18, 21)
 WIDE: Shape = (45, 18, 35)
 SHAPES: tuple[Shape, ...] = ((33, 30, 29), (26, 34, 20), (17, 21, 40), (40, 24, 31))
 
@@ -70,7 +71,7 @@ def slabs(*fractions: float) -> list[Callable[[Shape], range]]:
 def loader(
     cases: Sequence[PreparedCase],
     augmentation: AugmentationSettings,
-    size: Shape | None = (20, 18, 21),
+    size: Shape | None = SMALL,
     stride: Shape = (1, 1, 1),
     **settings: Any,
 ) -> PatchLoader:
@@ -89,13 +90,25 @@ def check(whole: Sequence[Batch], shards: Sequence[Sequence[Batch]]) -> None:
         assert batch.planes is None
 
 
+SIZES_BY_DAY: dict[str, tuple[Shape | None, ...]] = {
+    "off": (None,),
+    "mirrored": (WIDE,),
+    "moved": (None,),
+    "linear": (WIDE,),
+    "everything": (None, SMALL),
+    "sometimes": (WIDE,),
+    "default": (),
+}
+
+
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *[("off", None), ("mirrored", WIDE), ("moved", None), ("linear", WIDE)],
-        *[("everything", None), ("everything", (20, 18, 21)), ("sometimes", WIDE)],
-        *[pytest.param(name, (20, 18, 21), marks=pytest.mark.nightly) for name in SETTINGS],
+        pytest.param(name, size, marks=() if size in SIZES_BY_DAY[name] else pytest.mark.nightly)
+        for name in SETTINGS
+        for size in (SMALL, WIDE, None)
     ],
+    ids=str,
 )
 def test_slabs_are_those_of_the_whole_batch(tmp_path: Path, name: str, size: Shape | None) -> None:
     """Patches in cases, patches larger than cases, and whole cases of several shapes."""
