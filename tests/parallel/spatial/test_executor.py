@@ -231,6 +231,7 @@ def test_thresholds_between_two_slabs_change_no_message(
 ) -> None:
     """Slabs of 16, 12 and 12 planes at a time, with every threshold of the kernels between them."""
     monkeypatch.setattr(recompute, "MIN_ELEMENTS", threshold)
+    cubes().check(3, recompute="norm")
     cubes().check(3, recompute="level")
 
 
