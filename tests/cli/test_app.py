@@ -131,7 +131,7 @@ start(way, run_name="__main__")
 def test_a_signal_in_the_first_seconds_is_never_lost(
     module: str, way: str, stop: signal.Signals
 ) -> None:
-    """While modules load, of which the signal interrupts one."""
+    """The signal comes while a module loads."""
     words = ["train", *SMALL, "--epochs", "10000", "--output", "run"]
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_START, module, way, *words],

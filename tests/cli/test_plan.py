@@ -28,7 +28,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, NetworkPlan]]:
-    """Settings and networks whose memory is asked for, and not predicted, which takes longer."""
+    """Settings and networks of plans, without the prediction of their memory, to save time."""
     found: list[tuple[Config, NetworkPlan]] = []
 
     def compare(

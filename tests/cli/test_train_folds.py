@@ -69,7 +69,8 @@ def test_folds_one_after_another_are_runs_of_their_own(scan: Path) -> None:
     before = contents(top)
     assert "Validation Dice of 2 folds" in train("--resume")[1]
     assert contents(top) == before
-    assert train("--resume", "--folds", "1")[0] == 0
+    status, _, errors = train("--resume", "--folds", "1")
+    assert status == 0 and "folds 1, one after another; finished: 0, 2" in errors.splitlines()
     assert recorded_folds(top) == (0, 1, 2)
     after = contents(top)
     kept = [path for path in before if path.parent.name in ("fold0", "fold2")]

@@ -55,7 +55,7 @@ class Spread:
 
 
 def continued(name: str, begun: Path, cache: Path, folder: Path, *changes: str) -> Spread:
-    """Continue a training, of whose checkpoint the first rank tells the second."""
+    """Continue a training; the first rank sends its checkpoint to the second."""
     run_folder, kept = folder / "run", folder / "kept"
     shutil.copytree(begun, run_folder)
     kept.mkdir()

@@ -14,7 +14,7 @@ FIRST_SEED = int(os.environ.get("UNET3D_FAULTS_SEED", "0"))
 
 
 def seeds(share: float = 1.0) -> list[Any]:
-    """Return a seed for each try, of which the first is tried by day, too.
+    """Return a seed for each try; only the first is tried by day.
 
     Args:
         share: How many tries there are, as a share of the kills.

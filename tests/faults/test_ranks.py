@@ -254,7 +254,7 @@ def test_the_command_names_a_rank_that_a_device_of_another_waits_for(
 def test_a_rank_of_a_prediction_that_hangs_is_named(
     devices: str, is_stuck: bool, tmp_path: Path
 ) -> None:
-    """Many scans in one piece each are segmented, of which the first is done."""
+    """The first of many scans is done; each is segmented in one piece."""
     first = write_volume(tmp_path / "scans/0.nii.gz", noise((40, 36, 33)))
     for number in range(1, 200):
         shutil.copy(first, tmp_path / f"scans/{number}.nii.gz")

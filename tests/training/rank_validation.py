@@ -53,7 +53,7 @@ def check_scores(group: Group) -> None:
         1, 10, InterruptionRequest(), lambda *progress: told.append(progress)
     )
     assert_right(found, cases)
-    # Of its windows the first shard alone is told, which scores them.
+    # The first shard alone scores a case, and reports its windows.
     is_told = group.exchange(any(num_done for _, _, num_done, _ in told))
     assert is_told == [True, False, True, False]
     counts = group.exchange(executor.num_windows)
