@@ -509,7 +509,8 @@ def test_two_gpus_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_that_is_too_small_is_a_row(tmp_path: Path) -> None:
-    torch.cuda.set_per_process_memory_fraction(0.02, 0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / total, 0)
     try:
         found = sweep(
             tmp_path,
