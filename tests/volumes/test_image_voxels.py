@@ -168,13 +168,13 @@ def test_channels_of_several_files_and_types_follow_each_other(tmp_path: Path) -
 @pytest.mark.parametrize("dtype", ["<i2", "<f4", "|b1"])
 def test_a_part_is_that_of_the_array_and_no_copy(dtype: str) -> None:
     stored = stored_numbers(dtype, (2, *SHAPE))
-    image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0)])
+    image = ImageVoxels([StoredChannels(voxels=stored, slope=3.0, inter=5.0)])
     image.measure(0, lambda values, counts: None)  # what is known of the whole is not of a part
     cut = image.cut((slice(2, 6), slice(1, 6), slice(0, 4)))
-    assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 0.0))
-    assert_like(image, scaled(stored, 3.0, 0.0))
+    assert_like(cut, scaled(stored[:, 2:6, 1:6, :4], 3.0, 5.0))
+    assert_like(image, scaled(stored, 3.0, 5.0))
     stored[0, 3, 3, 2] = 1  # a copy would not change with it
-    assert cut.channel(0)[1, 2, 2] == 3
+    assert cut.channel(0)[1, 2, 2] == 8
 
 
 def test_nobody_changes_an_array_of_the_user() -> None:

@@ -304,6 +304,8 @@ def test_the_key_is_the_content_and_the_settings(tmp_path: Path, settings: DataS
     (other,) = prepare(dataset, coarse)
     assert other.folder != first.folder
     assert other.image().shape == (1, 6, 7, 5)
+    (uncropped,) = prepare(dataset, with_(settings, crop_to_nonzero=False))
+    assert uncropped.folder != first.folder
     image = np.full((12, 14, 10), 5, np.float32)
     image[0] = 1
     write_volume(dataset.cases[0].images[0], image)
