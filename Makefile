@@ -1,6 +1,6 @@
 # make demo: install the package into .venv, then train, predict and evaluate on the built-in phantom data.
 # make test: what protects a change, and CI runs: lint and the default tests, about five minutes on two cores.
-# make nightly: lint and every test, those that are slow and rare too, about 40 minutes.
+# make nightly: lint and every test, those that are slow and rare too, about 20 minutes.
 # make docs: build the site in site/; look at it with python -m http.server --directory site.
 # PYTHON=python3.12 picks the interpreter that .venv is made of (3.11 or newer).
 
