@@ -31,15 +31,13 @@ def pairwise(**axes: Any) -> pytest.MarkDecorator:
 
 def _covering(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Yield rows until every pair of places has had every pair of values."""
-    left = {pair for row in rows for pair in _pairs(row)}
+    num_places = min(2, len(rows[0]))
+    pairs = {row: set(combinations(enumerate(row), num_places)) for row in rows}
+    left = set().union(*pairs.values())
     while left:
-        best = max(rows, key=lambda row: len(left & _pairs(row)))
-        left -= _pairs(best)
+        best = max(rows, key=lambda row: len(left & pairs[row]))
+        left -= pairs[best]
         yield best
-
-
-def _pairs(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(combinations(enumerate(row), 2)) if len(row) > 1 else {((0, row[0]),)}
 
 
 def _name(value: object) -> str:

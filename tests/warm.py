@@ -29,7 +29,8 @@ from unet3d.__main__ import main
 from unet3d.distributed import commands, launcher
 from unet3d.distributed.launcher import import_variables
 
-_PID_BYTES = 32
+_NUMBER_BYTES = 32
+"""Of a message: a process id, or at most so many of an exit status."""
 
 PRELOADED = (
     "torch",
@@ -75,7 +76,7 @@ class Warm:
         if self.returncode is None:
             self._channel.settimeout(seconds)
             try:
-                self.returncode = int(self._channel.recv(32))
+                self.returncode = int(self._channel.recv(_NUMBER_BYTES))
             except (BlockingIOError, TimeoutError):
                 return None
             self._channel.close()
@@ -147,7 +148,7 @@ def call(
         fds = [theirs.fileno(), file.fileno(), *(one.fileno() for one in files)]
         socket.send_fds(_server(), [b"r"], fds)
     ours.settimeout(60)
-    return Warm(int(ours.recv(_PID_BYTES)), ours, files)
+    return Warm(int(ours.recv(_NUMBER_BYTES)), ours, files)
 
 
 @cache
@@ -198,7 +199,7 @@ def serve(requests: socket.socket) -> None:
             if not child:
                 _begin(*fds)
             children[child] = socket.socket(fileno=fds[0])
-            children[child].send(f"{child}".encode().ljust(_PID_BYTES))
+            children[child].send(f"{child}".encode().ljust(_NUMBER_BYTES))
             for fd in fds[1:]:
                 os.close(fd)
         for child in list(children):
